@@ -1,0 +1,66 @@
+"""A model's layer stacks: the lists of blocks that run one after the other."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One list of blocks, ``names[i]`` being the module path of ``blocks[i]``."""
+
+    name: str
+    names: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+
+
+def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack]:
+    """The stacks of a model, in module order; one stack that is the whole model if there is none.
+
+    A stack is an nn.ModuleList or nn.Sequential whose children hold prunable layers (``prunable``: their modules), at
+    least one child two or more of them (a whole attention, MLP or residual branch), all of one class. Where no list of
+    one class encloses it, a mixed list counts as well if every child holds two (hybrids of attention and state space
+    layers). Of nested stacks the inner ones count when they hold every prunable layer of the outer one (the stages of
+    a ResNet), else the outer one (a mixture of experts, whose experts are a list too).
+    """
+    held = _Held(prunable)
+    stacks = _search(model, "", held, mixed_allowed=True)
+    if stacks or held.count(model) == 0:
+        return stacks
+    return [Stack("", ("",), (model,))]
+
+
+class _Held:
+    """How many prunable layers a module holds."""
+
+    def __init__(self, prunable: Collection[nn.Module]) -> None:
+        self._prunable = set(prunable)
+
+    def count(self, module: nn.Module) -> int:
+        return sum(child in self._prunable for child in module.modules())
+
+
+def _search(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> list[Stack]:
+    own = _as_stack(module, path, held, mixed_allowed=mixed_allowed)
+    found: list[Stack] = []
+    for name, child in module.named_children():
+        found += _search(child, f"{path}.{name}".removeprefix("."), held, mixed_allowed=mixed_allowed and own is None)
+    if own is None:
+        return found
+    inner = sum(held.count(block) for stack in found for block in stack.blocks)
+    return found if inner == held.count(module) else [own]
+
+
+def _as_stack(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> Stack | None:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return None
+    counts = {name: held.count(child) for name, child in module.named_children()}
+    members = {name: child for name, child in module.named_children() if counts[name]}
+    if not members or max(counts.values()) < 2:
+        return None
+    one_class = len({type(child) for child in members.values()}) == 1
+    if not one_class and not (mixed_allowed and min(counts[name] for name in members) >= 2):
+        return None
+    names = tuple(f"{path}.{name}".removeprefix(".") for name in members)
+    return Stack(path, names, tuple(members.values()))

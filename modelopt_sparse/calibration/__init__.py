@@ -1,0 +1,1 @@
+"""Calibration: data, statistics and the walk through a model's blocks."""

@@ -1,0 +1,432 @@
+"""The walk through a model, one block at a time: statistics of its inputs go out, the sparse block's output goes on."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from modelopt_sparse.blocks import Stack
+from modelopt_sparse.calibration.batches import (
+    Call,
+    TokenMasks,
+    is_encoder_decoder,
+    load_calls,
+    map_tensors,
+    token_masks,
+)
+from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
+from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
+from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.layers import Layer
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.plan import LayerPlan, Plan
+from modelopt_sparse.report import Report
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with one input, to be solved now. ``hold``: attach the solutions only after the whole walk, because
+    inputs that are still to be collected must come from the dense model."""
+
+    targets: list[LayerPlan]
+    stats: Stats | None
+    hold: bool = False
+
+
+@dataclass
+class _Unit:
+    """What is collected together: the targets of one block, or layers outside of every stack."""
+
+    name: str
+    targets: list[LayerPlan]
+    stack: Stack | None = None
+    position: int = 0
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        return () if self.stack is None else (self.stack.blocks[self.position],)
+
+
+@dataclass
+class _Survey:
+    """What one dense run over all of the data has shown."""
+
+    order: dict[str, int] = field(default_factory=dict)  # layer name -> position of its first call
+    stage_of: dict[str, str] = field(default_factory=dict)  # layer name -> first layer with the same input
+    finite: dict[str, Tensor] = field(default_factory=dict)
+
+
+def walk(model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> Generator[Group, None, None]:
+    """Yield the plan's layers group by group, with the statistics that their methods need.
+
+    Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
+    usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags.
+    """
+    if all(target.method.needs == "nothing" for target in plan.layers):
+        for target in tqdm(plan.layers, desc="sparsify", unit="layer", disable=_no_bar(config)):
+            yield Group([target], None)
+        return
+    yield from _Walk(model, plan, config, report).run()
+
+
+class _Walk:
+    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> None:
+        self.model, self.plan, self.config, self.report = model, plan, config, report
+        self.calls = None if config.forward_loop is not None else load_calls(config, model)
+        encoder = model.get_encoder() if is_encoder_decoder(model) else None  # type: ignore[operator]
+        self._encoder_modules = set() if encoder is None else set(encoder.modules())
+        self._blocks = [block for stack in plan.stacks for block in stack.blocks]
+
+    def run(self) -> Iterator[Group]:
+        dense_inputs = self.config.sequential == "none"
+        with tqdm(desc="run the dense model", unit="batch", disable=_no_bar(self.config)) as bar:
+            survey, recorders = self._survey(bar)
+        units = self._units(survey)
+        chains: dict[Stack | None, Chain | Literal["later"] | None] = {
+            stack: self._chain(recorders.pop(stack), units) for stack in _stacks_of(units)
+        }
+        if dense_inputs:
+            # what is collected through the whole model comes first, while all of it is dense; solutions are held
+            units.sort(key=lambda unit: chains.get(unit.stack) is not None)
+        with tqdm(total=len(units), desc="sparsify", unit="block", disable=_no_bar(self.config)) as bar:
+            for unit in units:
+                bar.set_postfix_str(unit.name)
+                chain = chains.get(unit.stack)
+                if chain == "later":
+                    chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
+                assert chain != "later"
+                for stage in self._stages(unit, survey):
+                    for names, stats in self._collect(unit, stage, chain):
+                        members = [target for target in stage if target.name in names]
+                        yield Group(members, stats, hold=dense_inputs and chain is None)
+                if chain is not None:
+                    self._propagate(unit, chain)
+                    if unit.position == len(chain.stack.blocks) - 1:
+                        chains[unit.stack] = None  # its activations are done with
+                bar.update()
+
+    # what is collected together -------------------------------------------------------------------------------------
+
+    def _units(self, survey: _Survey) -> list[_Unit]:
+        """Blocks with their targets, and each target outside of the blocks, in the order of their first calls.
+
+        The blocks of a stack stay together, and those without targets are still run through.
+        """
+        by_block: dict[str | None, list[LayerPlan]] = {}
+        for target in sorted(self.plan.layers, key=lambda item: survey.order[item.name]):
+            by_block.setdefault(target.block, []).append(target)
+        keyed: list[tuple[int, _Unit]] = []
+        for stack in self.plan.stacks:
+            calls = [survey.order[target.name] for name in stack.names for target in by_block.get(name, [])]
+            for position, name in enumerate(stack.names) if calls else ():
+                title = name or type(self.model).__name__
+                keyed.append((min(calls), _Unit(title, by_block.get(name, []), stack, position)))
+        keyed += [(survey.order[target.name], _Unit(target.name, [target])) for target in by_block.get(None, [])]
+        return [unit for _, unit in sorted(keyed, key=lambda item: item[0])]  # stable: blocks keep their order
+
+    def _stages(self, unit: _Unit, survey: _Survey) -> list[list[LayerPlan]]:
+        if self.config.sequential != "stage":
+            return [unit.targets] if unit.targets else []
+        stages: dict[str, list[LayerPlan]] = {}
+        for target in unit.targets:
+            stages.setdefault(survey.stage_of[target.name], []).append(target)
+        return list(stages.values())
+
+    # before any weight changes --------------------------------------------------------------------------------------
+
+    def _survey(self, bar: tqdm) -> tuple[_Survey, dict[Stack, Recorder]]:
+        """One dense run over all of the data: call order, inputs that are not finite, layers that see no data; and the
+        record of every stack whose dense inputs will be used as they are."""
+        survey = _Survey()
+        recorders = {stack: Recorder(stack) for stack in self.plan.stacks}
+        leader: dict[tuple, str] = {}
+        alive: list[Any] = []
+        begun = 0
+
+        def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+            if begun == 1:
+                alive.append(inputs)  # so that no id is taken twice
+                key = (*(id(x) for x in inputs), layer.kind.signature(layer.owner))
+                survey.stage_of.setdefault(layer.name, leader.setdefault(key, layer.name))
+            survey.stage_of.setdefault(layer.name, layer.name)
+            survey.order.setdefault(layer.name, len(survey.order))
+            for x in inputs:
+                finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
+                survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
+
+        inputs = LayerInputs(self.plan.layers, self._in_encoder, self._blocks, see)
+
+        def begin(masks: TokenMasks) -> None:
+            nonlocal begun
+            begun += 1
+            alive.clear()
+            if begun == 1:
+                bar.reset(total=None if self.calls is None else len(self.calls))
+            else:
+                bar.update()
+            if begun == 2:
+                self._forget_later_stacks(survey, recorders)
+            for recorder in recorders.values():
+                recorder.begin(masks)
+            inputs.begin(masks)
+
+        with ExitStack() as hooks:
+            for recorder in recorders.values():
+                recorder.start()
+                hooks.callback(recorder.stop)
+            digest = hashlib.sha256()
+            self._run_model(begin, inputs=inputs, digest=digest)
+        bar.update()
+        self.report.calibration.update(calls=begun, sha256=digest.hexdigest())
+        if begun == 0:
+            raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+        self._forget_later_stacks(survey, recorders)
+        self._check_survey(survey)
+        return survey, recorders
+
+    def _forget_later_stacks(self, survey: _Survey, recorders: dict[Stack, Recorder]) -> None:
+        """Only the stack that comes first sees dense inputs; the others are recorded when their turn comes."""
+        if self.config.sequential == "none" or not survey.order:
+            return
+        blocks = {target.name: target.block for target in self.plan.layers}
+        first = blocks[next(iter(survey.order))]
+        for stack, recorder in recorders.items():
+            if first is None or first not in stack.names:
+                recorder.forget()
+
+    def _check_survey(self, survey: _Survey) -> None:
+        unseen = [item.name for item in self.plan.layers if item.name not in survey.order]
+        needing = [item.name for item in self.plan.layers if item.name in unseen and item.method.needs != "nothing"]
+        if needing:
+            raise ValueError(
+                f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
+                f"{', ...' if len(needing) > 8 else ''}; give data that reaches them, or exclude them. (A layer whose "
+                "parent reads its weight without calling it sees none either.)"
+            )
+        for name in unseen:
+            survey.order[name] = len(survey.order)
+            survey.stage_of[name] = name
+        for name, finite in survey.finite.items():
+            if not finite:
+                raise ValueError(
+                    f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
+                    "model in bfloat16 or float32"
+                )
+
+    def _chain(self, recorder: Recorder, units: Sequence[_Unit]) -> "Chain | Literal['later'] | None":
+        """A recorded stack, ready to run block by block; None if it has to go through the whole model instead."""
+        problem = recorder.problem
+        if problem is None and not recorder.records:
+            return "later"
+        chain = None
+        if problem is None:
+            chain = Chain(recorder)
+            with self._resident(recorder.stack.blocks):
+                problem = chain.problem()
+        if problem is None:
+            return chain
+        runs = sum(bool(unit.targets) for unit in units if unit.stack == recorder.stack)
+        text = (
+            f"stack {recorder.stack.name or type(self.model).__name__!r} is calibrated through the whole model, "
+            f"because {problem}: {runs} runs of the model over the data, one for each block, instead of two"
+        )
+        warnings.warn(text, stacklevel=2)
+        self.report.notes.append(text)
+        return None
+
+    # running --------------------------------------------------------------------------------------------------------
+
+    def _record(self, stack: Stack | None) -> Recorder:
+        """The record of a later stack, now that the parts before it are sparse."""
+        assert stack is not None
+        recorder = Recorder(stack)
+        recorder.start()
+        try:
+            self._run_model(recorder.begin, stop_after=stack.blocks[-1])
+        finally:
+            recorder.stop()
+        return recorder
+
+    def _collect(
+        self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None
+    ) -> Sequence[tuple[list[str], Stats | None]]:
+        """Statistics of the targets' inputs, by shared input. In "none" the dense outputs go on at the same time."""
+        needs = {target.name: target.method.needs for target in targets}
+        goes_on = self.config.sequential == "none" and chain is not None
+        if set(needs.values()) == {"nothing"} and not goes_on:
+            return [([name], None) for name in needs]
+        try:
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True))
+        except SharingChanged:
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False))
+        if goes_on:
+            assert chain is not None
+            self._advance(unit, chain)
+        for names, stats in groups:
+            if not torch.isfinite(stats.square_sums).all():
+                raise ValueError(
+                    f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
+                    "before it are sparse; run the model in bfloat16 or float32"
+                )
+        without_data = [([name], None) for name in needs if all(name not in names for names, _ in groups)]
+        return [*groups, *without_data]
+
+    def _sum_up(
+        self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector
+    ) -> list[tuple[list[str], Stats]]:
+        inputs = LayerInputs(targets, self._in_encoder, unit.blocks, collector.see)
+        if chain is None:
+
+            def begin(masks: TokenMasks) -> None:
+                collector.end_call()
+                inputs.begin(masks)
+
+            self._run_model(begin, inputs=inputs)
+            collector.end_call()
+        else:
+            with self._resident(unit.blocks), inputs:
+                for index in range(len(chain)):
+                    inputs.begin(chain.masks[index])
+                    chain.run(unit.position, index)
+                    collector.end_call()
+        return collector.groups()
+
+    def _propagate(self, unit: _Unit, chain: Chain) -> None:
+        """Send the output of the block, sparse by now, on to the next; in "none" the dense one has gone on already."""
+        last = unit.position == len(chain.stack.blocks) - 1
+        if not last and not (self.config.sequential == "none" and unit.targets):
+            self._advance(unit, chain)
+
+    def _advance(self, unit: _Unit, chain: Chain) -> None:
+        with self._resident(unit.blocks):
+            for index in range(len(chain)):
+                chain.advance(unit.position, index, chain.run(unit.position, index))
+
+    def _run_model(
+        self,
+        begin: Callable[[TokenMasks], None],
+        inputs: LayerInputs | None = None,
+        stop_after: nn.Module | None = None,
+        digest: "hashlib._Hash | None" = None,
+    ) -> None:
+        """Run the whole model over all of the data; ``begin`` is told of each call and its padding, and every input
+        tensor goes into ``digest``."""
+
+        def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if digest is not None:
+                for x in flat_tensors((args, kwargs)):
+                    digest.update(f"{x.dtype}{list(x.shape)}".encode())
+                    digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
+
+        with ExitStack() as hooks:
+            hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
+            for block in self._blocks:
+                if self.config.device is not None and block is not self.model:
+                    hooks.enter_context(onloaded(block, self.config.device, resident=False))
+            if inputs is not None:
+                hooks.enter_context(inputs)
+            if self.config.forward_loop is not None:
+                self.config.forward_loop(self.model)
+                return
+            # hooks of accelerate clean up after their module's forward, so there the model always runs to its end
+            if stop_after is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+                hooks.enter_context(stop_after.register_forward_hook(_stop))
+            assert self.calls is not None
+            for index, call in enumerate(self.calls):
+                self._call_model(call, index)
+
+    def _call_model(self, call: Call, index: int) -> None:
+        device = input_device(self.model)
+        try:
+            self.model(
+                *map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs)
+            )
+        except _Stopped:
+            pass
+        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+            raise ValueError(
+                f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "
+                f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
+            ) from error
+
+    def _in_encoder(self, module: nn.Module) -> bool:
+        return module in self._encoder_modules
+
+    @contextmanager
+    def _resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Blocks moved to the execution device, if one was asked for, until the context ends."""
+        device = self.config.device
+        with ExitStack() as hooks:
+            for block in blocks if device is not None else ():
+                assert device is not None
+                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
+            yield
+
+
+def _stacks_of(units: Sequence[_Unit]) -> list[Stack]:
+    return list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
+
+
+class _Stopped(Exception):
+    """The part of the model that was to run has run."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where the model's inputs go: its first parameter that is not offloaded, or its first hook's device."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    for module in model.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return torch.device("cpu")
+
+
+@contextmanager
+def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
+    """While entered, every call of the block runs on ``device`` and gives its outputs back where they came from.
+
+    ``resident``: the weights stay on the device in between; otherwise they move for each call. Blocks that accelerate
+    moves by itself, and blocks that are on the device already, are left alone.
+    """
+    home = input_device(block)
+    if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
+        yield
+        return
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        module.to(device)
+        return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        if not resident:
+            module.to(home)
+        return map_tensors(lambda x: x.to(home), output)
+
+    # the outputs move before anybody else sees them: links between blocks are found by identity
+    with (
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after, prepend=True),
+    ):
+        try:
+            yield
+        finally:
+            block.to(home)
+
+
+def _no_bar(config: SparsifyConfig) -> bool | None:
+    return None if config.progress is None else not config.progress

@@ -1,0 +1,228 @@
+"""Every option of `sparsify`, validated once, before any work."""
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelopt_sparse.methods import ALIASES, METHODS
+from modelopt_sparse.methods.base import NEEDS, Method
+from modelopt_sparse.patterns import Pattern, parse_pattern
+
+SEQUENTIAL = ("block", "stage", "none")
+
+# ModelOpt's keys -> ours, with the value translated where it differs
+RENAMED: dict[str, str] = {
+    "max_iter_data_loader": "max_batches",
+    "hessian_damp": "damping",
+    "col_block_size": "block_size",
+    "verbose": "progress",
+}
+# ModelOpt's and other keys that have no counterpart -> what to do instead
+REFUSED: dict[str, str] = {
+    "calib_size": "ModelOpt never reads it; use max_batches, or num_samples with text",
+    "row_block_size": "rows are independent and need no blocks; leave it out",
+    "checkpoint": "ModelOpt stores nothing there; leave it out",
+    "score_func": "it has no effect on sparsity; leave it out",
+    "loss_func": "it has no effect on sparsity; leave it out",
+    "deployment": "it has no effect on sparsity; leave it out",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layers whose name matches ``glob`` (and whose type is ``type_name``, if given) get ``options``; None = dense."""
+
+    glob: str
+    options: Mapping[str, Any] | None
+    type_name: str | None = None
+
+    def matches(self, name: str, module: torch.nn.Module) -> bool:
+        of_type = self.type_name is None or self.type_name in (base.__name__ for base in type(module).__mro__)
+        return of_type and fnmatch.fnmatchcase(name, self.glob)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifyConfig:
+    """The options of `sparsify`, `make_plan` and the command line. Build it with `SparsifyConfig.make`.
+
+    What to prune:
+      pattern: "2:4", any "N:M" (N kept), 0.5, "50%" (pruned) or a pattern object.
+      include: globs of layer names to prune instead of every layer in the model's blocks. Output heads, tied weights
+        and routers stay dense unless a full name, without wildcards, asks for them, here or in a rule.
+      exclude: globs of layer names to leave dense.
+      rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
+        method's own; None leaves the layer dense.
+      hardware_only: prune only layers whose shape ASP takes (rows a multiple of 8, columns of 16).
+      options: the method's own options, such as ``damping``.
+    Calibration data, one of three:
+      data_loader: an iterable of batches (tensors, tuples, dicts, BatchEncodings); ``collect_func`` turns a batch into
+        the model's input; ``max_batches`` stops early.
+      forward_loop: a function of the model that runs it on the data; called several times.
+      data: text (a string, a list of documents, or a Path of a .txt or .jsonl file) with ``tokenizer``; cut into
+        ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
+        batches of ``batch_size``.
+      count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
+    How:
+      sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
+        its statistics are collected.
+      device: where blocks are calibrated and solved; default: where they are.
+      enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
+      progress: True or False; default: a bar if standard error is a terminal.
+    """
+
+    pattern: Pattern = field(default_factory=lambda: parse_pattern("2:4"))
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    hardware_only: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data_loader: Iterable[Any] | None = None
+    collect_func: Callable[[Any], Any] | None = None
+    forward_loop: Callable[[torch.nn.Module], Any] | None = None
+    max_batches: int | None = None
+    data: str | Path | Sequence[str] | None = None
+    tokenizer: Any = None
+    num_samples: int = 128
+    seq_len: int | None = None
+    batch_size: int = 8
+    count_padding: bool = False
+    sequential: str = "block"
+    device: torch.device | None = None
+    enforce: bool = True
+    seed: int = 0
+    progress: bool | None = None
+
+    @classmethod
+    def make(cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any):
+        """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
+        if isinstance(config, SparsifyConfig):
+            given = {item.name: getattr(config, item.name) for item in fields(config)}
+            given.update(given.pop("options"))
+        elif config is None or isinstance(config, Mapping):
+            given = dict(config or {})
+        else:
+            raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
+        given = {**_translated(given), **_translated(more)}
+        known = [item.name for item in fields(cls) if item.name != "options"]
+        options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
+        for key in given:
+            if key not in known:
+                raise ValueError(_unknown(key, [*known, *method.options]))
+        return cls(**_parsed(given), options=options)
+
+    def __post_init__(self) -> None:
+        sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
+        if self.data is not None and self.tokenizer is None:
+            raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
+        if self.collect_func is not None and self.data_loader is None:
+            raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
+        if self.sequential not in SEQUENTIAL:
+            raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
+        for name in ("max_batches", "num_samples", "seq_len", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: must be a positive whole number")
+        for name in ("collect_func", "forward_loop"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}: it must be callable")
+
+
+def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
+    """A name, alias, Method object or ModelOpt mode list -> the method and the config with the mode's rules added."""
+    if isinstance(method, Method):
+        if method.needs not in NEEDS:
+            raise ValueError(f"method {method.name!r}: needs={method.needs!r}; allowed are {', '.join(NEEDS)}")
+        return method, config
+    if isinstance(method, list):
+        if len(method) != 1:
+            raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
+        entry = method[0]
+        name, mode_config = (entry, {}) if isinstance(entry, str) else entry
+        found, config = resolve_method(name, config)
+        if not mode_config:
+            return found, config
+        if isinstance(config, SparsifyConfig):
+            raise TypeError("a mode list with class rules goes with a mapping as config, not with a SparsifyConfig")
+        given = dict(config or {})
+        if "rules" in given:
+            raise ValueError("rules are given both in the mode list and in config; keep one")
+        return found, {**given, "rules": _class_rules(mode_config)}
+    if isinstance(method, str):
+        name = ALIASES.get(method, method)
+        if name in METHODS:
+            return METHODS[name], config
+        allowed = [*METHODS, *ALIASES]
+        raise ValueError(f"method {method!r} is not known{_nearest(method, allowed)}; allowed are {', '.join(allowed)}")
+    raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
+
+
+def parse_rules(rules: Any) -> tuple[Rule, ...]:
+    """``{glob: options}``, ``{class: {glob: options}}`` (ModelOpt), or a list of (glob, options) or Rules."""
+    if isinstance(rules, Mapping):
+        if any(key.startswith("nn.") for key in rules):
+            return _class_rules(rules)
+        rules = list(rules.items())
+    parsed = []
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            glob, options = rule
+            rule = Rule(glob, options)
+        if not isinstance(rule.glob, str) or not (rule.options is None or isinstance(rule.options, Mapping)):
+            raise TypeError(f"rule {rule.glob!r}: {rule.options!r}: a rule is a glob and a mapping of options or None")
+        parsed.append(rule)
+    return tuple(parsed)
+
+
+def _class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``: there the last match wins, so the order turns."""
+    rules: list[Rule] = []
+    for class_name, globs in mode_config.items():
+        type_name = class_name.removeprefix("nn.")
+        if globs is None or globs == {}:
+            globs = {"*": globs}
+        rules += [Rule(glob, options, type_name) for glob, options in reversed(list(globs.items()))]
+        rules.append(Rule("*", None, type_name))  # what no glob of the class matches stays dense in ModelOpt
+    return tuple(rules)
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    for key, instead in REFUSED.items():
+        if key in given:
+            raise ValueError(f"option {key!r} is not taken over from ModelOpt: {instead}")
+    for old, new in RENAMED.items():
+        if old in given and new in given:
+            raise ValueError(f"options {old!r} and {new!r} mean the same; give one")
+    return {RENAMED.get(key, key): value for key, value in given.items()}
+
+
+def _parsed(given: dict[str, Any]) -> dict[str, Any]:
+    if "pattern" in given:
+        given["pattern"] = parse_pattern(given["pattern"])
+    if "rules" in given:
+        given["rules"] = parse_rules(given["rules"] or ())
+    for key in ("include", "exclude"):
+        if isinstance(given.get(key), str):
+            given[key] = (given[key],)
+        elif given.get(key) is not None:
+            given[key] = tuple(given[key])
+    if given.get("exclude", ()) is None:
+        given["exclude"] = ()
+    if given.get("device") is not None:
+        given["device"] = torch.device(given["device"])
+    return given
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    return f"option {key!r} is not known{_nearest(key, known)}; allowed are {', '.join(sorted(known))}"

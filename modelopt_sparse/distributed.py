@@ -1,0 +1,17 @@
+"""What torch.distributed asks of the rest: the only file that imports it."""
+
+import torch
+from torch import Tensor
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, distribute_tensor
+else:  # builds of torch without distributed support have no sharded weights either
+    DTensor = distribute_tensor = None
+
+
+def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
+    """A full mask, placed the way a sharded ``weight`` is. Every rank holds the same full mask, so nothing is sent."""
+    if DTensor is None or distribute_tensor is None or not isinstance(weight, DTensor) or isinstance(mask, DTensor):
+        return mask
+    mask = mask.to(weight.device_mesh.device_type)
+    return distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -1,0 +1,303 @@
+"""What is prunable: modules' weights as matrices [..., R, C], and the inputs that meet them as rows [..., T, C].
+
+Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
+group. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D as HFConv1D
+
+
+class Kind(ABC):
+    """How one type of weight is a matrix, and where its input is seen. Stateless; one instance per kind."""
+
+    title: str
+
+    def matrix(self, module: Any, weight: Tensor) -> Tensor:
+        """Weight as the module holds it -> ``[..., R, C]`` (a view where the layout allows it)."""
+        del module
+        return weight
+
+    def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`."""
+        del module
+        return matrix
+
+    def columns(self, module: Any, weight: Tensor) -> int:
+        """Consecutive input channels that an N:M group may span."""
+        return self.matrix(module, weight).shape[-1]
+
+    @abstractmethod
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        """The tensors that meet the weight in one call of the observed module."""
+
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Tensor]:
+        """Inputs as chunks of rows ``[..., T, C]``; ``keep`` (bool, the input's leading shape) drops padding tokens."""
+        del module
+        (x,) = inputs
+        yield x.reshape(-1, x.shape[-1]) if keep is None else x[keep]
+
+    def signature(self, module: Any) -> tuple:
+        """Layers with the same input share statistics only if their signatures are equal."""
+        del module
+        return ()
+
+
+class _LinearKind(Kind):
+    title = "Linear"
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["input"],)
+
+
+class _HFConv1DKind(_LinearKind):
+    """transformers' Conv1D (GPT-2): a linear layer whose weight is stored as [in, out]."""
+
+    title = "Conv1D"
+
+    def matrix(self, module: Any, weight):
+        return weight.mT
+
+    def unmatrix(self, module: Any, matrix):
+        return matrix.mT.contiguous()
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["x"],)
+
+
+class _ConvKind(Kind):
+    """Convolutions: [out, I, *kernel] as [groups, out / groups, K * I], input channels innermost.
+
+    So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads it.
+    """
+
+    title = "Conv"
+
+    def matrix(self, module: Any, weight):
+        matrix = weight.movedim(1, -1).flatten(1)
+        return matrix if module.groups == 1 else matrix.unflatten(0, (module.groups, -1))
+
+    def unmatrix(self, module: Any, matrix):
+        kernel = module.kernel_size
+        weight = matrix if module.groups == 1 else matrix.flatten(0, 1)
+        return weight.unflatten(1, (*kernel, -1)).movedim(-1, 1).contiguous()
+
+    def columns(self, module: Any, weight):
+        return weight.shape[1]
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["input"],)
+
+    def rows(self, module: Any, inputs, keep):
+        del keep  # `expand_keep` lets no padded input reach a convolution
+        (x,) = inputs
+        spatial = len(module.kernel_size)
+        if x.dim() == spatial + 1:  # unbatched
+            x = x.unsqueeze(0)
+        x = _pad(module, x)
+        # one sample at a time, or more while the unfolded rows stay small
+        unfolded = max(x[0].numel() * math.prod(module.kernel_size), 1)
+        for chunk in x.split(max(2**24 // unfolded, 1)):
+            patches = chunk
+            for dim in range(spatial):
+                kernel, stride, dilation = module.kernel_size[dim], module.stride[dim], module.dilation[dim]
+                span = dilation * (kernel - 1) + 1
+                patches = patches.unfold(2 + dim, span, stride)[..., ::dilation]
+            # [B, channels, *positions, *kernel] -> [groups, T, K * I]
+            patches = patches.unflatten(1, (module.groups, -1))
+            order = [1, 0, *range(3, 3 + 2 * spatial), 2]
+            rows = patches.permute(order).flatten(1, 1 + spatial).flatten(2)
+            yield rows[0] if module.groups == 1 else rows
+
+    def signature(self, module: Any):
+        padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
+        shape = (tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation))
+        return (*shape, module.groups, padding, module.padding_mode)
+
+
+def _pad(module: Any, x: Tensor) -> Tensor:
+    """The convolution's own padding, applied: "same", "valid", numbers; zeros, reflect, replicate or circular."""
+    if module.padding == "valid":
+        return x
+    sides: list[int] = []
+    for dim in reversed(range(len(module.kernel_size))):
+        if module.padding == "same":
+            total = module.dilation[dim] * (module.kernel_size[dim] - 1)
+            sides += [total // 2, total - total // 2]
+        else:
+            sides += [module.padding[dim]] * 2
+    if module.padding_mode == "zeros":
+        return F.pad(x, sides)
+    return F.pad(x, sides, mode=module.padding_mode)
+
+
+class _InProjKind(Kind):
+    """nn.MultiheadAttention's fused in_proj_weight [3E, E] as [3, E, E]: q, k and v, each with its own input."""
+
+    title = "MultiheadAttention.in_proj"
+
+    def matrix(self, module: Any, weight):
+        return weight.unflatten(0, (3, -1))
+
+    def unmatrix(self, module: Any, matrix):
+        return matrix.flatten(0, 1)
+
+    def inputs(self, module: Any, args, kwargs):
+        q, k, v = _query_key_value(args, kwargs)
+        return (q,) if q is k and k is v else (q, k, v)
+
+    def rows(self, module: Any, inputs, keep):
+        flat = [x.reshape(-1, x.shape[-1]) if keep is None else x[keep] for x in inputs]
+        if len(flat) == 1:
+            yield flat[0]  # one Gram matrix serves all three
+            return
+        counts = {len(x) for x in flat}
+        longest = max(counts)  # keys may be longer than queries; zero rows add nothing to the sums
+        yield torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in flat])
+
+    def signature(self, module: Any):
+        return ("in_proj",)
+
+
+class _SeparateProjKind(_LinearKind):
+    """nn.MultiheadAttention's q_proj_weight, k_proj_weight or v_proj_weight (kdim or vdim given)."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.title = f"MultiheadAttention.{'qkv'[position]}_proj"
+
+    def inputs(self, module: Any, args, kwargs):
+        return (_query_key_value(args, kwargs)[self.position],)
+
+
+class _OutProjKind(_LinearKind):
+    """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
+
+    Its input is what the attention gives when the output projection is the identity.
+    """
+
+    title = "MultiheadAttention.out_proj"
+
+    def inputs(self, module: Any, args, kwargs):
+        identity = torch.eye(module.embed_dim, dtype=module.out_proj.weight.dtype, device=module.out_proj.weight.device)
+        replaced = {"out_proj.weight": identity}
+        if module.out_proj.bias is not None:
+            replaced["out_proj.bias"] = torch.zeros_like(module.out_proj.bias)
+        return (torch.func.functional_call(module, replaced, args, {**kwargs, "need_weights": False})[0],)
+
+
+def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
+    names = ("query", "key", "value")
+    return tuple(args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))  # type: ignore[return-value]
+
+
+LINEAR, HF_CONV1D, CONV = _LinearKind(), _HFConv1DKind(), _ConvKind()
+IN_PROJ, OUT_PROJ = _InProjKind(), _OutProjKind()
+FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
+SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjKind(i) for i, letter in enumerate("qkv")}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One prunable parameter: ``owner.param``; its input is seen where one of ``observed`` is called.
+
+    ``twins`` are further modules that hold the same Parameter under the same name (a tied pair of Linears).
+    """
+
+    name: str
+    parameter_name: str  # as in model.named_parameters()
+    owner: nn.Module
+    param: str
+    kind: Kind
+    observed: tuple[nn.Module, ...]
+    twins: tuple[nn.Module, ...] = ()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.owner.get_parameter(self.param)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return self.kind.matrix(self.owner, weight)
+
+    def unmatrix(self, matrix: Tensor) -> Tensor:
+        return self.kind.unmatrix(self.owner, matrix)
+
+    def columns(self, weight: Tensor) -> int:
+        return self.kind.columns(self.owner, weight)
+
+
+@dataclass(frozen=True)
+class Unprunable:
+    """A parameter of two or more dimensions that stays dense whatever the user asks for, and why."""
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    reason: str
+
+
+def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
+    """Every parameter with two or more dimensions, as a layer or with the reason why it is none; in model order.
+
+    A parameter that several modules hold is listed once, under its first name; held by a Linear and an Embedding it
+    is no layer.
+    """
+    attention_out: dict[nn.Module, nn.Module] = {
+        m.out_proj: m for m in model.modules() if isinstance(m, nn.MultiheadAttention)
+    }
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for param, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if weight.dim() >= 2:
+                holders.setdefault(id(weight), []).append((path, module, param))
+    layers: list[Layer] = []
+    others: list[Unprunable] = []
+    for held in holders.values():
+        path, module, param = held[0]
+        parameter_name = f"{path}.{param}".removeprefix(".")
+        name = path if param == "weight" and path else parameter_name
+        found = [_classify(owner, held_as, attention_out) for _, owner, held_as in held]
+        reasons = [kind for kind in found if isinstance(kind, str)]
+        kinds = [kind for kind in found if isinstance(kind, Kind)]
+        if kinds and not reasons and len({(kind, held_as) for kind, (_, _, held_as) in zip(kinds, held)}) == 1:
+            observed = tuple(attention_out.get(owner, owner) for _, owner, _ in held)
+            twins = tuple(owner for _, owner, _ in held[1:])
+            layers.append(Layer(name, parameter_name, module, param, kinds[0], observed, twins))
+            continue
+        reason = reasons[0] if len(held) == 1 or not kinds else f"tied: also held by {held[1][0]}"
+        others.append(Unprunable(name, module, tuple(module.get_parameter(param).shape), reason))
+    return layers, others
+
+
+def _classify(module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module]) -> Kind | str:
+    """The kind of a parameter, or the reason why it is not prunable."""
+    if isinstance(module, nn.MultiheadAttention):
+        if param == "in_proj_weight":
+            return IN_PROJ
+        if param in SEPARATE_PROJ:
+            return SEPARATE_PROJ[param]
+    if param == "weight":
+        if module in attention_out:
+            return OUT_PROJ
+        if isinstance(module, nn.Linear):
+            return LINEAR
+        if isinstance(module, HFConv1D):
+            return HF_CONV1D
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            return CONV
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+    weight = module.get_parameter(param)
+    if weight.dim() == 3 and param in FUSED_EXPERTS:
+        return "fused expert weights are not supported yet"
+    if "router" in type(module).__name__.lower():
+        return "MoE router"
+    return f"no adapter for {type(module).__name__}.{param}"

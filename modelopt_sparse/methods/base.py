@@ -1,0 +1,103 @@
+"""The method contract: two pure functions of tensors. No method ever sees a module.
+
+Shape letters: R rows (out features), C columns (in features), T tokens. Leading dimensions (``...``) are independent
+matrices that are solved together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.patterns import Pattern
+
+NEEDS = ("nothing", "square_sums", "gram")
+
+
+@dataclass
+class Stats:
+    """What calibration sums up for one distinct layer input: sums, never averages, so that they merge by ``+``.
+
+    ``tokens`` counts input rows; ``square_sums`` ``[..., C]`` is sum over tokens of x**2; ``gram`` ``[..., C, C]`` is
+    X^T X, kept only where a method needs it. Both are float32 or float64.
+    """
+
+    tokens: int
+    square_sums: Tensor
+    gram: Tensor | None = None
+
+    def __add__(self, other: "Stats") -> "Stats":
+        gram = None if self.gram is None or other.gram is None else self.gram + other.gram
+        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solved layer: ``weight`` in the dtype it came in, exactly +0.0 wherever ``mask`` (True = kept) is False.
+
+    ``error`` is the relative squared error left in the layer's output (see `relative_error`); ``notes`` says whatever
+    did not go the usual way, such as raised damping.
+    """
+
+    weight: Tensor
+    mask: Tensor
+    error: float
+    notes: tuple[str, ...] = field(default=())
+
+
+class Method(ABC):
+    """A way to make one layer sparse. Subclass it, write ``solve``, and hand an instance to `sparsify`.
+
+    ``needs`` says what calibration has to collect; ``options`` are the accepted options with their defaults;
+    ``scope`` is the default scope of unstructured patterns.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str] = "nothing"
+    options: ClassVar[Mapping[str, Any]] = {}
+    scope: ClassVar[str] = "matrix"
+
+    def prepare(self, stats: Stats | None, options: Mapping[str, Any]) -> Any:
+        """Work that layers with the same input share (a factorization), done once. Default: the stats themselves."""
+        del options
+        return stats
+
+    @abstractmethod
+    def solve(self, weight: Tensor, state: Any, pattern: Pattern, options: Mapping[str, Any]) -> Solution:
+        """Dense weight ``[..., R, C]`` and what ``prepare`` returned -> Solution. Inputs are left untouched."""
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for option values that make no sense; called before any work."""
+        del options
+
+
+def relative_error(weight: Tensor, pruned: Tensor, stats: Stats | None) -> float:
+    """Relative squared error of the layer's output, ||(W - Q) X||^2 / ||W X||^2, summed over all matrices.
+
+    With a Gram matrix H it is exact: tr(E H E^T) / tr(W H W^T). With square sums alone H is taken as diagonal, with no
+    stats as the identity. A layer whose output is zero everywhere has error 0.
+    """
+    # float32 is the working precision of calibration; a float64 layer keeps its own
+    work = torch.promote_types(weight.dtype, torch.float32)
+    dense, delta = weight.to(work), weight.to(work) - pruned.to(work)
+
+    def energy(matrix: Tensor) -> float:
+        if stats is None:
+            weighted = matrix
+        elif stats.gram is None:
+            weighted = matrix * stats.square_sums.to(work).unsqueeze(-2)
+        else:
+            weighted = matrix @ stats.gram.to(work)
+        return float((weighted * matrix).sum(dtype=torch.float64))
+
+    total = energy(dense)
+    return max(energy(delta), 0.0) / total if total > 0 else 0.0
+
+
+def masked_solution(weight: Tensor, mask: Tensor, stats: Stats | None) -> Solution:
+    """The solution of a mask-only method: kept weights stay bit for bit what they were."""
+    pruned = weight.masked_fill(~mask, 0)
+    return Solution(pruned, mask, relative_error(weight, pruned, stats))

@@ -1,0 +1,141 @@
+"""SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774), in the left-looking form with one Cholesky factorization.
+
+With H = X^T X + damping = U U^T (U upper triangular), R = U^-1 is the factor that the paper takes from H^-1 = R^T R.
+The columns are swept from left to right: pruning w_j leaves err_j = w_j / R_jj, and the columns to its right move by
+-err_j R_j,: (paper, equation 3 and algorithm 1). Instead of updating everything to the right of a block at once, each
+block is brought up to date when its turn comes:
+
+    V_b = W_b - (Q - W)_{<b} U_{<b,b} R_bb
+
+which needs neither an inverse of H nor the Cholesky factor of one, and writes each weight once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error
+from modelopt_sparse.patterns import NM, Pattern, Unstructured, count_zeros, keep_largest
+
+MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What all layers with one input share: the upper factor U of the damped Gram matrix, ``[..., C, C]``."""
+
+    upper: Tensor
+    dead_C: Tensor  # input channels that were zero in all of the calibration data
+    stats: Stats
+    notes: tuple[str, ...]
+
+
+class SparseGPT(Method):
+    """``damping`` is relative to the mean of the Gram matrix's diagonal, ``block_size`` is in columns."""
+
+    name = "sparsegpt"
+    needs = "gram"
+    options = {"damping": 0.01, "block_size": 128}
+
+    def check(self, options) -> None:
+        if not 0 < options["damping"] <= MAX_DAMPING:
+            raise ValueError(f"option damping={options['damping']} of sparsegpt: must be in (0, {MAX_DAMPING}]")
+        if not isinstance(options["block_size"], int) or options["block_size"] < 1:
+            raise ValueError(f"option block_size={options['block_size']} of sparsegpt: a positive number of columns")
+
+    def prepare(self, stats: Stats | None, options) -> Factor:
+        assert stats is not None
+        assert stats.gram is not None
+        diagonal = stats.gram.diagonal(dim1=-2, dim2=-1)
+        dead_C = diagonal == 0
+        damped = stats.gram.clone()
+        # a dead channel never reaches the output: a unit pivot decouples it from all others
+        damped.diagonal(dim1=-2, dim2=-1).add_(dead_C.to(damped.dtype))
+        upper, notes = _factorize(damped, diagonal.mean(-1, keepdim=True), options["damping"])
+        return Factor(upper, dead_C, stats, notes)
+
+    def solve(self, weight, state: Factor, pattern: Pattern, options) -> Solution:
+        work = state.upper.dtype
+        dense = weight.to(work).masked_fill(state.dead_C.unsqueeze(-2), 0)
+        columns = dense.shape[-1]
+        step = pattern.m if isinstance(pattern, NM) else 1
+        block = -(-options["block_size"] // step) * step  # N:M groups never straddle two blocks
+        pruned, mask = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
+        for start in range(0, columns, block):
+            end = min(start + block, columns)
+            upper_bb = state.upper[..., start:end, start:end]
+            eye = torch.eye(end - start, dtype=work, device=dense.device).expand(upper_bb.shape)
+            inverse_bb = torch.linalg.solve_triangular(upper_bb, eye, upper=True)
+            drift = (pruned[..., :start] - dense[..., :start]) @ state.upper[..., :start, start:end]
+            current = dense[..., start:end] - drift @ inverse_bb
+            pruned[..., start:end], mask[..., start:end] = _eliminate(current, inverse_bb, pattern, start, columns)
+        pruned = pruned.to(weight.dtype).masked_fill(~mask, 0)
+        return Solution(pruned, mask, relative_error(weight, pruned, state.stats), state.notes)
+
+
+def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[Tensor, tuple[str, ...]]:
+    """Upper U with matrix + damping = U U^T, climbing the ladder: more damping, then float64, then an error.
+
+    The factor comes from the Cholesky factor of the matrix with its rows and columns reversed.
+    """
+    notes: tuple[str, ...] = ()
+    for dtype in (matrix.dtype, torch.float64):
+        level = damping
+        while level <= MAX_DAMPING * (1 + 1e-9):
+            damped = matrix.to(dtype, copy=True)
+            damped.diagonal(dim1=-2, dim2=-1).add_(level * mean_diagonal.to(dtype))
+            lower, info = torch.linalg.cholesky_ex(damped.flip(-2, -1))
+            if not info.any():
+                if level != damping or dtype != matrix.dtype:
+                    notes = (f"damping raised from {damping:g} to {level:g} in {str(dtype).removeprefix('torch.')}",)
+                return lower.flip(-2, -1), notes
+            level *= 10
+    raise ValueError(
+        f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}: "
+        "give more or more varied calibration data, or use method 'wanda' for this layer"
+    )
+
+
+def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Sweep one block of columns: weights ``[..., R, b]`` and R_bb ``[..., b, b]`` -> (pruned weights, mask).
+
+    Works on transposed copies, so that a column of the block is contiguous. An N:M group is chosen on the weights as
+    compensated so far; an unstructured block is chosen as a whole when the sweep enters it.
+    """
+    block = current.shape[-1]
+    values = current.mT.contiguous()  # [..., b, R]
+    pivot_b = inverse.diagonal(dim1=-2, dim2=-1)
+    mask = torch.empty_like(values, dtype=torch.bool)
+    if isinstance(pattern, NM):
+        step = pattern.m
+    else:
+        step = min(16, block)  # a group only bounds how far single-column updates reach
+        score = current.square() / pivot_b.square().unsqueeze(-2)
+        mask[:] = _choose_block(score, pattern, start, columns).mT
+    for first in range(0, block, step):
+        last = min(first + step, block)
+        if isinstance(pattern, NM):
+            score = values[..., first:last, :].mT.square() / pivot_b[..., None, first:last].square()
+            mask[..., first:last, :] = pattern.mask(score).mT
+        errors = torch.empty_like(values[..., first:last, :])
+        for j in range(first, last):
+            column = values[..., j, :]
+            error = column.masked_fill(mask[..., j, :], 0) / pivot_b[..., j, None]
+            values[..., j + 1 : last, :] -= inverse[..., j, j + 1 : last, None] * error.unsqueeze(-2)
+            errors[..., j - first, :] = error
+        values[..., last:, :] -= inverse[..., first:last, last:].mT @ errors
+    return values.masked_fill(~mask, 0).mT, mask.mT
+
+
+def _choose_block(score: Tensor, pattern: Unstructured, start: int, columns: int) -> Tensor:
+    """Mask of one column block; the blocks' zeros add up to the exact count of the row or the matrix."""
+    *_, rows, block = score.shape
+    per_column = rows if pattern.scope == "matrix" else 1
+
+    def zeros_up_to(column: int) -> int:
+        return count_zeros(pattern.sparsity, per_column * column)
+
+    zeros = zeros_up_to(start + block) - zeros_up_to(start)
+    flat = score if pattern.scope == "row" else score.flatten(-2)
+    return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)

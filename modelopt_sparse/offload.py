@@ -1,0 +1,74 @@
+"""Weights that accelerate keeps elsewhere between calls: the only file that knows its hooks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+from torch import Tensor, nn
+
+
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """The hook that holds this module's weights elsewhere between calls, if there is one."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
+    return next((h for h in hooks if isinstance(h, AlignDevicesHook) and h.offload), None)
+
+
+def refuse_what_cannot_be_written(model: nn.Module, names: set[str]) -> None:
+    """Raise ValueError for layers on meta, on disk, or with offloaded buffers: their weights cannot be changed."""
+    for path, module in model.named_modules():
+        hook = offloading_hook(module)
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            if name not in names:
+                continue
+            if hook is None and parameter.device.type == "meta":
+                raise ValueError(
+                    f"{name!r} is on the meta device and has no values: load the model first; "
+                    "make_plan takes it as it is"
+                )
+            if hook is not None and _on_disk(hook):
+                raise ValueError(
+                    f"{name!r} is offloaded to disk, where it cannot be changed: load the model with enough CPU memory "
+                    "(device_map without a disk entry), and give device= to calibrate on an accelerator"
+                )
+            if hook is not None and hook.offload_buffers:
+                raise ValueError(
+                    f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: dispatch the model "
+                    "with offload_buffers=False, or use enforce=False"
+                )
+
+
+def _on_disk(hook: AlignDevicesHook) -> bool:
+    source = hook.weights_map.dataset if isinstance(hook.weights_map, PrefixedDataset) else hook.weights_map
+    return isinstance(source, OffloadedWeightsLoader) and bool(source.index)
+
+
+def stored(module: nn.Module, name: str) -> Tensor:
+    """Where the values of a parameter really are: the parameter itself, or accelerate's copy of it on the CPU."""
+    hook = offloading_hook(module)
+    if hook is None:
+        return module.get_parameter(name)
+    assert hook.weights_map is not None  # accelerate fills it in when the hook is added
+    return hook.weights_map[name]
+
+
+def working_device(module: nn.Module) -> torch.device | None:
+    """The device that accelerate runs this module on, if it offloads it."""
+    hook = offloading_hook(module)
+    return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
+
+
+@contextmanager
+def without_hook(module: nn.Module) -> Iterator[None]:
+    """Take accelerate's hook off while the module's class changes: it binds the old forward to the instance."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    remove_hook_from_module(module)
+    try:
+        yield
+    finally:
+        add_hook_to_module(module, hook)

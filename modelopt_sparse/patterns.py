@@ -1,0 +1,167 @@
+"""Sparsity patterns: which entries of a score matrix are kept.
+
+Shape letters: R rows (out features), C columns (in features), G groups of M consecutive columns.
+Leading dimensions (``...``) are independent matrices: convolution groups, or q, k and v of a fused projection.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+SCOPES = ("row", "matrix")
+
+
+def count_zeros(sparsity: float, size: int) -> int:
+    """Entries to prune out of ``size``: round-half-even(sparsity * size), in exact decimal arithmetic."""
+    return round(Fraction(str(sparsity)) * size)
+
+
+def keep_largest(score: Tensor, keep: int) -> Tensor:
+    """Bool mask of the ``keep`` largest entries along the last dimension; of equal scores the lower index is kept."""
+    size = score.shape[-1]
+    if keep <= 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    if keep >= size:
+        return torch.ones_like(score, dtype=torch.bool)
+    if score.dtype in (torch.float16, torch.bfloat16):
+        score = score.float()  # kthvalue has no half kernels; the order is unchanged
+    threshold = score.kthvalue(size - keep + 1, dim=-1, keepdim=True).values
+    above = score > threshold
+    tied = score == threshold
+    room = keep - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1) <= room))
+
+
+@dataclass(frozen=True)
+class NM:
+    """N:M sparsity: n kept of every m consecutive weights along the input dimension."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n <= self.m:
+            raise ValueError(
+                f"pattern '{self.n}:{self.m}': N (kept) must be from 1 to M; write for example '2:4', two kept of four"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    def with_scope(self, scope: str) -> "NM":
+        """Itself: the scope of N:M is always the group."""
+        del scope
+        return self
+
+    def misfit(self, columns: int) -> str | None:
+        """Why rows of ``columns`` consecutive weights cannot take the pattern, or None if they can."""
+        if columns % self.m == 0:
+            return None
+        return f"{columns} input channels are not a multiple of {self.m}, so {self} does not fit"
+
+    def mask(self, score: Tensor) -> Tensor:
+        """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept), exactly n of every m columns.
+
+        The rank of an entry is the number of entries of its group that beat it, so that ties go to the lower index
+        on every device, and no sort of many short groups is needed.
+        """
+        *_, columns = score.shape
+        if reason := self.misfit(columns):
+            raise ValueError(f"a score of shape {list(score.shape)}: {reason}")
+        score_GM = score.unflatten(-1, (columns // self.m, self.m))
+        rank_GM = torch.zeros(score_GM.shape, dtype=torch.uint8 if self.m < 256 else torch.int32, device=score.device)
+        for i in range(self.m):
+            for j in range(i + 1, self.m):
+                second_wins = score_GM[..., j] > score_GM[..., i]
+                rank_GM[..., i] += second_wins
+                rank_GM[..., j] += ~second_wins
+        return (rank_GM < self.n).flatten(-2)
+
+    def count_kept_wrong(self, mask: Tensor) -> int:
+        """Groups of a mask ``[..., R, C]`` that do not keep exactly n."""
+        return int((mask.unflatten(-1, (-1, self.m)).sum(-1) != self.n).sum())
+
+    def count_nonzero_wrong(self, weight: Tensor) -> int:
+        """Groups of a weight ``[..., R, C]`` with more than n nonzeros."""
+        return int(((weight != 0).unflatten(-1, (-1, self.m)).sum(-1) > self.n).sum())
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Any positions: ``sparsity`` of each scope is pruned.
+
+    ``scope="row"`` prunes the same count in every output row, ``"matrix"`` counts over the whole matrix; None takes
+    the method's own default (reported).
+    """
+
+    sparsity: float
+    scope: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(
+                f"sparsity {self.sparsity}: the pruned fraction must be in [0, 1), for example 0.5 or '50%'"
+            )
+        if self.scope is not None and self.scope not in SCOPES:
+            raise ValueError(f"scope {self.scope!r} of an unstructured pattern: allowed are {', '.join(SCOPES)}")
+
+    def __str__(self) -> str:
+        percent = Fraction(str(self.sparsity)) * 100
+        text = f"{int(percent)}%" if percent.denominator == 1 else f"{float(percent)}%"
+        return text if self.scope is None else f"{text} per {self.scope}"
+
+    def with_scope(self, scope: str) -> "Unstructured":
+        """The pattern with ``scope`` filled in where the user left it open."""
+        return self if self.scope else Unstructured(self.sparsity, scope)
+
+    def misfit(self, columns: int) -> str | None:
+        del columns
+        return None
+
+    def mask(self, score: Tensor) -> Tensor:
+        """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept) with the exact count per scope."""
+        flat = score if self._scope() == "row" else score.flatten(-2)
+        keep = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
+        return keep_largest(flat, keep).view(score.shape)
+
+    def count_kept_wrong(self, mask: Tensor) -> int:
+        """Scopes (rows or matrices) of a mask whose number of zeros is not the exact one."""
+        flat = mask if self._scope() == "row" else mask.flatten(-2)
+        return int(((~flat).sum(-1) != count_zeros(self.sparsity, flat.shape[-1])).sum())
+
+    def count_nonzero_wrong(self, weight: Tensor) -> int:
+        """Scopes of a weight with fewer zeros than the pattern asks for."""
+        flat = weight if self._scope() == "row" else weight.flatten(-2)
+        return int(((flat == 0).sum(-1) < count_zeros(self.sparsity, flat.shape[-1])).sum())
+
+    def _scope(self) -> str:
+        return self.scope or "matrix"
+
+
+Pattern = NM | Unstructured
+
+
+def parse_pattern(value: object) -> Pattern:
+    """``"2:4"``, ``"2:4 sparsity"`` (ModelOpt), ``0.5``, ``"50%"``, ``"50% per row"`` or a pattern -> a pattern."""
+    if isinstance(value, (NM, Unstructured)):
+        return value
+    if isinstance(value, str):
+        if found := re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)(\s+sparsity)?\s*", value):
+            return NM(int(found[1]), int(found[2]))
+        if found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%(?:\s+per\s+(\w+))?\s*", value):
+            return Unstructured(float(Fraction(found[1]) / 100), found[2])
+        if re.fullmatch(r"\s*0?\.\d+\s*", value):
+            return Unstructured(float(value))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Unstructured(float(value))
+    raise ValueError(
+        f"pattern {value!r} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction such as 0.5 or "
+        "'50%', or Unstructured(0.5, scope='row')"
+    )

@@ -1,0 +1,267 @@
+"""The plan, made before work: which layer gets which pattern and method, and why the others stay dense."""
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from modelopt_sparse.blocks import Stack, find_stacks
+from modelopt_sparse.config import Rule, SparsifyConfig, resolve_method
+from modelopt_sparse.layers import Layer, find_layers
+from modelopt_sparse.methods.base import Method
+from modelopt_sparse.patterns import Pattern, parse_pattern
+
+# runtime -> (rows, columns) that a 2:4 weight must be multiples of
+HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    block: str | None
+    method: Method
+    pattern: Pattern
+    options: Mapping[str, Any]
+    layer: Layer = field(repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def hardware(self) -> dict[str, bool]:
+        """Whether each 2:4 runtime takes this shape."""
+        return takes_shape(self.shape)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A weight that stays dense, and why."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `sparsify` will do to a model. ``print(plan)`` shows it; ``as_dict`` and ``to_json`` are for machines."""
+
+    layers: tuple[LayerPlan, ...]
+    skipped: tuple[Skipped, ...]
+    memory: Mapping[str, int]
+    stacks: tuple[Stack, ...] = field(repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        layers = [
+            {
+                "name": item.name,
+                "type": item.type,
+                "shape": list(item.shape),
+                "block": item.block,
+                "method": item.method.name,
+                "pattern": str(item.pattern),
+                "options": dict(item.options),
+                "hardware": item.hardware,
+            }
+            for item in self.layers
+        ]
+        skipped = [
+            {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
+            for item in self.skipped
+        ]
+        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "shape", "method", "pattern", *(f"fits {name}" for name in HARDWARE))
+        rows = [
+            (
+                item.name,
+                item.type,
+                " x ".join(map(str, item.shape)),
+                item.method.name + "".join(f" {key}={value}" for key, value in item.options.items()),
+                str(item.pattern),
+                *("yes" if fits else "no" for fits in item.hardware.values()),
+            )
+            for item in self.layers
+        ]
+        parts = [table(head, rows)]
+        if self.skipped:
+            stay = [(item.name, item.type, " x ".join(map(str, item.shape)), item.reason) for item in self.skipped]
+            parts.append(table(("stays dense", "type", "shape", "why"), stay))
+        pruned = sum(item.size for item in self.layers)
+        total = pruned + sum(torch.Size(item.shape).numel() for item in self.skipped)
+        parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
+        needs = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in self.memory.items())
+        parts.append(f"Memory beside the model: {needs}.")
+        return "\n\n".join(parts)
+
+
+def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
+    rows, columns = shape[-2:]
+    return {name: rows % r == 0 and columns % c == 0 for name, (r, c) in HARDWARE.items()}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [head, *rows]]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def make_plan(
+    model: nn.Module,
+    method: Any = "sparsegpt",
+    config: SparsifyConfig | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """What ``sparsify(model, method, config, **options)`` would do, without doing it. Takes models on meta as well.
+
+    Raises ValueError for anything that could not work: unknown names and options, globs that match nothing, a pattern
+    that fits no layer or not one named in full, weights that are not floating point.
+    """
+    method, config = resolve_method(method, config)
+    return plan_for(model, method, SparsifyConfig.make(method, config, **options))
+
+
+def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
+    """The plan of a resolved method and a validated config."""
+    layers, others = find_layers(model)
+    names = [layer.name for layer in layers]
+    for glob in [*(config.include or ()), *config.exclude, *(r.glob for r in config.rules if r.type_name is None)]:
+        if not fnmatch.filter(names, glob):
+            close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3)
+            raise ValueError(
+                f"{glob!r} matches no prunable layer of this {type(model).__name__}; "
+                f"names look like {', '.join(close or names[:3]) or '(there is no prunable layer)'}"
+            )
+    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.observed)})
+    block_of = {
+        module: name for stack in stacks for name, block in zip(stack.names, stack.blocks) for module in block.modules()
+    }
+    protected = _protected(model)
+
+    planned: list[LayerPlan] = []
+    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, item.reason) for item in others]
+    for layer in layers:
+        block = block_of.get(layer.owner)
+        shape = tuple(layer.matrix(layer.parameter).shape)
+        kind = type(layer.owner).__name__
+        outcome = _decide(layer, shape, block, protected.get(layer.owner), method, config)
+        if isinstance(outcome, str):
+            skipped.append(Skipped(layer.name, kind, shape, outcome))
+            continue
+        layer_method, pattern, layer_options = outcome
+        planned.append(LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, layer))
+
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
+    if not planned:
+        reasons = sorted({item.reason for item in skipped}) or ["it holds no weight matrices"]
+        raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
+    for item in planned:
+        if item.layer.parameter.dtype not in FLOATS:
+            raise ValueError(
+                f"layer {item.name!r} holds {item.layer.parameter.dtype} weights: quantized models are not supported; "
+                "load the model dequantized, or sparsify first and quantize after"
+            )
+    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
+
+
+def _decide(
+    layer: Layer,
+    shape: tuple[int, ...],
+    block: str | None,
+    protected: str | None,
+    method: Method,
+    config: SparsifyConfig,
+) -> str | tuple[Method, Pattern, dict[str, Any]]:
+    """Why a layer stays dense, or its method, pattern and options."""
+    for glob in config.exclude:
+        if fnmatch.fnmatchcase(layer.name, glob):
+            return f"excluded by {glob!r}"
+    rule = next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
+    if rule.options is None:
+        return f"left dense by rule {rule.glob!r}"
+    in_full = layer.name in (rule.glob, *(config.include or ()))
+    included = in_full or any(fnmatch.fnmatchcase(layer.name, glob) for glob in config.include or ())
+    if config.include is not None and not included:
+        return "not in include"
+    if protected and not in_full:
+        return protected
+    if block is None and not included:
+        return "outside the model's blocks"
+
+    given = dict(rule.options)
+    layer_method = method
+    if "method" in given:
+        layer_method, _ = resolve_method(given.pop("method"), None)
+    pattern = parse_pattern(given.pop("pattern", config.pattern)).with_scope(layer_method.scope)
+    options = {**layer_method.options, **(config.options if layer_method is method else {}), **given}
+    for key in given:
+        if key not in layer_method.options:
+            allowed = ", ".join(sorted(["method", "pattern", *layer_method.options]))
+            raise ValueError(f"rule {rule.glob!r}: option {key!r} is not known; allowed are {allowed}")
+    layer_method.check(options)
+
+    misfit = pattern.misfit(layer.columns(layer.parameter))
+    if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
+        misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
+    if misfit and in_full:
+        raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
+    return misfit or (layer_method, pattern, options)
+
+
+def _protected(model: nn.Module) -> dict[nn.Module, str]:
+    """Layers that stay dense unless named in full: output heads, routers, weights read behind the module's back."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+            found[head] = "output head"
+        for name, child in module.named_children():
+            has_experts = any(other.startswith("experts") for other, _ in module.named_children())
+            is_gate = name in ("gate", "router", "wg") and has_experts
+            if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
+                found.update((inner, "MoE router") for inner in child.modules())
+            if name == "dt_proj" and "mamba" in type(module).__name__.lower():
+                found[child] = f"{type(module).__name__} reads the weight without calling the module"
+    for name, module in model.named_children():
+        if name == "lm_head":
+            found.setdefault(module, "output head")
+    return found
+
+
+def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
+    """Bytes beside the model: upper bounds, from shapes alone."""
+    statistics: dict[str | None, int] = {}
+    for item in planned:
+        *lead, _, columns = item.shape
+        per_matrix = {"nothing": 0, "square_sums": 4 * columns, "gram": 4 * columns**2}[item.method.needs]
+        statistics[item.block] = statistics.get(item.block, 0) + torch.Size(lead).numel() * per_matrix
+    workspace = max(
+        20 * item.size + (8 * item.shape[-1] ** 2 if item.method.needs == "gram" else 0) for item in planned
+    )
+    memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
+    if config.enforce:
+        memory["masks"] = sum(item.size for item in planned)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    if config.data is not None and hidden is not None and any(item.method.needs != "nothing" for item in planned):
+        width = next(model.parameters()).element_size()
+        tokens = config.num_samples * (config.seq_len or 2048)
+        memory["cached_activations"] = tokens * hidden * width
+    return memory

@@ -1,0 +1,57 @@
+"""Small models and data that several test files use."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+TESTBED = Path(__file__).parent.parent / "examples" / "testbed"
+
+
+def tiny_llama(**changes) -> LlamaForCausalLM:
+    """A Llama of random weights: 2 blocks, 32 wide, grouped-query attention, tied embeddings unless changed."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+def token_batches(count: int = 3, batch: int = 2, length: int = 16, vocab: int = 97, seed: int = 1) -> list[Tensor]:
+    """``count`` batches [batch, length] of random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (batch, length), generator=generator) for _ in range(count)]
+
+
+def correlated_inputs(tokens: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Inputs [tokens, columns] whose Gram matrix has a decaying spectrum and a few outlier channels."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
+    spectrum = torch.arange(1, columns + 1, dtype=torch.float64) ** -0.7
+    x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64) * spectrum @ mix
+    x[:, :: max(columns // 4, 1)] *= 5
+    return x.to(dtype)
+
+
+def testbed_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=dtype)
+
+
+def testbed_windows(file: str, length: int = 512) -> Tensor:
+    """A testbed text as windows [n, length] of token ids, by the protocol of its README."""
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    text = (TESTBED / file).read_text(encoding="utf-8")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+testbed_model.__test__ = testbed_windows.__test__ = False  # type: ignore[attr-defined]

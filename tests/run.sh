@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Format, lint, types and tests, with all of their set-up. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash .ci/setup .venv test
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/pyright
+.venv/bin/python -m pytest "$@"
