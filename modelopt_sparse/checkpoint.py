@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from modelopt_sparse.modules import apply_masks, named_masks, set_mask
+from modelopt_sparse.modules import SparseModule, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
-from modelopt_sparse.report import ATTRIBUTE, Report, attach_report, library_versions
+from modelopt_sparse.report import Report, attach_report, attached_report, library_versions
 
 FORMAT_VERSION = 1
 DESCRIPTION = "sparsity.json"
 MASKS = "sparsity_masks.safetensors"
-WEIGHTS = "model.safetensors"  # of models that are not transformers'
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of weights in several files
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
-SHOWN = 10  # problems that an error spells out
+SHOWN = 20  # problems that an error spells out
+
+Read = Callable[[str], Tensor | None]
 
 
 # packing ------------------------------------------------------------------------------------------------------------
@@ -51,136 +55,218 @@ def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
 # save ---------------------------------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    companions: Iterable[Any] = (),
+    max_shard_size: int | str | None = None,
+) -> None:
     """Write a sparse model to a folder that plain ``from_pretrained`` reads and that `restore` and `load` check.
 
+    ``companions`` travel with the model: a tokenizer, a processor, anything with ``save_pretrained``.
+    ``max_shard_size`` is that of transformers' ``save_pretrained``.
+
     A new folder appears only when it is complete. In an existing one files are replaced one by one, ``sparsity.json``
-    last; until then the folder has none. Raises ValueError for a pickle path, OSError (a full disk) with nothing left
-    behind.
+    last; until then the folder has none. Raises ValueError for a pickle path and for what cannot be saved, OSError (a
+    full disk) with nothing left behind.
     """
     folder = _folder(folder)
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise ValueError(f"{str(folder)!r} is a file: save writes a folder, give another path")
-    apply_masks(model)
+    if max_shard_size is not None and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
+    state = _state(model)
     with _staged(folder) as staging:
-        state = _state(model)
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
-            model.save_pretrained(staging, state_dict=dict(state))
+            options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            model.save_pretrained(staging, state_dict=dict(state), **options)
         else:
-            kept: dict[tuple, str] = {}
-            unique: dict[str, Tensor] = {}
-            for name, tensor in state.items():
-                key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-                if kept.setdefault(key, name) != name:
-                    aliases[name] = kept[key]
-                else:
-                    unique[name] = tensor.contiguous()
+            aliases = _tied(state)
+            unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
         masks = dict(named_masks(model))
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, staging / MASKS)
+        for companion in companions:
+            companion.save_pretrained(staging)
         files = sorted(path for path in staging.iterdir() if path.name.endswith((".safetensors", ".index.json")))
+        report = attached_report(model)
         description = {
             "format": "modelopt_sparse",
             "format_version": FORMAT_VERSION,
             "versions": library_versions(),
-            "model_class": type(model).__name__,
-            "masks": {
-                name: {"shape": list(mask.shape), "kept": int(mask.sum()), "of": mask.numel()}
-                for name, mask in masks.items()
-            },
+            "model_class": _class(model).__name__,
+            "masks": {name: {"shape": list(mask.shape), "kept": int(mask.sum())} for name, mask in masks.items()},
             "aliases": aliases,
             "files": {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files},
-            "report": getattr(model, ATTRIBUTE, Report()).as_dict(),
+            "report": None if report is None else report.as_dict(),
         }
-        (staging / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps({**description, "checksum": _checksum(description)}, indent=2, default=str)
+        (staging / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict without masks; what accelerate offloads is taken from where it really is."""
-    masks = {f"{name}_mask" for name, _ in named_masks(model)}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in masks}
+    """The state dict, zero at pruned places, without masks; what accelerate offloads comes from where it really is."""
+    masks = {id(mask) for _, mask in named_masks(model)}
+    skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.device.type == "meta":
                 state[f"{path}.{name}".removeprefix(".")] = stored(module, name)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name!r} is a {type(value).__name__}: only tensors can be saved without pickle")
+        if value.device.type == "meta":
+            raise ValueError(f"{name!r} is on the meta device and has no values: load the model before saving it")
     return state
+
+
+def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensor is that of an earlier name -> that name. A file holds each tensor once."""
+    first: dict[tuple, str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        if first.setdefault(key, name) != name:
+            tied[name] = first[key]
+    return tied
 
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
     """A folder to write to beside ``folder``; it takes its place at the end, or is removed if anything fails."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    made = [parent for parent in folder.parents if not parent.exists()]
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
         yield staging
+        mode = (staging / DESCRIPTION).stat().st_mode
         for path in staging.iterdir():
+            path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-        if not folder.exists():
+        if folder.exists():
+            left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
+            _move_into(folder, staging)
+        else:
             staging.rename(folder)
-            return
-        (folder / DESCRIPTION).unlink(missing_ok=True)
-        new = {path.name for path in staging.iterdir()}
-        for path in sorted(staging.iterdir(), key=lambda path: path.name == DESCRIPTION):
-            path.replace(folder / path.name)
-        for path in folder.glob("model*.safetensors*"):  # shards of what was there before
-            if path.name not in new:
-                path.unlink()
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{str(folder)!r} could not be written ({left}): {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it is not empty, all went well
+                parent.rmdir()
+
+
+def _move_into(folder: Path, staging: Path) -> None:
+    """Replace the files of an existing folder; it has a description only before the first and after the last step."""
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    new = {path.name for path in staging.iterdir()}
+    for name in new - {DESCRIPTION}:
+        (staging / name).replace(folder / name)
+    for path in folder.glob("model*.safetensors*"):  # shards of what was there before
+        if path.name not in new:
+            path.unlink()
+    (staging / DESCRIPTION).replace(folder / DESCRIPTION)
 
 
 # read ---------------------------------------------------------------------------------------------------------------
 
 
-def read_description(folder: str | Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Description:
+    """What ``sparsity.json`` says."""
+
+    model_class: str
+    masks: Mapping[str, tuple[tuple[int, ...], int]]  # parameter name -> shape, number kept
+    aliases: Mapping[str, str]
+    files: Mapping[str, tuple[int, str]]  # file name -> size, sha256
+    report: Report | None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "Description":
+        """Raises KeyError, TypeError, AttributeError or ValueError if it is not as docs/format.md says."""
+        return cls(
+            model_class=str(given["model_class"]),
+            masks={name: (tuple(map(int, of["shape"])), int(of["kept"])) for name, of in given["masks"].items()},
+            aliases={name: str(other) for name, other in given["aliases"].items()},
+            files={name: (int(of["size"]), str(of["sha256"])) for name, of in given["files"].items()},
+            report=None if given["report"] is None else Report.from_dict(given["report"]),
+        )
+
+
+def read_description(folder: str | Path) -> Description:
     """The checked ``sparsity.json`` of a folder. Raises ValueError if there is none that this version can read."""
     folder = _folder(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is not a folder: give one that modelopt_sparse.save wrote")
     path = folder / DESCRIPTION
     if not path.is_file():
         raise ValueError(
             f"{str(folder)!r} holds no {DESCRIPTION}: it is not a folder that modelopt_sparse.save wrote to its end"
         )
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        version = description["format_version"]
-        known = description["format"] == "modelopt_sparse" and isinstance(version, int)
+        given = json.loads(path.read_text(encoding="utf-8"))
+        version = given["format_version"] if given["format"] == "modelopt_sparse" else None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read, it is truncated or edited: {error}") from None
-    if not known:
-        raise ValueError(f"{str(path)!r} is not a description of this format")
+        raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
+    if not isinstance(version, int):
+        raise ValueError(f"{str(path)!r} is not in the format of modelopt_sparse.save")
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{str(path)!r} has format version {version}, this library reads up to {FORMAT_VERSION}: "
             "update modelopt_sparse"
         )
-    return description
+    if given.pop("checksum", None) != _checksum(given):
+        raise ValueError(
+            f"{str(path)!r} has been edited since it was saved (its checksum differs): save the model anew"
+        )
+    try:
+        return Description.parse(given)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
+
+
+def _checksum(description: Mapping[str, Any]) -> str:
+    """SHA-256 of the description, without the checksum itself, as JSON with sorted keys and no spaces."""
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def restore(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Load weights and masks of a folder into a model of the same architecture, in place, and return it.
+    """Load weights, masks and report of a folder into a model of the same architecture, in place, and return it.
 
     Everything is checked first: files against their sizes and hashes, names, shapes and dtypes against the model, and
     that no weight is nonzero where its mask is False. All that is wrong stands in one ValueError, with the model
-    untouched.
+    untouched. Masks that the model has are replaced by those of the folder.
     """
     folder = _folder(folder)
     description = read_description(folder)
-    head = f"{str(folder)!r} cannot be restored into this {type(model).__name__}"
-    if problems := _damaged_files(folder, description):
-        raise ValueError(_listed(head, problems))
-    source = _source(model, folder, description)
-    masks = _read_masks(folder, description, problems)
+    problems = []
+    if description.model_class != _class(model).__name__:
+        problems.append(f"it holds a {description.model_class}, the model is a {_class(model).__name__}")
+    damaged = _damaged_files(folder, description)
+    problems += damaged.values()
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
     slots = list(_slots(model))
-    problems += _misfits(slots, source, masks, type(model).__name__, description)
+    known = {name for names, _ in slots for name in names}
+    problems += [f"mask {name!r} fits no parameter of the model" for name in masks if name not in known]
+    filled: list[tuple[Tensor, Tensor]] = []
+    if damaged.keys() <= {MASKS}:
+        read = _reader(model, slots, folder, description, problems)
+        filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems)) is not None]
     if problems:
-        raise ValueError(_listed(head, problems))
+        raise ValueError(_listed(f"{str(folder)!r} cannot be restored into this {_class(model).__name__}", problems))
+    remove_masks(model)
     with torch.no_grad():
-        for names, values in slots:
-            values.copy_(next(tensor for name in names if (tensor := source(name)) is not None))
+        for values, tensor in filled:
+            values.copy_(tensor)
     _attach(model, masks, description)
     return model
 
@@ -193,27 +279,36 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
     """
     folder = _folder(folder)
     description = read_description(folder)
-    problems = _damaged_files(folder, description)
-    masks = {} if problems else _read_masks(folder, description, problems)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds no config.json to build its {description.model_class} from: build the model "
+            "yourself and call restore(model, folder)"
+        )
+    head = f"{str(folder)!r} cannot be loaded"
+    damaged = _damaged_files(folder, description)
+    problems = list(damaged.values())
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
     if problems:
-        raise ValueError(_listed(f"{str(folder)!r} cannot be loaded", problems))
-    options.setdefault("dtype", "auto")
-    model = model_class(folder, **_remote(options)).from_pretrained(folder, **options)
+        raise ValueError(_listed(head, problems))
+    options = {"dtype": "auto", **options}
+    remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
+    model, found = architecture.from_pretrained(folder, **{**options, "output_loading_info": True})
+    problems += unloaded(found)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             problems.append(f"mask {name!r} fits no parameter of {type(model).__name__}")
-        elif parameters[name].device.type != "meta" and parameters[name].detach()[~mask].count_nonzero():
-            problems.append(f"weight {name!r} is not zero where its mask is False")
+        elif parameters[name].device.type != "meta":
+            problems += _breaches(name, parameters[name].detach(), mask)
     if problems:
-        raise ValueError(_listed(f"{str(folder)!r} cannot be loaded", problems))
+        raise ValueError(_listed(head, problems))
     _attach(model, masks, description)
     return model
 
 
-def model_class(folder: str | Path, **options: Any) -> Any:
-    """The transformers class that a folder or hub name names in its config.json."""
-    config = AutoConfig.from_pretrained(folder, **options)
+def model_class(config: Any, source: str | Path) -> Any:
+    """The transformers class, or the Auto class for a model with its own code, that a config names."""
     names = config.architectures or []
     if names and (found := getattr(transformers, names[0], None)) is not None:
         return found
@@ -221,22 +316,65 @@ def model_class(folder: str | Path, **options: Any) -> Any:
     for auto in remote:
         if auto.startswith("AutoModel") and (not names or remote[auto].endswith(f".{names[0]}")):
             return getattr(transformers, auto)
-    raise ValueError(f"config.json of {str(folder)!r} names no model class that transformers knows: {names}")
+    raise ValueError(f"config.json of {str(source)!r} names no model class that transformers knows: {names}")
 
 
-def _remote(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+def empty_model(source: str | Path, **options: Any) -> nn.Module:
+    """The model of a folder or hub name on the meta device; reads its configuration and no weights."""
+    config = AutoConfig.from_pretrained(source, **options)
+    architecture = model_class(config, source)
+    with torch.device("meta"):
+        if issubclass(architecture, PreTrainedModel):
+            model = architecture(config)
+        else:
+            model = architecture.from_config(config, trust_remote_code=options.get("trust_remote_code"))
+    model.tie_weights()  # older versions of transformers leave that out on the meta device
+    return model
 
 
-def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    for name, mask in masks.items():
-        set_mask(model, name, mask)
-    attach_report(model, Report.from_dict(description["report"]))
+def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
+    """The masks of a folder that are as its description says; what is wrong with the others goes to ``problems``."""
+    masks: dict[str, Tensor] = {}
+    try:
+        packed = load_file(folder / MASKS)
+    except (SafetensorError, OSError) as error:
+        problems.append(f"file {MASKS!r} cannot be read: {error}")
+        return masks
+    for name in sorted(packed.keys() ^ description.masks.keys()):
+        here, there = (MASKS, DESCRIPTION) if name in packed else (DESCRIPTION, MASKS)
+        problems.append(f"mask {name!r} is in {here} and not in {there}")
+    for name, (shape, kept) in description.masks.items():
+        if name not in packed:
+            continue
+        if packed[name].dtype != torch.uint8 or packed[name].shape != (-(-torch.Size(shape).numel() // 8),):
+            problems.append(f"mask {name!r} does not hold the bits of shape {list(shape)}")
+            continue
+        masks[name] = unpack_mask(packed[name], shape)
+        if int(masks[name].sum()) != kept:
+            problems.append(f"mask {name!r} keeps {int(masks[name].sum())} weights, not {kept}")
+    return masks
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that ``from_pretrained`` reads weights from."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [WEIGHTS]
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
+
+
+def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
+    """Names of the tensors in a folder's weight files, and a function that reads one, or gives None."""
+    opened = [safe_open(folder / name, framework="pt") for name in files]
+    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 
 
 def _folder(folder: str | Path) -> Path:
     path = Path(folder)
-    if path.suffix in PICKLES:
+    if path.suffix in PICKLES and not path.is_dir():
         raise ValueError(
             f"{str(path)!r} looks like a pickle file, which this library neither writes nor reads: give a folder, "
             f"for example {str(path.with_suffix(''))!r}"
@@ -244,117 +382,115 @@ def _folder(folder: str | Path) -> Path:
     return path
 
 
-def _damaged_files(folder: Path, description: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for name, expected in description["files"].items():
+def _class(model: nn.Module) -> Any:
+    """The model's class; of a model that is itself a sparse module, the class that it had."""
+    return model.base if isinstance(model, SparseModule) else type(model)
+
+
+def _damaged_files(folder: Path, description: Description) -> dict[str, str]:
+    """What is wrong with the files of a folder, by file name."""
+    damaged = {name: f"{DESCRIPTION} does not list {name!r}" for name in {MASKS} - description.files.keys()}
+    for name, (size, sha256) in description.files.items():
         path = folder / name
         if Path(name).name != name:
-            problems.append(f"file name {name!r} leads out of the folder")
+            damaged[name] = f"file name {name!r} leads out of the folder"
         elif not path.is_file():
-            problems.append(f"file {name!r} is missing")
-        elif path.stat().st_size != expected["size"]:
-            problems.append(f"file {name!r} has {path.stat().st_size} bytes, not {expected['size']}")
-        elif _sha256(path) != expected["sha256"]:
-            problems.append(f"file {name!r} has changed since it was saved (its hash differs)")
-    if MASKS not in description["files"]:
-        problems.append(f"{DESCRIPTION} does not list {MASKS!r}")
-    return problems
+            damaged[name] = f"file {name!r} is missing"
+        elif path.stat().st_size != size:
+            damaged[name] = f"file {name!r} has {path.stat().st_size} bytes, not {size}"
+        elif _sha256(path) != sha256:
+            damaged[name] = f"file {name!r} has changed since it was saved (its hash differs)"
+    if not damaged:
+        for name in set(weight_files(folder)) - description.files.keys():
+            damaged[name] = f"weight file {name!r} does not belong to the folder: {DESCRIPTION} does not list it"
+    return damaged
 
 
-def _read_masks(folder: Path, description: Mapping[str, Any], problems: list[str]) -> dict[str, Tensor]:
-    masks: dict[str, Tensor] = {}
-    try:
-        packed = load_file(folder / MASKS)
-    except SafetensorError as error:
-        problems.append(f"file {MASKS!r} cannot be read: {error}")
-        return masks
-    if packed.keys() != description["masks"].keys():
-        problems.append(f"{MASKS!r} and {DESCRIPTION} list different masks")
-        return masks
-    for name, entry in description["masks"].items():
-        size = torch.Size(entry["shape"]).numel()
-        if packed[name].dtype != torch.uint8 or packed[name].numel() != -(-size // 8):
-            problems.append(f"mask {name!r} does not hold the bits of shape {entry['shape']}")
-            continue
-        masks[name] = unpack_mask(packed[name], tuple(entry["shape"]))
-        if int(masks[name].sum()) != entry["kept"]:
-            problems.append(f"mask {name!r} keeps {int(masks[name].sum())} weights, not {entry['kept']}")
-    return masks
-
-
-def weight_reader(folder: Path) -> tuple[set[str], Callable[[str], Tensor]]:
-    """Names of the tensors in a folder's weight files, and a function that reads one."""
-    files = [safe_open(path, framework="pt") for path in sorted(folder.glob("model*.safetensors"))]
-    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return set(where), lambda name: where[name].get_tensor(name)
-
-
-def _source(model: nn.Module, folder: Path, description: Mapping[str, Any]) -> Callable[[str], Tensor | None]:
+def _reader(
+    model: nn.Module,
+    slots: Iterable[tuple[list[str], Tensor]],
+    folder: Path,
+    description: Description,
+    problems: list[str],
+) -> Read:
     """A function from the model's names to the folder's tensors.
 
     Where transformers stores a model under other names than it has in memory, it loads the folder itself, at the price
     of a second copy of the weights.
     """
-    names, read = weight_reader(folder)
-    aliases = description["aliases"]
-    if isinstance(model, PreTrainedModel) and any(not names & set(alike) for alike, _ in _slots(model)):
-        fresh = type(model).from_pretrained(folder, dtype="auto").state_dict()
-        return fresh.get
-
-    def source(name: str) -> Tensor | None:
-        name = aliases.get(name, name)
-        return read(name) if name in names else None
-
-    return source
+    try:
+        names, read = weight_reader(folder, weight_files(folder))
+    except SafetensorError as error:
+        problems.append(f"the weights cannot be read: {error}")
+        return lambda name: None
+    same_class = description.model_class == _class(model).__name__
+    if isinstance(model, PreTrainedModel) and same_class and any(names.isdisjoint(alike) for alike, _ in slots):
+        fresh, found = _class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        problems += unloaded(found)
+        return fresh.state_dict().get
+    known = {name for alike, _ in slots for name in alike}
+    problems += [f"{name!r} has no place in the model" for name in sorted(names - known)]
+    return lambda name: read(description.aliases.get(name, name))
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """Everything that a state dict holds, apart from masks: (all names of a tensor, the tensor to write to)."""
-    masks = {f"{name}_mask" for name, _ in named_masks(model)}
+    masks = {id(mask) for _, mask in named_masks(model)}
     found: dict[int, tuple[list[str], Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, tensor in own.items():
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}".removeprefix(".")
             found.setdefault(id(tensor), ([], stored(module, name)))[0].append(full)
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}".removeprefix(".")
-            if full not in masks and name not in module._non_persistent_buffers_set:
+            if id(tensor) not in masks and name not in module._non_persistent_buffers_set:
                 found.setdefault(id(tensor), ([], tensor))[0].append(full)
     yield from found.values()
 
 
-def _misfits(
-    slots: list[tuple[list[str], Tensor]],
-    source: Callable[[str], Tensor | None],
-    masks: Mapping[str, Tensor],
-    class_name: str,
-    description: Mapping[str, Any],
-) -> list[str]:
-    problems = []
-    if description["model_class"] != class_name:
-        problems.append(f"it holds a {description['model_class']}")
-    known = set()
-    for names, values in slots:
-        known.update(names)
-        tensor = next((found for name in names if (found := source(name)) is not None), None)
-        if tensor is None:
-            problems.append(f"{names[0]!r} of the model is not in the folder")
-        elif tensor.shape != values.shape:
-            problems.append(f"{names[0]!r} has shape {list(tensor.shape)} there and {list(values.shape)} in the model")
-        elif tensor.dtype != values.dtype:
-            problems.append(f"{names[0]!r} is {tensor.dtype} there and {values.dtype} in the model")
-        else:
-            for name in names:
-                if name in masks and tensor[~masks[name]].count_nonzero():
-                    problems.append(f"weight {name!r} is not zero where its mask is False")
-    problems += [f"mask {name!r} fits no parameter of the model" for name in masks if name not in known]
-    return problems
+def _fill(
+    names: list[str], values: Tensor, read: Read, masks: Mapping[str, Tensor], problems: list[str]
+) -> tuple[Tensor, Tensor] | None:
+    """(a tensor of the model, the folder's tensor for it), or None and what is wrong in ``problems``."""
+    found = {name: tensor for name in names if (tensor := read(name)) is not None}
+    if not found:
+        problems.append(f"{names[0]!r} of the model is not in the folder")
+        return None
+    tensor = next(iter(found.values()))
+    for name, other in found.items():
+        if other.shape != values.shape:
+            problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
+        elif other.dtype != values.dtype:
+            problems.append(f"{name!r} is {other.dtype} there and {values.dtype} in the model: convert the model first")
+        elif other is not tensor and not torch.equal(other, tensor):
+            problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
+        elif name in masks and masks[name].shape != other.shape:
+            problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
+        elif name in masks:
+            problems += _breaches(name, other, masks[name])
+    return values, tensor
+
+
+def _breaches(name: str, weight: Tensor, mask: Tensor) -> list[str]:
+    count = int(weight[~mask.to(weight.device)].count_nonzero())
+    return [f"weight {name!r} is not zero in {count} places where its mask is False"] if count else []
+
+
+def unloaded(info: Mapping[str, Any]) -> list[str]:
+    """What transformers could not match when it loaded a folder."""
+    missing = [f"{name!r} of the model is not in the folder" for name in sorted(info["missing_keys"])]
+    return missing + [f"{name!r} has no place in the model" for name in sorted(info["unexpected_keys"])]
+
+
+def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Description) -> None:
+    for name, mask in masks.items():
+        set_mask(model, name, mask)
+    attach_report(model, description.report)
 
 
 def _listed(head: str, problems: list[str]) -> str:
     shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
-    return f"{head}: " + "; ".join(shown)
+    return f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown])
 
 
 def _sha256(path: Path) -> str:

@@ -1,63 +1,80 @@
-"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report`. Thin over the public API.
-
-Exit codes: 0 done; 1 verify found a violation; 2 wrong arguments or input; 130 Ctrl-C.
-"""
+"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report`. Thin over the public API."""
 
 import json
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import torch
 import transformers
 import typer
 import yaml
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.utils import has_file
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
-from modelopt_sparse.checkpoint import model_class
+from modelopt_sparse.checkpoint import empty_model, model_class
+from modelopt_sparse.verify import PatternError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-# options that are Python objects and have no place in a YAML file
-PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer", "options", "data")
+HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong arguments or input; 130 Ctrl-C.
+"""
+VIOLATION, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer")  # options that no YAML file can hold
+
+app = typer.Typer(
+    help=HELP, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub name.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that sparsify wrote.")]
 Dtype = Annotated[str, typer.Option(help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
 Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-Method = Annotated[str, typer.Option(help="magnitude, wanda, ria or sparsegpt.")]
-Pattern = Annotated[str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Method = Annotated[str | None, typer.Option(help="magnitude, wanda, ria or sparsegpt. Default: sparsegpt.")]
+Pattern = Annotated[
+    str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4.")
+]
 Data = Annotated[Path | None, typer.Option(help="Calibration text: a .txt file, or .jsonl with a text key.")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of any options of the API; flags win over it.")
+    Path | None, typer.Option("--config", help="YAML file of any options of the API; --set and flags win over it.")
 ]
 Options = Annotated[
-    list[str] | None, typer.Option("--set", help="Any option of the API or the method as KEY=VALUE (VALUE is YAML).")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any option of the API or of the method; VALUE is YAML."),
 ]
 Include = Annotated[list[str] | None, typer.Option(help="Glob of layers to prune; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Glob of layers to leave dense; may be repeated.")]
-Samples = Annotated[int | None, typer.Option(help="Calibration windows (128).")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens per window (2048, or the model's maximum).")]
-BatchSize = Annotated[int | None, typer.Option(help="Windows per batch (8).")]
-Sequential = Annotated[str | None, typer.Option(help="block, stage or none.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows (0).")]
-Progress = Annotated[bool | None, typer.Option("--progress/--no-progress", help="Default: a bar on a terminal.")]
+Samples = Annotated[int | None, typer.Option(help="Calibration windows. Default: 128.")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
+BatchSize = Annotated[int | None, typer.Option(help="Windows per batch. Default: 8.")]
+Sequential = Annotated[
+    str | None,
+    typer.Option(help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows. Default: 0.")]
+Progress = Annotated[
+    bool | None,
+    typer.Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
+]
 
 
 @app.command()
 def sparsify(
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    method: Method = "sparsegpt",
+    method: Method = None,
     pattern: Pattern = None,
     data: Data = None,
     num_samples: Samples = None,
@@ -70,7 +87,7 @@ def sparsify(
     config: ConfigFile = None,
     options: Options = None,
     eval_data: Annotated[
-        Path | None, typer.Option("--eval", help="Held-out text: print perplexity before and after, and KL.")
+        Path | None, typer.Option("--eval", help="Held-out text: perplexity of dense and sparse on it, and KL.")
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -84,17 +101,24 @@ def sparsify(
     settings = _settings(locals(), config, options)
     if out.exists() and not overwrite:
         raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-    network = _load(model, dtype, hub, device=None)
-    given = _with_text(settings, data, model, hub)
-    mts.sparsify(network, method, given, device=device)
-    found = mts.report(network)
+    source = _Source(model, dtype, revision, trust_remote_code, progress)
+    method = settings.pop("method")
+    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
+    if "data" in settings:
+        settings["tokenizer"] = tokenizer
+    held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+    made = mts.make_plan(source.empty(), method, settings)  # all that can be wrong, before weights are read
+    if "data" not in settings and (needing := [layer for layer in made.layers if layer.method.needs != "nothing"]):
+        raise ValueError(f"method {needing[0].method.name!r} needs calibration text: give --data FILE")
+    companions = source.companions()
+
+    network = mts.sparsify(source.load(), method, settings)
     evaluation = None
-    if eval_data is not None:
-        dense = _load(model, dtype, hub, device=device)
-        evaluation = _evaluate(network.to(device or "cpu"), dense, eval_data, model, hub, settings, progress)
-    mts.save(network.to("cpu"), out)
-    _copy_companions(model, hub, out)
+    if held_out is not None:
+        place = settings.get("device") or "cpu"
+        evaluation = _evaluate(network.to(place), source.load(place), held_out, settings)
+    mts.save(network.to("cpu"), out, companions=companions)
+    found = mts.report(network)
     if as_json:
         _print_json({"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": found.as_dict()})
         return
@@ -106,32 +130,37 @@ def sparsify(
             f"{evaluation.seq_len} tokens"
         )
     typer.echo(
-        f"\nWritten to {out}: load it with transformers, or with modelopt_sparse.load to keep training it sparse."
+        f"\nWritten to {out}: load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
     )
 
 
 @app.command()
 def plan(
     model: Model,
-    method: Method = "sparsegpt",
+    method: Method = None,
     pattern: Pattern = None,
-    include: Include = None,
-    exclude: Exclude = None,
+    data: Data = None,
     num_samples: Samples = None,
     seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    sequential: Sequential = None,
+    seed: Seed = None,
     config: ConfigFile = None,
     options: Options = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL, and why the rest stays dense. Reads no weights."""
     settings = _settings(locals(), config, options)
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-    architecture = model_class(model, **hub)
-    with torch.device("meta"):
-        network = architecture(transformers.AutoConfig.from_pretrained(model, **hub))
-    made = mts.make_plan(network, method, settings)
+    source = _Source(model, dtype, revision, trust_remote_code)
+    if "data" in settings:
+        settings["tokenizer"] = source.tokenizer()
+    made = mts.make_plan(source.empty(), settings.pop("method"), settings)
     typer.echo(made.to_json() if as_json else made)
 
 
@@ -139,7 +168,7 @@ def plan(
 def eval_(
     model: Model,
     data: Annotated[Path, typer.Option(help="Held-out text: a .txt file, or .jsonl with a text key.")],
-    reference: Annotated[str | None, typer.Option(help="The dense model: its perplexity and the KL from it.")] = None,
+    reference: Annotated[str | None, typer.Option(help="The dense model: its perplexity, and the KL from it.")] = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -150,11 +179,12 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Perplexity of MODEL on held-out text, beside that of the dense model, and the KL divergence from it."""
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-    network = _load(model, dtype, hub, device=device)
-    dense = None if reference is None else _load(reference, dtype, hub, device=device)
-    settings = {"seq_len": seq_len, "batch_size": batch_size}
-    found = _evaluate(network, dense, data, model, hub, settings, progress)
+    settings = _settings({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
+    source = _Source(model, dtype, revision, trust_remote_code, progress)
+    beside = None if reference is None else _Source(reference, dtype, None, trust_remote_code, progress)
+    tokens = tokenize(source.tokenizer(), read_documents(data))
+    place = device or "cpu"
+    found = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -163,106 +193,170 @@ def eval_(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    folder: Folder,
     pattern: Annotated[str | None, typer.Option(help="Pattern asked of every pruned layer.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Check the weights in DIR against a pattern, or against the one in its own report. Exit code 1 if they fail."""
-    if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is not a folder")
+    """Check the weights in DIR against a pattern, or against the one in their own report. Exit code 1 if they fail."""
+    violation = None
     try:
-        found = mts.verify(folder, pattern)
-    except ValueError as error:
-        typer.echo(f"modelopt-sparse: {error}", err=True)
-        raise typer.Exit(1) from None
+        found = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
+    except PatternError as error:
+        found, violation = error.verification, error
     if as_json:
         _print_json([vars(layer) for layer in found.layers])
     else:
         typer.echo(found)
+    if violation is not None:
+        _complain(violation)
+        raise typer.Exit(VIOLATION)
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR")], as_json: Json = False) -> None:
+def report(folder: Folder, as_json: Json = False) -> None:
     """Show what was done to the model in DIR: per layer the recipe, pattern, zeros, error and time."""
     found = mts.report(folder)
     typer.echo(found.to_json() if as_json else found)
 
 
 def main() -> None:
-    """Entry point: user errors become one line and exit code 2."""
+    """Entry point: wrong input becomes one line and exit code 2, Ctrl-C exit code 130; neither shows a traceback."""
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: _complain(f"warning: {message}")
+        try:
+            app()
+        except SystemExit as done:
+            if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
+                _complain("interrupted")
+            raise
+        except (ValueError, TypeError, OSError, SafetensorError) as error:
+            _complain(error)
+            sys.exit(WRONG_INPUT)
+
+
+def _complain(what: object) -> None:
+    typer.echo(f"modelopt-sparse: {' '.join(str(what).split())}", err=True)
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's plain values. In YAML 1.1, which yaml.SafeLoader reads, 2:4 is the number 124 and 1e-2 a string."""
+
+    yaml_implicit_resolvers = {}  # filled below; not those of the base class
+
+
+for _tag, _plain in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}.items():
+    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
+
+
+def _read_yaml(text: str, where: str) -> Any:
     try:
-        sys.exit(app(standalone_mode=False))
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        typer.echo("modelopt-sparse: interrupted", err=True)
-        sys.exit(130)
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"modelopt-sparse: {error}", err=True)
-        sys.exit(2)
+        return yaml.load(text, _Yaml)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {error}") from None
 
 
-def _settings(flags: dict[str, Any], config: Path | None, options: list[str] | None) -> dict[str, Any]:
-    """The API's options: the YAML file, then --set, then the flags, the later ones winning."""
+def _settings(flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None) -> dict[str, Any]:
+    """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
     settings: dict[str, Any] = {}
     if config is not None:
-        loaded = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if not config.is_file():
+            raise ValueError(f"--config {str(config)!r} is not a file")
+        loaded = _read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
         if not isinstance(loaded, dict):
-            raise ValueError(f"{str(config)!r} must hold a mapping of options")
+            raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
         settings.update(loaded)
     for item in options or []:
         key, equals, value = item.partition("=")
-        if not equals:
+        if not key or not equals:
             raise ValueError(f"--set {item!r}: write KEY=VALUE")
-        settings[key] = yaml.safe_load(value)
-    for key in set(settings) & set(PYTHON_ONLY):
-        raise ValueError(f"option {key!r} is a Python object; on the command line use --data")
-    known = {item.name for item in fields(mts.SparsifyConfig)}
-    settings.update(
-        {key: value for key, value in flags.items() if key in known and key != "data" and value is not None}
-    )
-    settings.pop("device", None)
+        settings[key] = _read_yaml(value, f"--set {item!r}")
+    for key in settings.keys() & set(PYTHON_ONLY):
+        raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
+    known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}
+    settings.update({key: value for key, value in flags.items() if key in known and value is not None})
+    settings.setdefault("method", "sparsegpt")
+    if "data" in settings:
+        settings["data"] = Path(settings["data"])
+        read_documents(settings["data"])  # what is wrong with it shows before weights are read
+    if settings.get("device") is not None:
+        _check_device(settings["device"])
     return settings
 
 
-def _load(model: str, dtype: str, hub: dict[str, Any], device: str | None) -> nn.Module:
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
-    network = model_class(model, **hub).from_pretrained(model, dtype=dtype, **hub)
-    return network.to(device) if device is not None else network
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {error}") from None
 
 
-def _with_text(settings: dict[str, Any], data: Path | None, model: str, hub: dict[str, Any]) -> dict[str, Any]:
-    if data is None:
-        return settings
-    return {**settings, "data": data, "tokenizer": AutoTokenizer.from_pretrained(model, **hub)}
+class _Source:
+    """MODEL as named on the command line: a folder or a hub name, and how to load it."""
+
+    def __init__(
+        self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
+        if progress:
+            transformers.utils.logging.enable_progress_bar()
+        self.name, self.dtype = name, dtype
+        self.hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self._check()
+
+    def _check(self) -> None:
+        """Ask for the model's config.json once; transformers itself would ask again for half a minute."""
+        where = "is neither a folder nor a model that the hub gives"
+        try:
+            found = has_file(self.name, "config.json", revision=self.hub["revision"])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.name!r} {where}: {error}") from None
+        if not found and Path(self.name).is_dir():
+            raise ValueError(f"{self.name!r} holds no config.json: it is not a folder of a transformers model")
+        if not found:
+            raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
+
+    def empty(self) -> nn.Module:
+        """The model without values, in the dtype that it will have."""
+        network = empty_model(self.name, **self.hub)
+        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None)
+        return network if dtype is None else network.to(dtype)
+
+    def load(self, device: str = "cpu") -> nn.Module:
+        architecture = model_class(AutoConfig.from_pretrained(self.name, **self.hub), self.name)
+        return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
+
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.name, **self.hub)
+
+    def companions(self) -> list[Any]:
+        """Tokenizer (with its chat template) and processor, which travel with the model; it may have none of them."""
+        found = []
+        loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
+        for loader in loaders:
+            try:
+                found.append(loader(self.name, **self.hub))
+            except (OSError, ValueError, KeyError):
+                continue
+            except ImportError as error:
+                _complain(f"warning: left behind, for it cannot be loaded here: {error}")
+        return found
 
 
 def _evaluate(
-    network: nn.Module,
-    dense: nn.Module | None,
-    data: Path,
-    model: str,
-    hub: dict[str, Any],
-    settings: dict[str, Any],
-    progress: bool | None,
+    network: nn.Module, dense: nn.Module | None, tokens: torch.Tensor, settings: dict[str, Any]
 ) -> mts.Evaluation:
-    tokens = tokenize(AutoTokenizer.from_pretrained(model, **hub), read_documents(data))
+    given = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
     seq_len = settings.get("seq_len") or default_seq_len(network)
-    batch_size = settings.get("batch_size") or 8
-    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, batch_size=batch_size, progress=progress)
-
-
-def _copy_companions(model: str, hub: dict[str, Any], out: Path) -> None:
-    """Tokenizer, chat template and processor travel with the model; a model may have none of them."""
-    loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
-    for loader in loaders:
-        try:
-            loader(model, **hub).save_pretrained(out)
-        except (OSError, ValueError, KeyError):
-            continue
+    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **given)
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2, default=str))

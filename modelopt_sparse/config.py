@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
@@ -31,6 +32,8 @@ REFUSED: dict[str, str] = {
     "loss_func": "it has no effect on sparsity; leave it out",
     "deployment": "it has no effect on sparsity; leave it out",
 }
+# where `resolve_method` leaves the class rules of a ModelOpt mode list for `SparsifyConfig.make`
+MODE_RULES = "rules of the mode list"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ class SparsifyConfig:
         else:
             raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
         given = {**_translated(given), **_translated(more)}
+        if MODE_RULES in given:
+            if given.get("rules"):
+                raise ValueError("rules are given both in the mode list and as an option; keep one")
+            given["rules"] = given.pop(MODE_RULES)
         known = [item.name for item in fields(cls) if item.name != "options"]
         options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
         for key in given:
@@ -129,6 +136,15 @@ class SparsifyConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive whole number")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r}: must be a whole number")
+        for name in ("hardware_only", "count_padding", "enforce", "progress"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "progress" and value is None):
+                raise ValueError(f"{name}={value!r}: must be True or False")
+        if self.data_loader is not None and not isinstance(self.data_loader, (Iterable, Dataset)):
+            kind = type(self.data_loader).__name__
+            raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
         for name in ("collect_func", "forward_loop"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}: it must be callable")
@@ -143,51 +159,74 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
     if isinstance(method, list):
         if len(method) != 1:
             raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
-        entry = method[0]
-        name, mode_config = (entry, {}) if isinstance(entry, str) else entry
+        name, mode_config = (method[0], None) if isinstance(method[0], str) else _mode(method[0])
         found, config = resolve_method(name, config)
         if not mode_config:
             return found, config
-        if isinstance(config, SparsifyConfig):
-            raise TypeError("a mode list with class rules goes with a mapping as config, not with a SparsifyConfig")
-        given = dict(config or {})
-        if "rules" in given:
-            raise ValueError("rules are given both in the mode list and in config; keep one")
-        return found, {**given, "rules": _class_rules(mode_config)}
+        if config is not None and not isinstance(config, Mapping):
+            kind = type(config).__name__
+            raise TypeError(f"a mode list with class rules goes with a mapping as config, not with a {kind}")
+        return found, {**(config or {}), MODE_RULES: _class_rules(mode_config)}
     if isinstance(method, str):
         name = ALIASES.get(method, method)
         if name in METHODS:
             return METHODS[name], config
         allowed = [*METHODS, *ALIASES]
-        raise ValueError(f"method {method!r} is not known{_nearest(method, allowed)}; allowed are {', '.join(allowed)}")
+        raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
     raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
 
 
 def parse_rules(rules: Any) -> tuple[Rule, ...]:
     """``{glob: options}``, ``{class: {glob: options}}`` (ModelOpt), or a list of (glob, options) or Rules."""
     if isinstance(rules, Mapping):
-        if any(key.startswith("nn.") for key in rules):
+        if any(str(key).startswith("nn.") for key in rules):
             return _class_rules(rules)
         rules = list(rules.items())
-    parsed = []
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            glob, options = rule
-            rule = Rule(glob, options)
-        if not isinstance(rule.glob, str) or not (rule.options is None or isinstance(rule.options, Mapping)):
-            raise TypeError(f"rule {rule.glob!r}: {rule.options!r}: a rule is a glob and a mapping of options or None")
-        parsed.append(rule)
-    return tuple(parsed)
+    return tuple(_as_rule(rule) for rule in rules)
+
+
+def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
+    if isinstance(rule, (tuple, list)) and len(rule) == 2:
+        rule = Rule(*rule, type_name)
+    if (
+        not isinstance(rule, Rule)
+        or not isinstance(rule.glob, str)
+        or not (rule.options is None or isinstance(rule.options, Mapping))
+    ):
+        raise TypeError(
+            f"rule {rule!r}: a rule is a glob of layer names with a mapping of options, or with None to leave the "
+            "layers dense"
+        )
+    return rule
+
+
+def _mode(entry: Any) -> tuple[str, Mapping[str, Any] | None]:
+    """ModelOpt's ``(name, mode config)``."""
+    if (
+        isinstance(entry, (tuple, list))
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and (entry[1] is None or isinstance(entry[1], Mapping))
+    ):
+        return entry[0], entry[1]
+    raise TypeError(f"mode list entry {entry!r}: give a name, or a name with class rules, ('sparsegpt', {{...}})")
 
 
 def _class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
     """ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``: there the last match wins, so the order turns."""
     rules: list[Rule] = []
     for class_name, globs in mode_config.items():
-        type_name = class_name.removeprefix("nn.")
+        type_name = str(class_name).removeprefix("nn.")
+        if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
+            raise ValueError(
+                f"class rules go by classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none: "
+                "give globs of layer names as rules={...} without classes"
+            )
         if globs is None or globs == {}:
             globs = {"*": globs}
-        rules += [Rule(glob, options, type_name) for glob, options in reversed(list(globs.items()))]
+        if not isinstance(globs, Mapping):
+            raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
+        rules += [_as_rule(item, type_name) for item in reversed(list(globs.items()))]
         rules.append(Rule("*", None, type_name))  # what no glob of the class matches stays dense in ModelOpt
     return tuple(rules)
 
@@ -208,21 +247,29 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
     if "rules" in given:
         given["rules"] = parse_rules(given["rules"] or ())
     for key in ("include", "exclude"):
-        if isinstance(given.get(key), str):
-            given[key] = (given[key],)
-        elif given.get(key) is not None:
-            given[key] = tuple(given[key])
+        if given.get(key) is not None:
+            given[key] = _globs(key, given[key])
     if given.get("exclude", ()) is None:
         given["exclude"] = ()
     if given.get("device") is not None:
-        given["device"] = torch.device(given["device"])
+        try:
+            given["device"] = torch.device(given["device"])
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device {given['device']!r} is not known: {error}") from None
     return given
 
 
-def _nearest(name: object, known: Iterable[str]) -> str:
+def _globs(key: str, value: Any) -> tuple[str, ...]:
+    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{key}={value!r}: give a glob of layer names, or a list of them")
+    return globs
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
-    return f"option {key!r} is not known{_nearest(key, known)}; allowed are {', '.join(sorted(known))}"
+    return f"option {key!r} is not known{nearest(key, known)}; allowed are {', '.join(sorted(known))}"

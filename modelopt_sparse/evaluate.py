@@ -31,10 +31,11 @@ class Evaluation:
     def __str__(self) -> str:
         head = f"perplexity {self.perplexity:.3f}"
         if self.reference_perplexity is None:
-            beside = " (dense: not known; give the dense model as reference)"
+            beside = " (of the dense model: not known, give it as reference)"
         else:
             beside = f" (reference {self.reference_perplexity:.3f}, KL from it {self.kl:.4f} nats per token)"
-        return f"{head}{beside}, {self.windows} windows of {self.seq_len} tokens"
+        plural = "" if self.windows == 1 else "s"
+        return f"{head}{beside}, {self.windows} window{plural} of {self.seq_len} tokens"
 
 
 @torch.no_grad()
@@ -47,7 +48,15 @@ def evaluate(
     batch_size: int = 8,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Evaluate a causal language model on a 1-D tensor of token ids, in float32 logits."""
+    """Evaluate a causal language model on a 1-D tensor of token ids, in float32 logits.
+
+    Raises ValueError for less than one window of text, for a reference with another vocabulary, and for logits that
+    are not finite.
+    """
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
+    if seq_len < 2 or batch_size < 1:
+        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
     if len(tokens) < seq_len:
         raise ValueError(
             f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
@@ -64,11 +73,19 @@ def evaluate(
             loss -= _picked(log_p, batch)
             if reference is not None:
                 log_q = _log_probabilities(reference, batch).to(log_p.device)
+                if log_q.shape != log_p.shape:
+                    raise ValueError(
+                        f"the reference has a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}: "
+                        "give the dense model that it was made from"
+                    )
                 reference_loss -= _picked(log_q, batch)
                 kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
     finally:
         for module, training in modes:
             module.training = training
+    for name, total in (("model", loss), ("reference", reference_loss)):
+        if not math.isfinite(total):
+            raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
     count = windows.shape[0] * (seq_len - 1)
     beside = None if reference is None else math.exp(reference_loss / count)
     return Evaluation(

@@ -97,7 +97,7 @@ class _ConvKind(Kind):
         return (args[0] if args else kwargs["input"],)
 
     def rows(self, module: Any, inputs, keep):
-        del keep  # `expand_keep` lets no padded input reach a convolution
+        assert keep is None  # patches mix padding with its neighbours; such inputs are refused before they come here
         (x,) = inputs
         spatial = len(module.kernel_size)
         if x.dim() == spatial + 1:  # unbatched
@@ -181,17 +181,19 @@ class _SeparateProjKind(_LinearKind):
 class _OutProjKind(_LinearKind):
     """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
 
-    Its input is what the attention gives when the output projection is the identity.
+    Its input is what the attention gives when the output projection is the identity, with a mask that keeps all of it.
     """
 
     title = "MultiheadAttention.out_proj"
 
     def inputs(self, module: Any, args, kwargs):
-        identity = torch.eye(module.embed_dim, dtype=module.out_proj.weight.dtype, device=module.out_proj.weight.device)
-        replaced = {"out_proj.weight": identity}
-        if module.out_proj.bias is not None:
-            replaced["out_proj.bias"] = torch.zeros_like(module.out_proj.bias)
-        return (torch.func.functional_call(module, replaced, args, {**kwargs, "need_weights": False})[0],)
+        weight, bias = module.out_proj.weight, module.out_proj.bias
+        replaced = {"out_proj.weight": torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device)}
+        if bias is not None:
+            replaced["out_proj.bias"] = torch.zeros_like(bias)
+        for name, mask in module.out_proj.named_buffers():
+            replaced[f"out_proj.{name}"] = torch.ones_like(mask)
+        return (torch.func.functional_call(module, replaced, args, kwargs)[0],)
 
 
 def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,12 +238,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Unprunable:
-    """A parameter of two or more dimensions that stays dense whatever the user asks for, and why."""
+    """A parameter of two or more dimensions that stays dense whatever the user asks for, and why.
 
-    name: str
+    ``names`` are all of its names, if several modules hold it.
+    """
+
+    names: tuple[str, ...]
     module: nn.Module
     shape: tuple[int, ...]
     reason: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
@@ -263,17 +272,20 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     for held in holders.values():
         path, module, param = held[0]
         parameter_name = f"{path}.{param}".removeprefix(".")
-        name = path if param == "weight" and path else parameter_name
+        names = tuple(
+            path if param == "weight" and path else f"{path}.{param}".removeprefix(".") for path, _, param in held
+        )
         found = [_classify(owner, held_as, attention_out) for _, owner, held_as in held]
         reasons = [kind for kind in found if isinstance(kind, str)]
         kinds = [kind for kind in found if isinstance(kind, Kind)]
-        if kinds and not reasons and len({(kind, held_as) for kind, (_, _, held_as) in zip(kinds, held)}) == 1:
+        uses = {(kind, held_as, kind.signature(owner)) for kind, (_, owner, held_as) in zip(kinds, held)}
+        if not reasons and len(uses) == 1:
             observed = tuple(attention_out.get(owner, owner) for _, owner, _ in held)
             twins = tuple(owner for _, owner, _ in held[1:])
-            layers.append(Layer(name, parameter_name, module, param, kinds[0], observed, twins))
+            layers.append(Layer(names[0], parameter_name, module, param, kinds[0], observed, twins))
             continue
-        reason = reasons[0] if len(held) == 1 or not kinds else f"tied: also held by {held[1][0]}"
-        others.append(Unprunable(name, module, tuple(module.get_parameter(param).shape), reason))
+        reason = reasons[0] if len(held) == 1 or not kinds else f"tied: also held by {names[1]}"
+        others.append(Unprunable(names, module, tuple(module.get_parameter(param).shape), reason))
     return layers, others
 
 
@@ -296,7 +308,7 @@ def _classify(module: nn.Module, param: str, attention_out: Mapping[nn.Module, n
         if isinstance(module, nn.Embedding):
             return "embedding"
     weight = module.get_parameter(param)
-    if weight.dim() == 3 and param in FUSED_EXPERTS:
+    if weight.dim() == 3 and (param in FUSED_EXPERTS or "experts" in type(module).__name__.lower()):
         return "fused expert weights are not supported yet"
     if "router" in type(module).__name__.lower():
         return "MoE router"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import mask_like
@@ -51,15 +52,37 @@ def _masked(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> 
 
     With gradients on, what an optimizer or a merge left at pruned places is first zeroed in the parameter itself, and
     the parameter's own storage is used: a masked copy would stay alive until the backward pass, for every layer.
-    Compiled graphs recompute the copy instead, and without gradients it is gone after the call.
+    Compiled graphs make the copy once more in the backward pass instead, and without gradients it is gone after the
+    call.
     """
     mask = mask_like(mask, weight)
-    if torch.compiler.is_compiling():
-        return _MaskGradient.apply(torch.where(mask, weight, 0), mask, observer)
-    if not torch.is_grad_enabled():
-        return torch.where(mask, weight, 0)
-    weight.data.masked_fill_(~mask, 0)
-    return _MaskGradient.apply(weight, mask, observer)
+    if _may_write(weight):
+        weight.data.masked_fill_(~mask, 0)
+        return _MaskGradient.apply(weight, mask, observer)
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        masked = checkpoint(_masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
+    else:
+        masked = _masked_copy(weight, mask)
+    # the copy's gradient is masked by selection as well
+    return masked if observer is None else _MaskGradient.apply(masked, mask, observer)
+
+
+def _masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, weight, 0)
+
+
+def _may_write(weight: Tensor) -> bool:
+    """Whether a forward that is to be differentiated may write zeros into what stands in the parameter's place.
+
+    Tensors that are no Parameter belong to the caller (functional_call, replicas), and torch.func's transforms refuse
+    what they cannot trace.
+    """
+    return (
+        torch.is_grad_enabled()
+        and isinstance(weight, nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 class SparseModule(nn.Module):
@@ -71,20 +94,20 @@ class SparseModule(nn.Module):
         # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
         # Nothing of the module itself changes during the call, so threads and replicas do not meet.
         stand_in = _stand_in(self, self.base)
-        shadowed = dict(stand_in.__dict__)
-        output = self.base.forward(stand_in, *args, **kwargs)
-        for name, value in stand_in.__dict__.items():  # plain attributes that the base forward keeps on itself
-            if shadowed.get(name, shadowed) is not value:
-                self.__dict__[name] = value
-        return output
+        before = dict(stand_in.__dict__)
+        try:
+            return self.base.forward(stand_in, *args, **kwargs)
+        finally:
+            _keep_changes(self, before, stand_in.__dict__)
 
     def extra_repr(self) -> str:
-        held = ", ".join(f"{name}: {1 - mask.float().mean().item():.1%} zeros" for name, mask in _own_masks(self))
-        return ", ".join(part for part in (super().extra_repr(), held) if part)
+        held = (f"{name}: {_share_of_zeros(mask)} zeros" for name, mask in _own_masks(self))
+        return ", ".join(part for part in (super().extra_repr(), *held) if part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # classes made at run time cannot be found by name; rebuild from the base class
-        return _rebuild, (self.base,), self.__getstate__()
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return _rebuild, (self.base,), *state
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         apply_masks(self, recurse=False)
@@ -118,15 +141,30 @@ def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
     return stand_in
 
 
+def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Plain attributes that a forward set or deleted on its stand-in go to the module."""
+    for name, value in after.items():
+        if before.get(name, before) is not value:
+            module.__dict__[name] = value
+    for name in before:
+        if name not in after:
+            module.__dict__.pop(name, None)
+
+
 def _own_masks(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (name.removesuffix(SUFFIX), mask)
-        for name, mask in module._buffers.items()
-        if name.endswith(SUFFIX)
-        and mask is not None
-        and mask.dtype == torch.bool
-        and name[: -len(SUFFIX)] in module._parameters
-    ]
+    """(parameter name, mask) of the masks that a module itself holds."""
+    found = []
+    for key, mask in module._buffers.items():
+        name = key.removesuffix(SUFFIX)
+        # in replicas (DataParallel) weights are plain attributes
+        weight = module._parameters.get(name, module.__dict__.get(name))
+        if name != key and isinstance(weight, Tensor) and mask is not None and mask.dtype == torch.bool:
+            found.append((name, mask))
+    return found
+
+
+def _share_of_zeros(mask: Tensor) -> str:
+    return "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
 
 
 @functools.cache
@@ -136,7 +174,23 @@ def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
 
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, SparseModule):
+        _drop_bound_forward(module)
         object.__setattr__(module, "__class__", _sparse_class(type(module)))
+
+
+def _drop_bound_forward(module: nn.Module) -> None:
+    """Remove the class's own forward from an instance (accelerate leaves it bound there): it would outlive the class.
+
+    A forward of the user's there would run on unmasked weights.
+    """
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "__func__", None) is type(module).forward:
+        del module.__dict__["forward"]
+    elif forward is not None:
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
+            "put it into a subclass, or sparsify with enforce=False"
+        )
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
@@ -157,16 +211,21 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
             f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(weight.shape)}, "
             "True = kept"
         )
-    values = stored(owner, param)
-    _zero(values, mask.to(values.device))
-    with without_hook(owner):
+    if hasattr(owner, param + SUFFIX) and not isinstance(owner, SparseModule):
+        raise ValueError(
+            f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask of {name!r} "
+            "belongs: rename it, or sparsify with enforce=False"
+        )
+    with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         _swap(owner)
         owner.register_buffer(param + SUFFIX, mask.to(owner.get_parameter(param).device, copy=True).contiguous())
+    apply_masks(owner, recurse=False)
     _hide_from_save_pretrained(module, name + SUFFIX)
     path = name.rpartition(".")[0]
     parent = module.get_submodule(path.rpartition(".")[0]) if path else owner
     if isinstance(parent, nn.MultiheadAttention):
-        _swap(parent)  # it reads out_proj.weight itself, and must read it masked
+        with without_hook(parent):
+            _swap(parent)  # it reads out_proj.weight itself, and must read it masked
 
 
 def remove_masks(module: nn.Module) -> None:
@@ -180,7 +239,9 @@ def remove_masks(module: nn.Module) -> None:
                 delattr(child, name + SUFFIX)
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
             child.__dict__.pop("gradient_observers", None)
-            object.__setattr__(child, "__class__", child.base)
+            _drop_bound_forward(child)
+            if type(child) is _sparse_class(child.base):  # a class that fully_shard put on top stays, and holds no mask
+                object.__setattr__(child, "__class__", child.base)
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -234,16 +295,18 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
         for name, mask in named_masks(model):
             weight = _find_parameter(model, name)[2]
             for value in optimizer.state.get(weight, {}).values():
-                if isinstance(value, Tensor) and value.shape == weight.shape and value.dim() > 0:
+                # integers of that shape are codes (8-bit states), in which 0 need not stand for zero
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
                     _zero(value, mask.to(value.device))
 
     reapply()
     return optimizer.register_step_post_hook(reapply)
 
 
-@torch.no_grad()
 def _zero(tensor: Tensor, mask: Tensor) -> None:
-    tensor.masked_fill_(~mask_like(mask, tensor), 0)
+    # inference tensors may be written to in inference mode alone
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.masked_fill_(~mask_like(mask, tensor), 0)
 
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:

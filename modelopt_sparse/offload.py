@@ -16,11 +16,13 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     return next((h for h in hooks if isinstance(h, AlignDevicesHook) and h.offload), None)
 
 
-def refuse_what_cannot_be_written(model: nn.Module, names: set[str]) -> None:
-    """Raise ValueError for layers on meta, on disk, or with offloaded buffers: their weights cannot be changed."""
+def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: bool = True) -> None:
+    """Raise ValueError for parameters on meta or on disk, whose values cannot be changed, and, where they are to get
+    ``masks``, for those with offloaded buffers."""
     for path, module in model.named_modules():
         hook = offloading_hook(module)
-        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+        for param, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{param}".removeprefix(".")
             if name not in names:
                 continue
             if hook is None and parameter.device.type == "meta":
@@ -28,21 +30,23 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str]) -> None:
                     f"{name!r} is on the meta device and has no values: load the model first; "
                     "make_plan takes it as it is"
                 )
-            if hook is not None and _on_disk(hook):
+            if hook is not None and _on_disk(hook, param):
                 raise ValueError(
                     f"{name!r} is offloaded to disk, where it cannot be changed: load the model with enough CPU memory "
                     "(device_map without a disk entry), and give device= to calibrate on an accelerator"
                 )
-            if hook is not None and hook.offload_buffers:
+            if hook is not None and hook.offload_buffers and masks:
                 raise ValueError(
                     f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: dispatch the model "
                     "with offload_buffers=False, or use enforce=False"
                 )
 
 
-def _on_disk(hook: AlignDevicesHook) -> bool:
-    source = hook.weights_map.dataset if isinstance(hook.weights_map, PrefixedDataset) else hook.weights_map
-    return isinstance(source, OffloadedWeightsLoader) and bool(source.index)
+def _on_disk(hook: AlignDevicesHook, param: str) -> bool:
+    source, key = hook.weights_map, param
+    if isinstance(source, PrefixedDataset):
+        source, key = source.dataset, f"{source.prefix}{param}"
+    return isinstance(source, OffloadedWeightsLoader) and key not in source.state_dict
 
 
 def stored(module: nn.Module, name: str) -> Tensor:
@@ -58,6 +62,19 @@ def working_device(module: nn.Module) -> torch.device | None:
     """The device that accelerate runs this module on, if it offloads it."""
     hook = offloading_hook(module)
     return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
+
+
+@contextmanager
+def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
+    """If a forward is interrupted inside, take what accelerate had loaded for it off the device again."""
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            hook = offloading_hook(module)
+            if hook is not None and any(not p.is_meta for p in module.parameters(recurse=hook.place_submodules)):
+                hook.post_forward(module, None)
+        raise
 
 
 @contextmanager

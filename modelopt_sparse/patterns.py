@@ -6,6 +6,7 @@ Leading dimensions (``...``) are independent matrices: convolution groups, or q,
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 import torch
@@ -69,20 +70,15 @@ class NM:
     def mask(self, score: Tensor) -> Tensor:
         """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept), exactly n of every m columns.
 
-        The rank of an entry is the number of entries of its group that beat it, so that ties go to the lower index
-        on every device, and no sort of many short groups is needed.
+        The sort is stable, so that ties go to the lower index on every device.
         """
         *_, columns = score.shape
         if reason := self.misfit(columns):
             raise ValueError(f"a score of shape {list(score.shape)}: {reason}")
         score_GM = score.unflatten(-1, (columns // self.m, self.m))
-        rank_GM = torch.zeros(score_GM.shape, dtype=torch.uint8 if self.m < 256 else torch.int32, device=score.device)
-        for i in range(self.m):
-            for j in range(i + 1, self.m):
-                second_wins = score_GM[..., j] > score_GM[..., i]
-                rank_GM[..., i] += second_wins
-                rank_GM[..., j] += ~second_wins
-        return (rank_GM < self.n).flatten(-2)
+        order_GM = torch.sort(score_GM, dim=-1, descending=True, stable=True).indices
+        mask_GM = torch.zeros_like(score_GM, dtype=torch.bool).scatter_(-1, order_GM[..., : self.n], True)
+        return mask_GM.flatten(-2)
 
     def count_kept_wrong(self, mask: Tensor) -> int:
         """Groups of a mask ``[..., R, C]`` that do not keep exactly n."""
@@ -113,8 +109,8 @@ class Unstructured:
             raise ValueError(f"scope {self.scope!r} of an unstructured pattern: allowed are {', '.join(SCOPES)}")
 
     def __str__(self) -> str:
-        percent = Fraction(str(self.sparsity)) * 100
-        text = f"{int(percent)}%" if percent.denominator == 1 else f"{float(percent)}%"
+        percent = Decimal(str(self.sparsity)) * 100  # in decimal, so that it parses back to the same number
+        text = f"{percent.normalize():f}%"
         return text if self.scope is None else f"{text} per {self.scope}"
 
     def with_scope(self, scope: str) -> "Unstructured":

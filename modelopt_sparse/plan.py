@@ -12,13 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
-from modelopt_sparse.config import Rule, SparsifyConfig, resolve_method
-from modelopt_sparse.layers import Layer, find_layers
+from modelopt_sparse.calibration.batches import default_seq_len
+from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve_method
+from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.patterns import Pattern, parse_pattern
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}
+# what a solver holds at its peak beside statistics and masks, at most, in numbers of its working precision
+WORKSPACE_WEIGHTS = 10  # times the weights
+WORKSPACE_GRAMS = 4  # times the Gram matrix
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -142,14 +146,7 @@ def make_plan(
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """The plan of a resolved method and a validated config."""
     layers, others = find_layers(model)
-    names = [layer.name for layer in layers]
-    for glob in [*(config.include or ()), *config.exclude, *(r.glob for r in config.rules if r.type_name is None)]:
-        if not fnmatch.filter(names, glob):
-            close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3)
-            raise ValueError(
-                f"{glob!r} matches no prunable layer of this {type(model).__name__}; "
-                f"names look like {', '.join(close or names[:3]) or '(there is no prunable layer)'}"
-            )
+    _check_globs(model, layers, others, config)
     stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.observed)})
     block_of = {
         module: name for stack in stacks for name, block in zip(stack.names, stack.blocks) for module in block.modules()
@@ -162,7 +159,8 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
         kind = type(layer.owner).__name__
-        outcome = _decide(layer, shape, block, protected.get(layer.owner), method, config)
+        reason = next((protected[owner] for owner in (layer.owner, *layer.twins) if owner in protected), None)
+        outcome = _decide(layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
@@ -181,6 +179,26 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
                 "load the model dequantized, or sparsify first and quantize after"
             )
     return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
+
+
+def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
+    """Raise ValueError for a glob that matches no layer. One that leaves layers dense may also match a weight that is
+    never pruned: a tied output head, for example."""
+    names = [layer.name for layer in layers]
+    never_pruned = [name for item in others for name in item.names]
+    rules = [rule for rule in config.rules if rule.type_name is None]
+    to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
+    to_leave = [*config.exclude, *(rule.glob for rule in rules if rule.options is None)]
+    for glob in [*to_prune, *to_leave]:
+        if fnmatch.filter(names, glob) or (glob in to_leave and fnmatch.filter(never_pruned, glob)):
+            continue
+        reasons = sorted({item.reason for item in others if fnmatch.filter(item.names, glob)})
+        close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3)
+        raise ValueError(
+            f"{glob!r} matches no prunable layer of this {type(model).__name__}"
+            + (f", only weights that stay dense: {'; '.join(reasons)}" if reasons else "")
+            + f"; names look like {', '.join(close or names[:3]) or '(there is no prunable layer)'}"
+        )
 
 
 def _decide(
@@ -215,8 +233,11 @@ def _decide(
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **given}
     for key in given:
         if key not in layer_method.options:
-            allowed = ", ".join(sorted(["method", "pattern", *layer_method.options]))
-            raise ValueError(f"rule {rule.glob!r}: option {key!r} is not known; allowed are {allowed}")
+            allowed = sorted(["method", "pattern", *layer_method.options])
+            raise ValueError(
+                f"rule {rule.glob!r}: option {key!r} is not known{nearest(key, allowed)}; "
+                f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
+            )
     layer_method.check(options)
 
     misfit = pattern.misfit(layer.columns(layer.parameter))
@@ -248,20 +269,21 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
 
 def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
-    statistics: dict[str | None, int] = {}
+    statistics: dict[str, int] = {}
+    workspace = 0
     for item in planned:
-        *lead, _, columns = item.shape
-        per_matrix = {"nothing": 0, "square_sums": 4 * columns, "gram": 4 * columns**2}[item.method.needs]
-        statistics[item.block] = statistics.get(item.block, 0) + torch.Size(lead).numel() * per_matrix
-    workspace = max(
-        20 * item.size + (8 * item.shape[-1] ** 2 if item.method.needs == "gram" else 0) for item in planned
-    )
+        *lead, rows, columns = item.shape
+        width = max(4, item.layer.parameter.element_size())  # statistics and solvers work in float32 or better
+        matrices = torch.Size(lead).numel()
+        needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.method.needs]
+        together = item.name if item.block is None else item.block
+        statistics[together] = statistics.get(together, 0) + width * matrices * needed
+        workspace = max(workspace, width * matrices * (WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed))
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
-        memory["masks"] = sum(item.size for item in planned)
+        memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if config.data is not None and hidden is not None and any(item.method.needs != "nothing" for item in planned):
-        width = next(model.parameters()).element_size()
-        tokens = config.num_samples * (config.seq_len or 2048)
-        memory["cached_activations"] = tokens * hidden * width
+        tokens = config.num_samples * (config.seq_len or default_seq_len(model))
+        memory["cached_activations"] = tokens * hidden * next(model.parameters()).element_size()
     return memory

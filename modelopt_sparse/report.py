@@ -1,9 +1,10 @@
 """What was really done, per layer: for people as a table, for machines as JSON."""
 
 import json
+import math
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from modelopt_sparse.plan import LayerPlan, Plan, table
 from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
+# what the error of a layer was measured with -> how far that goes
+ERROR_FROM = {
+    "gram": "X as calibration saw it",
+    "square_sums": "X as calibration saw it, its channels taken as uncorrelated",
+    "weights": "X taken as white, for no data was used",
+}
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One pruned layer. ``error`` is the relative squared error of its output, measured with ``error_from``."""
+    """One pruned layer. ``error`` is the relative squared error of its output, measured with ``error_from``; None if
+    the method did not measure any."""
 
     name: str
     parameter: str
@@ -34,7 +42,7 @@ class LayerReport:
     options: Mapping[str, Any]
     zeros: int
     size: int
-    error: float
+    error: float | None
     error_from: str
     tokens: int
     seconds: float
@@ -53,7 +61,7 @@ class LayerReport:
             options=dict(target.options),
             zeros=int((~solution.mask).sum()),
             size=solution.mask.numel(),
-            error=solution.error,
+            error=solution.error if math.isfinite(solution.error) else None,
             error_from=error_from,
             tokens=0 if stats is None else stats.tokens,
             seconds=round(seconds, 4),
@@ -63,7 +71,11 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """Everything `sparsify` did to a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines."""
+    """Everything `sparsify` did to a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
+
+    Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
+    each with the names of its layers that still stand.
+    """
 
     layers: list[LayerReport] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
@@ -71,6 +83,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, plan: Plan, config: SparsifyConfig) -> "Report":
@@ -80,6 +93,8 @@ class Report:
             "seed": config.seed,
             "count_padding": config.count_padding,
         }
+        if config.data is not None:
+            settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
         return cls(skipped=plan.as_dict()["skipped"], settings=settings, versions=library_versions())
 
     @property
@@ -96,7 +111,7 @@ class Report:
         return cls(**{**data, "layers": [LayerReport(**layer) for layer in data["layers"]]})
 
     def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=2)
+        return json.dumps(self.as_dict(), indent=2, default=str)
 
     def __str__(self) -> str:
         rows = [
@@ -105,7 +120,7 @@ class Report:
                 layer.recipe,
                 layer.pattern,
                 f"{layer.zeros / layer.size:.2%}",
-                f"{layer.error:.4f}",
+                "" if layer.error is None else f"{layer.error:.4f}",
                 f"{layer.seconds:.2f}",
                 "; ".join(layer.notes),
             )
@@ -116,26 +131,62 @@ class Report:
         for item in self.skipped:
             by_reason.setdefault(item["reason"], []).append(item["name"])
         if by_reason:
-            parts.append("\n".join(f"dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
-        if self.notes:
-            parts.append("\n".join(f"note: {note}" for note in self.notes))
-        measured = sorted({layer.error_from for layer in self.layers})
-        parts.append(
-            f"{len(self.layers)} layers, {self.sparsity:.2%} zeros. Error: ||(W - Q) X||^2 / ||W X||^2, from "
-            f"{', '.join(measured)}."
-        )
+            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
+        notes = [note for run in self.earlier for note in run["notes"]] + self.notes
+        if notes:
+            parts.append("\n".join(f"note: {note}" for note in notes))
+        pruned = sum(layer.size for layer in self.layers)
+        total = pruned + sum(math.prod(item["shape"]) for item in self.skipped)
+        ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
+        if total > pruned:
+            ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
+        ending.append(f"{sum(layer.seconds for layer in self.layers):.1f} s of solving.")
+        measured = {layer.error_from for layer in self.layers if layer.error is not None}
+        how = "; ".join(text for key, text in ERROR_FROM.items() if key in measured)
+        parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))
         return "\n\n".join(parts)
 
 
-def attach_report(model: nn.Module, report: Report) -> None:
-    """Leave the report on the model; layers pruned by an earlier run keep their entries."""
-    earlier = getattr(model, ATTRIBUTE, None)
-    if earlier is not None:
-        names = {layer.name for layer in report.layers}
-        report.layers[:0] = [layer for layer in earlier.layers if layer.name not in names]
-        pruned = {layer.name for layer in report.layers}
-        report.skipped = [item for item in report.skipped if item["name"] not in pruned]
-    setattr(model, ATTRIBUTE, report)
+def merged_report(earlier: Report, new: Report) -> Report:
+    """The report of a model that was pruned twice.
+
+    Layers of the first run stand where the second did not touch them, with the circumstances of their run in
+    ``earlier``; layers that were pruned again say so, because their error counts from the weights that the second run
+    found.
+    """
+    before = {layer.name: layer for layer in earlier.layers}
+    again = {layer.name for layer in new.layers}
+    kept = [layer for layer in earlier.layers if layer.name not in again]
+    redone = [
+        layer
+        if (old := before.get(layer.name)) is None
+        else replace(layer, notes=[*layer.notes, f"pruned before ({old.recipe} {old.pattern}): the error adds to that"])
+        for layer in new.layers
+    ]
+    standing = {layer.name for layer in kept}
+    runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
+    older = {name for run in runs for name in run["layers"]}
+    last: dict[str, Any] = {"layers": [layer.name for layer in kept if layer.name not in older]}
+    last.update({key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")})
+    return replace(
+        new,
+        layers=kept + redone,
+        skipped=[item for item in new.skipped if item["name"] not in standing],
+        earlier=[run for run in (*runs, last) if run["layers"]],
+    )
+
+
+def attach_report(model: nn.Module, report: Report | None) -> None:
+    """Leave a report on the model in place of the one that it has; None leaves none."""
+    if report is not None:
+        setattr(model, ATTRIBUTE, report)
+    elif attached_report(model) is not None:
+        delattr(model, ATTRIBUTE)
+
+
+def attached_report(model: nn.Module) -> Report | None:
+    """The report that `sparsify`, `restore` or `load` left on the model."""
+    return getattr(model, ATTRIBUTE, None)
 
 
 def report(model: nn.Module | str | Path) -> Report:
@@ -144,13 +195,14 @@ def report(model: nn.Module | str | Path) -> Report:
     Raises ValueError if there is none.
     """
     if isinstance(model, nn.Module):
-        found = getattr(model, ATTRIBUTE, None)
-        if found is None:
-            raise ValueError(f"this {type(model).__name__} carries no report: it was not made sparse here")
-        return found
-    from modelopt_sparse.checkpoint import read_description  # checkpoint needs this file as well
+        found, what = attached_report(model), f"this {type(model).__name__}"
+    else:
+        from modelopt_sparse.checkpoint import read_description  # checkpoint needs this file as well
 
-    return Report.from_dict(read_description(Path(model))["report"])
+        found, what = read_description(model).report, f"the model in {str(model)!r}"
+    if found is None:
+        raise ValueError(f"{what} carries no report: sparsify did not make it sparse")
+    return found
 
 
 def library_versions() -> dict[str, str]:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import nn
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.config import SparsifyConfig, resolve_method
 from modelopt_sparse.methods.base import Solution
-from modelopt_sparse.modules import remove_masks, set_mask
+from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
-from modelopt_sparse.report import LayerReport, Report, attach_report
+from modelopt_sparse.report import LayerReport, Report, attach_report, attached_report, merged_report
 
 
 def sparsify(
@@ -43,16 +44,26 @@ def sparsify(
     try:
         with _calibrating(model), closing(walk(model, plan, config, report)) as groups:
             for group in groups:
-                for solved in _solve(group, config):
+                for job in _prepared(group, config):
+                    target = job.target
+                    with _naming(target):
+                        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
+                    _check_solution(target, job.weight, solution)
+                    entry = LayerReport.of(target, solution, group.stats, time.perf_counter() - job.began)
                     if group.hold:
-                        held.append(solved)
+                        held.append((target, solution, entry))
                     else:
-                        _attach(model, *solved, config=config, report=report)
-            for solved in held:
-                _attach(model, *solved, config=config, report=report)
+                        _attach(model, target, solution, entry, config=config, report=report)
+            for target, solution, entry in held:
+                _attach(model, target, solution, entry, config=config, report=report)
+    except BaseException as error:
+        done = f"{len(report.layers)} of {len(plan.layers)} layers"
+        report.notes.append(f"stopped by {type(error).__name__} after {done} of the plan")
+        raise
     finally:
         if report.layers:  # after a failure as well: what is sparse stands in the report
-            attach_report(model, report)
+            earlier = attached_report(model)
+            attach_report(model, report if earlier is None else merged_report(earlier, report))
     return model
 
 
@@ -66,23 +77,40 @@ def export(model: nn.Module) -> nn.Module:
     return model
 
 
-def _solve(group: Group, config: SparsifyConfig) -> Iterator[tuple[LayerPlan, Solution, LayerReport]]:
-    """Solve the layers of one group; those with the same method and options share one prepared state."""
-    states: dict[tuple, Any] = {}
+@dataclass(frozen=True)
+class _Job:
+    """A layer that is ready to be solved: its dense weight as a matrix, and the state its group shares."""
+
+    target: LayerPlan
+    weight: torch.Tensor
+    state: Any
+    began: float
+
+
+def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
+    """The layers of one group; those with the same method and options share one prepared state."""
+    states: list[tuple[LayerPlan, Any]] = []
     for target in group.targets:
         began = time.perf_counter()
-        method, layer = target.method, target.layer
+        layer = target.layer
         device = config.device if group.stats is None else group.stats.square_sums.device
-        weight = layer.matrix(stored(layer.owner, layer.param).detach().to(device))
-        key = (method, tuple(sorted(target.options.items())))
-        try:
-            if key not in states:
-                states[key] = method.prepare(group.stats, target.options)
-            solution = method.solve(weight, states[key], target.pattern, target.options)
-        except ValueError as error:
-            raise ValueError(f"layer {target.name!r}: {error}") from error
-        _check_solution(target, weight, solution)
-        yield target, solution, LayerReport.of(target, solution, group.stats, time.perf_counter() - began)
+        # a copy: a method that writes to its input does not reach the model
+        weight = layer.matrix(stored(layer.owner, layer.param).detach().to(device, copy=True))
+        shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
+        if not shared:
+            with _naming(target):
+                shared = [target.method.prepare(group.stats, target.options)]
+            states.append((target, shared[0]))
+        yield _Job(target, weight, shared[0], began)
+
+
+@contextmanager
+def _naming(target: LayerPlan) -> Iterator[None]:
+    """A method knows no names: say whose layer its error is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {target.name!r}: {error}") from error
 
 
 @torch.no_grad()
@@ -99,12 +127,18 @@ def _attach(
     layer = target.layer
     mask = layer.unmatrix(solution.mask)
     values = stored(layer.owner, layer.param)
-    paths = {module: path for path, module in model.named_modules()}
+    twins = [
+        f"{path}.{layer.param}"
+        for path, module in (model.named_modules() if layer.twins else ())
+        if module in layer.twins
+    ]
+    # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
+    enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
     with _uninterrupted():
         values.copy_(layer.unmatrix(solution.weight))
         values.masked_fill_(~mask.to(values.device), 0)
-        for owner in (layer.owner, *layer.twins) if config.enforce else ():
-            set_mask(model, f"{paths[owner]}.{layer.param}".removeprefix("."), mask)
+        for name in (layer.parameter_name, *twins) if enforce else ():
+            set_mask(model, name, mask)
         report.layers.append(entry)
 
 
@@ -141,10 +175,13 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
 def _check_solution(target: LayerPlan, weight: torch.Tensor, solution: Solution) -> None:
     """A method's own mistakes (a user's method above all) must not reach the model."""
     wrong = ""
-    if solution.mask.dtype != torch.bool or solution.mask.shape != weight.shape:
+    if not isinstance(solution, Solution):
+        wrong = f"it is a {type(solution).__name__}, not a modelopt_sparse.Solution"
+    elif solution.mask.dtype != torch.bool or solution.mask.shape != weight.shape:
         wrong = f"mask is {solution.mask.dtype} {list(solution.mask.shape)}, not torch.bool {list(weight.shape)}"
     elif solution.weight.shape != weight.shape or solution.weight.dtype != weight.dtype:
-        wrong = f"weight is {solution.weight.dtype} {list(solution.weight.shape)}, not {weight.dtype}"
+        given = f"{solution.weight.dtype} {list(solution.weight.shape)}"
+        wrong = f"weight is {given}, not {weight.dtype} {list(weight.shape)}"
     elif not torch.isfinite(solution.weight).all():
         wrong = "weight holds NaN or inf"
     elif solution.weight.masked_fill(solution.mask, 0).count_nonzero():

@@ -1,12 +1,16 @@
 """Small models and data that several test files use."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-TESTBED = Path(__file__).parent.parent / "examples" / "testbed"
+ROOT = Path(__file__).parent.parent
+TESTBED = ROOT / "examples" / "testbed"
 
 
 def tiny_llama(**changes) -> LlamaForCausalLM:
@@ -42,11 +46,11 @@ def correlated_inputs(tokens: int, columns: int, seed: int = 0, dtype: torch.dty
     return x.to(dtype)
 
 
-def testbed_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def trained_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=dtype)
 
 
-def testbed_windows(file: str, length: int = 512) -> Tensor:
+def trained_windows(file: str, length: int = 512) -> Tensor:
     """A testbed text as windows [n, length] of token ids, by the protocol of its README."""
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     text = (TESTBED / file).read_text(encoding="utf-8")
@@ -54,4 +58,38 @@ def testbed_windows(file: str, length: int = 512) -> Tensor:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-testbed_model.__test__ = testbed_windows.__test__ = False  # type: ignore[attr-defined]
+def state_of(model: nn.Module) -> dict[str, tuple[type, Tensor]]:
+    """Every parameter and buffer, copied, with the class of the module that holds it."""
+    state = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            state[f"{path}.{name}"] = (type(module), tensor.detach().clone())
+    return state
+
+
+def assert_same_state(model: nn.Module, before: dict[str, tuple[type, Tensor]]) -> None:
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    for name, (cls, tensor) in after.items():
+        assert cls is before[name][0], name
+        assert_bits(tensor, before[name][1])
+
+
+def assert_bits(a: Tensor, b: Tensor) -> None:
+    """Equal to the bit, signs of zeros included."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    as_bytes = [x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b)]
+    assert torch.equal(*as_bytes)
+
+
+def run_python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A new Python process in the project's root, on one thread; its output is captured."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 import modelopt_sparse as mts
-from tests.helpers import testbed_model, testbed_windows
+from tests.helpers import trained_model, trained_windows
 
 PUBLISHED = {"magnitude": 20.97, "wanda": 16.57, "sparsegpt": 12.99}
 DENSE = 7.830
@@ -11,11 +11,11 @@ DENSE = 7.830
 
 @pytest.fixture(scope="module")
 def perplexities():
-    calibration = list(testbed_windows("calibration.txt")[:128].split(8))
-    heldout = testbed_windows("heldout.txt").flatten()
-    found = {"dense": mts.evaluate(testbed_model(), heldout, seq_len=512, progress=False).perplexity}
+    calibration = list(trained_windows("calibration.txt")[:128].split(8))
+    heldout = trained_windows("heldout.txt").flatten()
+    found = {"dense": mts.evaluate(trained_model(), heldout, seq_len=512, progress=False).perplexity}
     for method in PUBLISHED:
-        model = testbed_model()
+        model = trained_model()
         data = {} if method == "magnitude" else {"data_loader": calibration}
         mts.sparsify(model, method, pattern="2:4", progress=False, **data)
         assert len(mts.verify(model, "2:4").layers) == 42

@@ -37,6 +37,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def version(x: Tensor) -> int:
+    """A number that rises whenever something writes to ``x``; inference tensors have none."""
+    return 0 if x.is_inference() else x._version
+
+
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are."""
     if config.data is not None:
@@ -135,49 +140,90 @@ def tokenize(tokenizer: Any, documents: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which tokens of one call are real (True), for the encoder and the decoder side; None = all of them."""
+    """Which tokens of one call are real (True), by the side of the model that they belong to; None = all of them.
+
+    A model that is no encoder-decoder has the same mask on both of these sides; ``image`` is for the image encoder
+    beside or inside of a text model, which text padding says nothing about.
+    """
 
     encoder: Tensor | None = None
     decoder: Tensor | None = None
+    image: Tensor | None = None
+
+
+class PaddingError(ValueError):
+    """Which rows are padding cannot be told."""
 
 
 def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], *, count_padding: bool) -> TokenMasks:
-    """The padding of one call of ``model``, from attention_mask and its relatives; in a decoder-only or encoder-only
-    model both sides are the same."""
+    """The padding of one call of ``model``, from attention_mask and its relatives."""
     if count_padding:
         return TokenMasks()
-    try:
-        named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # the call itself will say what is wrong with it
-        named = dict(kwargs)
-    named = {**named, **named.get("kwargs", {})}
-    own = _two_dimensional("attention_mask", named.get("attention_mask"))
+    named = _by_name(model, args, kwargs)
+    own = _token_mask("attention_mask", named.get("attention_mask"))
     if own is None:
-        for name, value in named.items():
-            if name.endswith("key_padding_mask") and isinstance(value, Tensor):
-                own = _any_padding(~value.bool() if value.dtype == torch.bool else value == 0)
+        own = _key_padding(model, named)
+    image = None
+    for name in ("pixel_attention_mask", "pixel_mask"):
+        if isinstance(value := named.get(name), Tensor) and not value.all():
+            image = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
     if not is_encoder_decoder(model):
-        return TokenMasks(own, own)
-    decoder = _two_dimensional("decoder_attention_mask", named.get("decoder_attention_mask"))
+        return TokenMasks(own, own, image)
+    decoder = _token_mask("decoder_attention_mask", named.get("decoder_attention_mask"))
     labels = named.get("labels")
     if named.get("decoder_attention_mask") is None and isinstance(labels, Tensor) and labels.dim() == 2:
         decoder = _any_padding(labels != -100)
-    return TokenMasks(own, decoder)
+    return TokenMasks(own, decoder, image)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _two_dimensional(name: str, mask: Any) -> Tensor | None:
-    if not isinstance(mask, Tensor):
+def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one call by the names that ``model.forward`` gives them."""
+    signature = inspect.signature(model.forward)
+    try:
+        named = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the call itself will say what is wrong with it
+        return dict(kwargs)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named
+
+
+def _token_mask(name: str, mask: Any) -> Tensor | None:
+    if mask is None:
         return None
-    if mask.dim() != 2:
-        raise ValueError(
-            f"{name} has shape {list(mask.shape)}, which does not say which tokens are padding: give it as "
-            "[batch, sequence], or set count_padding=True if there is none"
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise PaddingError(
+            f"{name} {what}, which does not say which tokens are padding: give it as a tensor [batch, sequence], or "
+            "set count_padding=True if there is none"
         )
     return _any_padding(mask != 0)
+
+
+def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
+    """torch's own convention: ``*key_padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
+    found = {
+        name: ~value if value.dtype == torch.bool else value == 0
+        for name, value in named.items()
+        if name.endswith("key_padding_mask") and isinstance(value, Tensor)
+    }
+    if not found:
+        return None
+    first, *others = found.values()
+    if any(not torch.equal(first, other) for other in others):
+        raise PaddingError(
+            f"{' and '.join(found)} differ, and which layer's tokens each of them describes cannot be told: give "
+            "batches without padding, or set count_padding=True to let padding into the statistics"
+        )
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    if attentions and not any(module.batch_first for module in attentions):
+        first = first.mT  # the model's tokens are [sequence, batch]
+    return _any_padding(first)
 
 
 def _any_padding(real: Tensor) -> Tensor | None:

@@ -4,16 +4,21 @@ A stack is chained: block i + 1 gets its hidden states from the output of block 
 tables, encoder states) from its own record. What comes from where is seen by identity while the whole model runs.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.blocks import Stack
-from modelopt_sparse.calibration.batches import TokenMasks, map_tensors
+from modelopt_sparse.calibration.batches import TokenMasks, map_tensors, version
 
 CANDIDATES = 4  # stored tensors of one shape that a new one is compared with, newest first
+# what a call may hold beside tensors: anything else (a cache, an iterator) may change from one run to the next
+CONSTANT = (NoneType, bool, int, float, complex, str, bytes, slice, Enum, torch.dtype, torch.device, FunctionType, type)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,12 @@ class Recorder:
             self.problem = "blocks are not called once each, in order"
             self.records.clear()
             return
+        for value in _leaves((args, kwargs)):
+            if not isinstance(value, (Tensor, *CONSTANT)):
+                kind = type(value).__name__
+                self.problem = f"block {self.stack.names[position]!r} is given a {kind}, which may change as blocks run"
+                self.records.clear()
+                return
         links = 0
 
         def keep(x: Tensor) -> Any:
@@ -121,7 +132,8 @@ class Recorder:
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
         held = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
         if held is None:
-            held = x.detach().clone()
+            with torch.inference_mode(False):  # the copy outlives a user's loop and its inference mode
+                held = x.detach().clone()
             alike.append(held)
         self._stored[id(x)] = (x, held)  # x itself is held so that its id stays taken
         return held
@@ -152,12 +164,16 @@ class Chain:
 
     def problem(self) -> str | None:
         """Why the chained blocks do not reproduce the model's own output on the first call, or None if they do."""
-        inputs = [(x, x._version) for args, kwargs in self._calls[0] for x in flat_tensors((args, kwargs))]
+        recorded = [x for call in self._calls[0] for x in flat_tensors(call)]
         state: list[Tensor] = []
         for position in range(len(self.stack.blocks)):
-            state = self._run(position, 0, state)
-        if any(x._version != version for x, version in inputs):
-            return "blocks write to their inputs"
+            before = [(x, version(x)) for x in (*recorded, *state)]
+            try:
+                state = self._run(position, 0, state)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                return f"block {self.stack.names[position]!r} cannot be run by itself ({error})"
+            if any(version(x) != was for x, was in before):
+                return "blocks write to their inputs"
         same = len(state) == len(self._first_output) and all(map(_close, state, self._first_output))
         return None if same else "blocks run one by one do not give the model's own output"
 
@@ -201,11 +217,26 @@ def flat_tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """Whatever nested tuples, lists and mappings hold."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to a few roundings of the dtype, measured against the tensor's own scale (kernels may differ)."""
+    """Equal up to a few roundings of the dtype, measured against the tensor's own scale (kernels may differ).
+
+    Rows of padding may be NaN or inf: that is equal to itself here.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
-    scale = b.abs().max() if b.numel() else b.new_zeros(())
-    return bool(((a - b).abs().max() if b.numel() else scale) <= 8 * torch.finfo(a.dtype).eps * scale)
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale, equal_nan=True)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.batches import TokenMasks
-from modelopt_sparse.layers import Layer
+from modelopt_sparse.calibration.batches import PaddingError, TokenMasks, version
+from modelopt_sparse.layers import CONV, Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan import LayerPlan
+
+Side = Literal["encoder", "decoder", "image"]  # the fields of TokenMasks
 
 
 class SharingChanged(Exception):
@@ -26,7 +28,7 @@ class LayerInputs:
     def __init__(
         self,
         targets: Sequence[LayerPlan],
-        in_encoder: Callable[[nn.Module], bool],
+        side_of: Callable[[nn.Module], Side],
         blocks: Sequence[nn.Module],
         see: Callable[[Layer, tuple[Tensor, ...], Tensor | None], None],
     ) -> None:
@@ -34,7 +36,7 @@ class LayerInputs:
         for target in targets:
             for observed in target.layer.observed:
                 self._layers.setdefault(observed, []).append(target.layer)
-        self._in_encoder = in_encoder
+        self._side_of = side_of
         self._blocks = blocks
         self._see = see
         self._masks = TokenMasks()
@@ -66,30 +68,43 @@ class LayerInputs:
             return
         self._inside = True
         try:
-            for layer in self._layers[module]:
-                inputs = layer.kind.inputs(module, args, kwargs)
-                with torch.no_grad():
-                    self._see(layer, inputs, self._keep(layer, inputs[0]))
+            # a user's loop may run the model in inference mode, whose tensors could not be added to later
+            with torch.inference_mode(False), torch.no_grad():
+                for layer in self._layers[module]:
+                    inputs = layer.kind.inputs(module, args, kwargs)
+                    self._see(layer, inputs, self._keep(module, layer, inputs))
         finally:
             self._inside = False
 
-    def _keep(self, layer: Layer, x: Tensor) -> Tensor | None:
-        """The token mask of one input, shaped like its leading dimensions; None if every token is real."""
-        encoder_side = self._in_encoder(layer.owner) or any(
-            x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._foreign
-        )
-        mask = self._masks.encoder if encoder_side else self._masks.decoder
+    def _keep(self, module: nn.Module, layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        """The token mask of a layer's input, shaped like its leading dimensions; None if every token is real."""
+        first, *others = [self._keep_one(module, layer, x) for x in inputs]
+        for x, keep in zip(inputs[1:], others):
+            same = keep is first if keep is None or first is None else torch.equal(keep, first)
+            if not same:
+                raise self._unmatched(layer, x, "the token mask of its queries is another one")
+        return first
+
+    def _keep_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
+        side = self._side_of(module)
+        if any(x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._foreign):
+            side = "encoder"
+        mask = getattr(self._masks, side)
         if mask is None:
             return None
         mask = mask.to(x.device)
-        if x.shape[:-1] == mask.shape:
-            return mask
-        if x.dim() == 2 and x.shape[0] == mask.numel():
-            return mask.flatten()
-        raise ValueError(
-            f"layer {layer.name!r} gets an input of shape {list(x.shape)}, and the token mask has shape "
-            f"{list(mask.shape)}: which of its rows are padding cannot be told; give batches without padding, or set "
-            "count_padding=True to let padding into the statistics"
+        if layer.kind is not CONV:  # a convolution's rows are patches
+            if x.shape[:-1] == mask.shape:
+                return mask
+            if x.dim() == 2 and x.shape[0] == mask.numel():
+                return mask.flatten()
+        raise self._unmatched(layer, x, f"the token mask has shape {list(mask.shape)}")
+
+    def _unmatched(self, layer: Layer, x: Tensor, why: str) -> PaddingError:
+        return PaddingError(
+            f"layer {layer.name!r} gets an input of shape {list(x.shape)}, and {why}: which of its rows are padding "
+            "cannot be told; give batches without padding, or set count_padding=True to let padding into the "
+            "statistics"
         )
 
 
@@ -104,16 +119,16 @@ class Collector:
         self._share = share
         self._sums: dict[str, _Sum] = {}
         self._leader_of: dict[str, str] = {}
-        self._calls: dict[str, int] = {}
-        self._seen: dict[tuple, str] = {}
+        self._seen: dict[tuple, str] = {}  # input -> leader, in this call of the model
+        self._inputs_of: dict[str, list[tuple]] = {}  # layer name -> its inputs in this call of the model
         self._alive: list[tuple[Tensor, ...]] = []
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
-        key = (*(_identity(x) for x in inputs), layer.kind.signature(layer.owner))
+        key = input_key(layer, inputs)
         leader = self._seen.setdefault(key, layer.name) if self._share else layer.name
         if self._leader_of.setdefault(layer.name, leader) != leader:
             raise SharingChanged
-        self._calls[layer.name] = self._calls.get(layer.name, 0) + 1
+        self._inputs_of.setdefault(layer.name, []).append(key)
         self._alive.append(inputs)
         if leader == layer.name:
             total = self._sums.setdefault(leader, _Sum())
@@ -121,11 +136,13 @@ class Collector:
                 total.add(rows, gram=self._gram_needed())
 
     def end_call(self) -> None:
-        """The model's call is over: tensors may be freed, and followers must have kept up with their leader."""
-        self._seen.clear()
-        self._alive.clear()
-        if any(self._calls[name] != self._calls[leader] for name, leader in self._leader_of.items()):
+        """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
+        seen = self._inputs_of
+        if any(seen.get(name) != seen.get(leader) for name, leader in self._leader_of.items()):
             raise SharingChanged
+        self._seen.clear()
+        self._inputs_of.clear()
+        self._alive.clear()
 
     def groups(self) -> list[tuple[list[str], Stats]]:
         """(names of layers with one input, their statistics), in call order."""
@@ -167,6 +184,7 @@ class _Sum:
         return Stats(self.tokens, self.square_sums)
 
 
-def _identity(x: Tensor) -> tuple:
-    """What makes two inputs the same while both are alive: the object, and that nothing wrote to it in between."""
-    return (id(x), 0 if x.is_inference() else x._version)
+def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
+    """What makes two layers' inputs the same while both are alive: the same objects, with nothing written to them in
+    between, that meet the weights in the same way."""
+    return (*((id(x), version(x)) for x in inputs), layer.kind.signature(layer.owner))

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import (
     Call,
+    PaddingError,
     TokenMasks,
     is_encoder_decoder,
     load_calls,
@@ -21,10 +23,11 @@ from modelopt_sparse.calibration.batches import (
     token_masks,
 )
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
-from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
+from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, Side, input_key
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.offload import offloaded_after_errors
 from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.report import Report
 
@@ -72,16 +75,22 @@ def walk(model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -
         for target in tqdm(plan.layers, desc="sparsify", unit="layer", disable=_no_bar(config)):
             yield Group([target], None)
         return
-    yield from _Walk(model, plan, config, report).run()
+    with offloaded_after_errors(model):
+        yield from _Walk(model, plan, config, report).run()
 
 
 class _Walk:
     def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> None:
         self.model, self.plan, self.config, self.report = model, plan, config, report
         self.calls = None if config.forward_loop is not None else load_calls(config, model)
-        encoder = model.get_encoder() if is_encoder_decoder(model) else None  # type: ignore[operator]
-        self._encoder_modules = set() if encoder is None else set(encoder.modules())
+        self._sides = _sides(model)
         self._blocks = [block for stack in plan.stacks for block in stack.blocks]
+        home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
+        # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
+        self._block_of: dict[str, str | None] = {}
+        for target in plan.layers:
+            used_in = {home.get(module) for module in target.layer.observed}
+            self._block_of[target.name] = used_in.pop() if len(used_in) == 1 else None
 
     def run(self) -> Iterator[Group]:
         dense_inputs = self.config.sequential == "none"
@@ -102,14 +111,18 @@ class _Walk:
                     chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
                 assert chain != "later"
                 for stage in self._stages(unit, survey):
-                    for names, stats in self._collect(unit, stage, chain):
-                        members = [target for target in stage if target.name in names]
-                        yield Group(members, stats, hold=dense_inputs and chain is None)
+                    yield from self._groups(unit, stage, chain)
                 if chain is not None:
                     self._propagate(unit, chain)
                     if unit.position == len(chain.stack.blocks) - 1:
                         chains[unit.stack] = None  # its activations are done with
                 bar.update()
+
+    def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
+        """One stage's groups. Its own generator, so that no name still holds their statistics afterwards."""
+        hold = self.config.sequential == "none" and chain is None
+        for names, stats in self._collect(unit, stage, chain):
+            yield Group([target for target in stage if target.name in names], stats, hold)
 
     # what is collected together -------------------------------------------------------------------------------------
 
@@ -120,7 +133,7 @@ class _Walk:
         """
         by_block: dict[str | None, list[LayerPlan]] = {}
         for target in sorted(self.plan.layers, key=lambda item: survey.order[item.name]):
-            by_block.setdefault(target.block, []).append(target)
+            by_block.setdefault(self._block_of[target.name], []).append(target)
         keyed: list[tuple[int, _Unit]] = []
         for stack in self.plan.stacks:
             calls = [survey.order[target.name] for name in stack.names for target in by_block.get(name, [])]
@@ -150,17 +163,19 @@ class _Walk:
         begun = 0
 
         def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+            if not (inputs[0].numel() if keep is None else keep.any()):
+                return  # no token is no data
             if begun == 1:
                 alive.append(inputs)  # so that no id is taken twice
-                key = (*(id(x) for x in inputs), layer.kind.signature(layer.owner))
-                survey.stage_of.setdefault(layer.name, leader.setdefault(key, layer.name))
+                leads = leader.setdefault(input_key(layer, inputs), layer.name)
+                survey.stage_of.setdefault(layer.name, leads)
             survey.stage_of.setdefault(layer.name, layer.name)
             survey.order.setdefault(layer.name, len(survey.order))
             for x in inputs:
                 finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
                 survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
 
-        inputs = LayerInputs(self.plan.layers, self._in_encoder, self._blocks, see)
+        inputs = LayerInputs(self.plan.layers, self._side_of, self._blocks, see)
 
         def begin(masks: TokenMasks) -> None:
             nonlocal begun
@@ -194,8 +209,7 @@ class _Walk:
         """Only the stack that comes first sees dense inputs; the others are recorded when their turn comes."""
         if self.config.sequential == "none" or not survey.order:
             return
-        blocks = {target.name: target.block for target in self.plan.layers}
-        first = blocks[next(iter(survey.order))]
+        first = self._block_of[next(iter(survey.order))]
         for stack, recorder in recorders.items():
             if first is None or first not in stack.names:
                 recorder.forget()
@@ -274,13 +288,20 @@ class _Walk:
                     f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
                     "before it are sparse; run the model in bfloat16 or float32"
                 )
-        without_data = [([name], None) for name in needs if all(name not in names for names, _ in groups)]
-        return [*groups, *without_data]
+        groups = [(names, stats) for names, stats in groups if stats.tokens]
+        without_data = [name for name in needs if all(name not in names for names, _ in groups)]
+        for name in without_data:
+            if needs[name] != "nothing":
+                raise ValueError(
+                    f"layer {name!r} saw no calibration data, now that the layers before it are sparse: give more "
+                    "varied data, or exclude it"
+                )
+        return [*groups, *(([name], None) for name in without_data)]
 
     def _sum_up(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector
     ) -> list[tuple[list[str], Stats]]:
-        inputs = LayerInputs(targets, self._in_encoder, unit.blocks, collector.see)
+        inputs = LayerInputs(targets, self._side_of, unit.blocks, collector.see)
         if chain is None:
 
             def begin(masks: TokenMasks) -> None:
@@ -326,6 +347,7 @@ class _Walk:
             begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
 
         with ExitStack() as hooks:
+            hooks.enter_context(_every_module_called())
             hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             for block in self._blocks:
                 if self.config.device is not None and block is not self.model:
@@ -350,21 +372,25 @@ class _Walk:
             )
         except _Stopped:
             pass
-        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        except (PaddingError, SharingChanged, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
             given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
             raise ValueError(
                 f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "
                 f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
             ) from error
 
-    def _in_encoder(self, module: nn.Module) -> bool:
-        return module in self._encoder_modules
+    def _side_of(self, module: nn.Module) -> Side:
+        return self._sides.get(module, "decoder")
 
     @contextmanager
     def _resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Blocks moved to the execution device, if one was asked for, until the context ends."""
+        """Blocks ready to be run by themselves: moved to the execution device, if one was asked for, until the
+        context ends."""
         device = self.config.device
         with ExitStack() as hooks:
+            hooks.enter_context(_every_module_called())
             for block in blocks if device is not None else ():
                 assert device is not None
                 hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
@@ -373,6 +399,29 @@ class _Walk:
 
 def _stacks_of(units: Sequence[_Unit]) -> list[Stack]:
     return list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
+
+
+def _sides(model: nn.Module) -> dict[nn.Module, Side]:
+    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
+    sides: dict[nn.Module, Side] = {}
+    for module in model.modules() if getattr(model, "main_input_name", None) == "input_ids" else ():
+        if isinstance(module, PreTrainedModel) and module.main_input_name == "pixel_values":
+            sides.update(dict.fromkeys(module.modules(), "image"))
+    if is_encoder_decoder(model):
+        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator]
+    return sides
+
+
+@contextmanager
+def _every_module_called() -> Iterator[None]:
+    """nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside them
+    without calling these, and packs padded batches into nested tensors: switch it off."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Stopped(Exception):

@@ -67,7 +67,10 @@ class Method(ABC):
 
     @abstractmethod
     def solve(self, weight: Tensor, state: Any, pattern: Pattern, options: Mapping[str, Any]) -> Solution:
-        """Dense weight ``[..., R, C]`` and what ``prepare`` returned -> Solution. Inputs are left untouched."""
+        """Dense weight ``[..., R, C]`` and what ``prepare`` returned -> Solution. Inputs are left untouched.
+
+        An unstructured pattern comes with its scope filled in.
+        """
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for option values that make no sense; called before any work."""
@@ -95,6 +98,20 @@ def relative_error(weight: Tensor, pruned: Tensor, stats: Stats | None) -> float
 
     total = energy(dense)
     return max(energy(delta), 0.0) / total if total > 0 else 0.0
+
+
+def written(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Solved values as they go into the model: in its dtype, +0.0 where pruned, and no kept weight is -0.0.
+
+    A tiny kept weight rounds to -0.0 in half precision, which kernels that look at the bits take for a nonzero;
+    adding +0.0 makes it +0.0 and changes nothing else.
+    """
+    return (values.to(dtype) + 0.0).masked_fill(~mask, 0)
+
+
+def is_number(value: object) -> bool:
+    """For options: YAML reads ``1e-2`` as text, and True is no number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def masked_solution(weight: Tensor, mask: Tensor, stats: Stats | None) -> Solution:

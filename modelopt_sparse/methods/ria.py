@@ -2,7 +2,7 @@
 
 import torch
 
-from modelopt_sparse.methods.base import Method, Solution, masked_solution
+from modelopt_sparse.methods.base import Method, Solution, is_number, masked_solution
 
 
 class RIA(Method):
@@ -13,8 +13,9 @@ class RIA(Method):
     options = {"alpha": 0.5}
 
     def check(self, options) -> None:
-        if not 0 <= options["alpha"] <= 1:
-            raise ValueError(f"option alpha={options['alpha']} of ria: the power of the activation norm is in [0, 1]")
+        alpha = options["alpha"]
+        if not is_number(alpha) or not 0 <= alpha <= 1:
+            raise ValueError(f"option alpha={alpha!r} of ria: the power of the activation norm is a number in [0, 1]")
 
     def solve(self, weight, state, pattern, options) -> Solution:
         norm_C = state.square_sums.sqrt().unsqueeze(-2)

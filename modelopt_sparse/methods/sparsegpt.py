@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error
+from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
 from modelopt_sparse.patterns import NM, Pattern, Unstructured, count_zeros, keep_largest
 
 MAX_DAMPING = 1.0
@@ -39,10 +39,11 @@ class SparseGPT(Method):
     options = {"damping": 0.01, "block_size": 128}
 
     def check(self, options) -> None:
-        if not 0 < options["damping"] <= MAX_DAMPING:
-            raise ValueError(f"option damping={options['damping']} of sparsegpt: must be in (0, {MAX_DAMPING}]")
-        if not isinstance(options["block_size"], int) or options["block_size"] < 1:
-            raise ValueError(f"option block_size={options['block_size']} of sparsegpt: a positive number of columns")
+        damping, block_size = options["damping"], options["block_size"]
+        if not is_number(damping) or not 0 < damping <= MAX_DAMPING:
+            raise ValueError(f"option damping={damping!r} of sparsegpt: must be a number in (0, {MAX_DAMPING:g}]")
+        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+            raise ValueError(f"option block_size={block_size!r} of sparsegpt: a positive whole number of columns")
 
     def prepare(self, stats: Stats | None, options) -> Factor:
         assert stats is not None
@@ -69,8 +70,8 @@ class SparseGPT(Method):
             inverse_bb = torch.linalg.solve_triangular(upper_bb, eye, upper=True)
             drift = (pruned[..., :start] - dense[..., :start]) @ state.upper[..., :start, start:end]
             current = dense[..., start:end] - drift @ inverse_bb
-            pruned[..., start:end], mask[..., start:end] = _eliminate(current, inverse_bb, pattern, start, columns)
-        pruned = pruned.to(weight.dtype).masked_fill(~mask, 0)
+            pruned[..., start:end], mask[..., start:end] = _eliminate(current, inverse_bb, pattern, start)
+        pruned = written(pruned, mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats), state.notes)
 
 
@@ -79,25 +80,33 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
 
     The factor comes from the Cholesky factor of the matrix with its rows and columns reversed.
     """
-    notes: tuple[str, ...] = ()
+    levels = [damping]
+    while levels[-1] < MAX_DAMPING:
+        levels.append(min(10 * levels[-1], MAX_DAMPING))
     for dtype in (matrix.dtype, torch.float64):
-        level = damping
-        while level <= MAX_DAMPING * (1 + 1e-9):
+        for level in levels:
             damped = matrix.to(dtype, copy=True)
             damped.diagonal(dim1=-2, dim2=-1).add_(level * mean_diagonal.to(dtype))
             lower, info = torch.linalg.cholesky_ex(damped.flip(-2, -1))
-            if not info.any():
-                if level != damping or dtype != matrix.dtype:
-                    notes = (f"damping raised from {damping:g} to {level:g} in {str(dtype).removeprefix('torch.')}",)
-                return lower.flip(-2, -1), notes
-            level *= 10
+            if info.any():
+                continue
+            usual = level == damping and dtype == matrix.dtype
+            raised = (
+                f"factorized with damping {level:g} in {_short(dtype)}, because damping {damping:g} in "
+                f"{_short(matrix.dtype)} was not enough"
+            )
+            return lower.flip(-2, -1), () if usual else (raised,)
     raise ValueError(
         f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}: "
         "give more or more varied calibration data, or use method 'wanda' for this layer"
     )
 
 
-def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int, columns: int) -> tuple[Tensor, Tensor]:
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns: weights ``[..., R, b]`` and R_bb ``[..., b, b]`` -> (pruned weights, mask).
 
     Works on transposed copies, so that a column of the block is contiguous. An N:M group is chosen on the weights as
@@ -112,7 +121,7 @@ def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int, c
     else:
         step = min(16, block)  # a group only bounds how far single-column updates reach
         score = current.square() / pivot_b.square().unsqueeze(-2)
-        mask[:] = _choose_block(score, pattern, start, columns).mT
+        mask[:] = _choose_block(score, pattern, start).mT
     for first in range(0, block, step):
         last = min(first + step, block)
         if isinstance(pattern, NM):
@@ -128,10 +137,10 @@ def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int, c
     return values.masked_fill(~mask, 0).mT, mask.mT
 
 
-def _choose_block(score: Tensor, pattern: Unstructured, start: int, columns: int) -> Tensor:
+def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
     """Mask of one column block; the blocks' zeros add up to the exact count of the row or the matrix."""
     *_, rows, block = score.shape
-    per_column = rows if pattern.scope == "matrix" else 1
+    per_column = 1 if pattern.scope == "row" else rows
 
     def zeros_up_to(column: int) -> int:
         return count_zeros(pattern.sparsity, per_column * column)

@@ -1,0 +1,392 @@
+"""Tiny random models of many architectures, with ragged batches: one row each, for test_architectures.py.
+
+Nothing here knows how the package finds blocks, inputs or padding: blocks are named by their class, and which mask an
+input's rows go by is written down by hand.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+WIDTH, WIDER, HEADS, VOCAB = 16, 32, 4, 53
+SIZES = ((2, 11), (3, 7), (1, 5))  # (rows, length) of the batches
+
+Batch = dict[str, Tensor]
+
+
+def _all_real(batch: Batch, name: str) -> Tensor | None:
+    del batch, name
+    return None
+
+
+def _attention_mask(batch: Batch, name: str) -> Tensor | None:
+    del name
+    return batch["attention_mask"].bool()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """``blocks``: class names of the blocks, which run in module order. ``real``: (batch, layer name) -> which rows of
+    that layer's input are real tokens. ``dense``: parameters inside the blocks that stay dense, by the end of their
+    name, and why. ``chained=False``: the blocks cannot be run one by one, and sparsify says so."""
+
+    make: Callable[[], nn.Module]
+    blocks: tuple[str, ...]
+    batches: Callable[[str], list[Batch]]
+    real: Callable[[Batch, str], Tensor | None] = _all_real
+    dense: Mapping[str, str] = field(default_factory=dict)
+    chained: bool = True
+
+    def build(self) -> nn.Module:
+        """The model in evaluation mode, with weights of a size that lets every layer matter."""
+        torch.manual_seed(0)
+        model = self.make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, parameter[0].numel() ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return model.eval()
+
+    def block_names(self, model: nn.Module) -> list[str]:
+        return [name for name, module in model.named_modules() if type(module).__name__ in self.blocks]
+
+
+# batches ------------------------------------------------------------------------------------------------------------
+
+
+def ragged(rows: int, length: int, side: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Token ids and a mask with another length in every row (the first is full), padded ``side``."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    lengths = torch.tensor([max(length - 3 * row, 2) for row in range(rows)])
+    positions = torch.arange(length)
+    real = positions < lengths[:, None] if side == "right" else positions >= length - lengths[:, None]
+    return ids.masked_fill(~real, 1), real.long()
+
+
+def texts(side: str) -> list[Batch]:
+    batches = []
+    for seed, (rows, length) in enumerate(SIZES):
+        ids, mask = ragged(rows, length, side, seed)
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+def pairs(side: str) -> list[Batch]:
+    """Encoder and decoder tokens; in the second batch they are equally long, padded differently."""
+    batches = []
+    for seed, ((rows, length), decoder_length) in enumerate(zip(SIZES, (8, 7, 9))):
+        ids, mask = ragged(rows, length, side, seed)
+        decoder_ids, decoder_mask = ragged(rows, decoder_length, side, seed + 10)
+        # other rows than in the encoder are the short ones
+        decoder_ids, decoder_mask = decoder_ids.flip(0), decoder_mask.flip(0)
+        batches.append(
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "decoder_input_ids": decoder_ids,
+                "decoder_attention_mask": decoder_mask,
+            }
+        )
+    return batches
+
+
+def speech(side: str) -> list[Batch]:
+    """Whisper takes spectrograms of one length, so that only its decoder has padding."""
+    batches = []
+    for seed, (rows, length) in enumerate(SIZES):
+        ids, mask = ragged(rows, length, side, seed)
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(rows, 8, 22, generator=generator)  # 11 positions: as many as the first batch has tokens
+        batches.append({"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": mask})
+    return batches
+
+
+def images(side: str) -> list[Batch]:
+    del side
+    generator = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)} for rows, _ in SIZES]
+
+
+def images_and_texts(side: str) -> list[Batch]:
+    """One image per text; the second texts are as long as an image has positions, 5."""
+    batches = []
+    for seed, (rows, length) in enumerate(((2, 11), (3, 5), (1, 5))):
+        ids, mask = ragged(rows, length, side, seed)
+        ids[:, -1] = VOCAB - 1  # the end-of-text token, which CLIP pools
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
+    return batches
+
+
+def vectors(side: str) -> list[Batch]:
+    del side
+    generator = torch.Generator().manual_seed(0)
+    return [{"input": torch.randn(rows, WIDTH, generator=generator)} for rows in (7, 3)]
+
+
+def sequences(side: str) -> list[Batch]:
+    batches = []
+    for seed, (rows, length) in enumerate(SIZES):
+        _, mask = ragged(rows, length, side, seed)
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, length, WIDTH, generator=generator)
+        batches.append({"src": x, "src_key_padding_mask": mask == 0})
+    return batches
+
+
+# which rows are real ------------------------------------------------------------------------------------------------
+
+
+def _t5_rows(batch: Batch, name: str) -> Tensor:
+    from_encoder = name.startswith("encoder.") or name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
+    return batch["attention_mask" if from_encoder else "decoder_attention_mask"].bool()
+
+
+def _whisper_rows(batch: Batch, name: str) -> Tensor | None:
+    from_encoder = ".encoder." in name or name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
+    return None if from_encoder else batch["decoder_attention_mask"].bool()
+
+
+def _clip_rows(batch: Batch, name: str) -> Tensor | None:
+    return None if name.startswith("vision_model") else batch["attention_mask"].bool()
+
+
+def _unpadded_rows(batch: Batch, name: str) -> Tensor:
+    del name
+    return ~batch["src_key_padding_mask"]
+
+
+# models that are not transformers' ----------------------------------------------------------------------------------
+
+
+class AttentionBlock(nn.Module):
+    """nn.MultiheadAttention in a residual block, with its own calling convention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.up = nn.Linear(WIDTH, WIDER)
+        self.down = nn.Linear(WIDER, WIDTH)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, key_padding_mask=padding, need_weights=False)[0]
+        return x + self.down(self.up(x).relu())
+
+
+class AttentionModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([AttentionBlock(), AttentionBlock()])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, src: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.stem(src)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask)
+        return self.head(x)
+
+
+def _transformer_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDER, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDER), nn.ReLU(), nn.Linear(WIDER, WIDER), nn.ReLU(), nn.Linear(WIDER, 8))
+
+
+# the table ----------------------------------------------------------------------------------------------------------
+
+DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+ENCODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+}
+VISION = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def _gemma3() -> nn.Module:
+    config = hf.Gemma3TextConfig(
+        **{**DECODER, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 4},
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    return hf.Gemma3ForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=HEADS, eos_token_id=2)
+    )
+
+
+def _opt() -> nn.Module:
+    config = hf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        ffn_dim=WIDER,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        max_position_embeddings=32,
+        word_embed_proj_dim=WIDTH,
+    )
+    return hf.OPTForCausalLM(config)
+
+
+def _gpt_neox() -> nn.Module:
+    config = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**config))
+
+
+def _t5() -> nn.Module:
+    config = hf.T5Config(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        d_kv=4,
+        d_ff=WIDER,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=HEADS,
+        decoder_start_token_id=0,
+        pad_token_id=1,
+        feed_forward_proj="gated-gelu",
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def _whisper() -> nn.Module:
+    config = hf.WhisperConfig(
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=WIDER,
+        decoder_ffn_dim=WIDER,
+        d_model=WIDTH,
+        max_source_positions=11,
+        max_target_positions=32,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return hf.WhisperForConditionalGeneration(config)
+
+
+def _clip() -> nn.Module:
+    text = {**ENCODER, "bos_token_id": 2, "eos_token_id": VOCAB - 1}
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=dict(VISION), projection_dim=8))
+
+
+def _swin() -> nn.Module:
+    config = hf.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
+    )
+    return hf.SwinForImageClassification(config)
+
+
+def _resnet(layer_type: str) -> nn.Module:
+    config = hf.ResNetConfig(
+        num_channels=3, embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type=layer_type, num_labels=3
+    )
+    return hf.ResNetForImageClassification(config)
+
+
+def _decoder(model_class: str, config_class: str, block: str, **more: Any) -> Architecture:
+    def make() -> nn.Module:
+        return getattr(hf, model_class)(getattr(hf, config_class)(**DECODER, **more))
+
+    return Architecture(make, (block,), texts, _attention_mask)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _decoder("LlamaForCausalLM", "LlamaConfig", "LlamaDecoderLayer", tie_word_embeddings=True),
+    "mistral": _decoder("MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", sliding_window=4),
+    "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config", "Qwen3DecoderLayer", head_dim=8),
+    "phi3": _decoder("Phi3ForCausalLM", "Phi3Config", "Phi3DecoderLayer"),
+    "gemma3": Architecture(_gemma3, ("Gemma3DecoderLayer",), texts, _attention_mask),
+    "gpt2": Architecture(_gpt2, ("GPT2Block",), texts, _attention_mask),
+    "opt": Architecture(_opt, ("OPTDecoderLayer",), texts, _attention_mask),
+    "bloom": Architecture(
+        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)),
+        ("BloomBlock",),
+        texts,
+        _attention_mask,
+    ),
+    "gpt_neox": Architecture(_gpt_neox, ("GPTNeoXLayer",), texts, _attention_mask),
+    "mixtral": Architecture(
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)),
+        ("MixtralDecoderLayer",),
+        texts,
+        _attention_mask,
+        dense={
+            "experts.gate_up_proj": "fused expert weights",
+            "experts.down_proj": "fused expert weights",
+            "gate.weight": "router",
+        },
+    ),
+    "t5": Architecture(
+        _t5, ("T5Block",), pairs, _t5_rows, dense={"relative_attention_bias.weight": "an embedding of positions"}
+    ),
+    "whisper": Architecture(_whisper, ("WhisperEncoderLayer", "WhisperDecoderLayer"), speech, _whisper_rows),
+    "bert": Architecture(
+        lambda: hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), ("BertLayer",), texts, _attention_mask
+    ),
+    "albert": Architecture(
+        lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**ENCODER, embedding_size=8)),
+        ("AlbertLayer",),
+        texts,
+        _attention_mask,
+        chained=False,  # both blocks are one module, called twice
+    ),
+    "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), ("ViTLayer",), images),
+    "swin": Architecture(
+        _swin,
+        ("SwinStage",),
+        images,
+        dense={"relative_position_bias_table": "no matrix of a layer"},
+    ),
+    "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _clip_rows),
+    "resnet_basic": Architecture(lambda: _resnet("basic"), ("ResNetBasicLayer",), images),
+    "resnet_bottleneck": Architecture(lambda: _resnet("bottleneck"), ("ResNetBottleNeckLayer",), images),
+    "sequential": Architecture(_mlp, ("Sequential",), vectors),
+    "transformer_encoder": Architecture(_transformer_encoder, ("TransformerEncoderLayer",), sequences, _unpadded_rows),
+    "multihead_attention": Architecture(AttentionModel, ("AttentionBlock",), sequences, _unpadded_rows),
+}

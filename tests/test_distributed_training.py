@@ -1,0 +1,465 @@
+"""Training on two processes (gloo, on the CPU): zeros hold, and the weights become those of one process.
+
+All scenarios run in one pair of processes, which hand their results back through a file; a hanging pair is killed.
+"""
+
+import copy
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama, token_batches
+
+pytestmark = [pytest.mark.core, pytest.mark.slow]
+WORLD = 2
+STEPS = 8
+MASKED = ("0.weight", "2.in_proj_weight", "2.out_proj.weight", "4.weight")
+FULL = StateDictOptions(full_state_dict=True, strict=True)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x + super().forward(x, x, x, need_weights=False)[0]
+
+
+def dense_model() -> nn.Sequential:
+    """Attention without biases: that of the keys has no gradient but rounding, which AdamW would blow up."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), SelfAttention(16, 2, bias=False, batch_first=True), nn.Tanh(), nn.Linear(16, 8)
+    )
+
+
+def put_masks(model: nn.Module) -> None:
+    for seed, name in enumerate(MASKED):
+        shape = model.get_parameter(name).shape
+        order = torch.randperm(shape.numel(), generator=torch.Generator().manual_seed(seed))
+        mts.set_mask(model, name, (order % 2 == 0).view(shape))
+
+
+def sparse_model() -> nn.Sequential:
+    model = dense_model()
+    put_masks(model)
+    return model
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 3, 8, generator=generator)
+    return x, x.flip(-1)
+
+
+def share(batch: Tensor) -> Tensor:
+    """This process's part of a batch; all of it where there is one process."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch
+
+
+def everywhere(loss: float) -> float:
+    """The mean over the processes."""
+    if not dist.is_initialized():
+        return loss
+    total = torch.tensor(loss)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): full(parameter) for name, parameter in model.named_parameters()}
+
+
+def lost_zeros(model: nn.Module) -> list[str]:
+    """The masked parameters that are not exactly +0.0 at rest, looked at without a forward or a state dict."""
+    found = values(model)
+    lost = []
+    for name, mask in mts.named_masks(model):
+        pruned = found[name.removeprefix("module.")][~full(mask)]
+        if pruned.count_nonzero() or torch.signbit(pruned).any():
+            lost.append(name)
+    return lost
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.03, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[float]:
+    x, target = data()
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(model(share(x)), share(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(everywhere(loss.item()))
+    return losses
+
+
+def trained(model: nn.Module) -> dict[str, Any]:
+    losses = train(model, adamw(model.parameters()))
+    return {"losses": losses, "lost": lost_zeros(model), "values": values(model)}
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for child in model:
+        if list(child.parameters()):
+            fully_shard(child, **options)
+    return fully_shard(model, **options)
+
+
+# scenarios: run in both processes, give back what rank 0 hands to the tests -----------------------------------------
+
+
+def ddp() -> dict[str, Any]:
+    return trained(DistributedDataParallel(sparse_model()))
+
+
+def ddp_two_forwards_before_one_backward() -> dict[str, Any]:
+    model = DistributedDataParallel(sparse_model())
+    x, target = (share(part) for part in data())
+    loss = sum(F.mse_loss(model(x[half::2]), target[half::2]) for half in range(2)) / 2
+    loss.backward()
+    return {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
+
+
+def fsdp() -> dict[str, Any]:
+    model = sharded(sparse_model())
+    whole = model[0].weight.numel()
+    found = {"shard": model[0].weight.to_local().numel() / whole, **trained(model)}
+    state = get_model_state_dict(model, options=FULL)
+    return {**found, "state": copy.deepcopy(state)}
+
+
+def fsdp_of_a_llama(folder: Path) -> dict[str, Any]:
+    model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = adamw(model.parameters())
+    tokens = token_batches(1, batch=4)[0]
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=share(tokens), labels=share(tokens)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(everywhere(loss.item()))
+    found = {"losses": losses, "lost": lost_zeros(model), "values": values(model)}
+    state = get_model_state_dict(model, options=FULL)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "llama", state_dict=state)
+    return found
+
+
+def fsdp_in_mixed_precision() -> dict[str, Any]:
+    return trained(sharded(sparse_model(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+
+
+def fsdp_with_masks_set_after_sharding() -> dict[str, Any]:
+    model = sharded(dense_model())
+    put_masks(model)
+    return trained(model)
+
+
+def fsdp_with_momentum_older_than_the_masks() -> dict[str, Any]:
+    found = {}
+    for attached in (False, True):
+        model = sharded(dense_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        train(model, optimizer, 2)
+        put_masks(model)
+        if attached:
+            mts.attach_optimizer(optimizer, model)
+        losses = train(model, optimizer)
+        buffers = {
+            name: full(optimizer.state[model.get_parameter(name)]["momentum_buffer"])[~mask]
+            for name, mask in mts.named_masks(model)
+        }
+        found[attached] = {"losses": losses, "lost": lost_zeros(model), "momentum": buffers}
+    return found
+
+
+def fsdp_with_drifted_weights() -> dict[str, Any]:
+    model = sharded(sparse_model())
+    with torch.no_grad():
+        for name, _ in mts.named_masks(model):
+            model.get_parameter(name).add_(1.0)  # kept weights move as well
+    found: dict[str, Any] = {"drifted": values(model), "lost before": lost_zeros(model)}
+    x, _ = data()
+    found["with gradients"] = full(model(x))
+    with torch.no_grad():
+        found["without gradients"] = full(model(x))
+    model.reshard()
+    found["lost after forward"] = lost_zeros(model)
+    model.state_dict()
+    found["lost after state_dict"] = lost_zeros(model)
+    return found
+
+
+def fsdp_loading_full_state_dicts() -> dict[str, Any]:
+    found = {}
+    source = dense_model()
+    put_masks(source)
+    flipped = ~source[0].weight_mask
+    mts.set_mask(source, "0.weight", flipped)
+    for kind in ("dense", "sparse"):
+        torch.manual_seed(7)
+        state = {
+            key: torch.randn(value.shape) if value.is_floating_point() else value
+            for key, value in source.state_dict().items()
+            if kind == "sparse" or not key.endswith("_mask")
+        }
+        found[kind, "given"] = copy.deepcopy(state)
+        model = sharded(sparse_model())
+        set_model_state_dict(model, state, options=FULL)
+        found[kind, "lost"] = lost_zeros(model)
+        found[kind, "values"] = values(model)
+        found[kind, "masks"] = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    return found
+
+
+def fsdp_then_export() -> dict[str, Any]:
+    model = sharded(sparse_model())
+    masks = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    with torch.no_grad():
+        for name in masks:
+            model.get_parameter(name).add_(1.0)
+    mts.export(model)
+    found = {"baked": {name: values(model)[name][~mask] for name, mask in masks.items()}}
+    found["fsdp"] = all(isinstance(model[index], FSDPModule) for index in (0, 2, 4))
+    found["masks"] = list(mts.named_masks(model))
+    found["losses"] = train(model, adamw(model.parameters()))
+    found["trained"] = {name: values(model)[name][~mask] for name, mask in masks.items()}
+    return found
+
+
+def tensor_parallel_and_fsdp() -> dict[str, Any]:
+    """Tensor parallelism makes the masks DTensors too, over a part of the mesh that the weights are sharded over."""
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+    for name, shape in (("0.weight", (16, 8)), ("2.weight", (8, 16))):
+        mts.set_mask(model, name, (order % 2 == 0).view(shape))
+    single = copy.deepcopy(model)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for child in (model[0], model[2], model):
+        fully_shard(child, mesh=mesh["data"])
+    x, target = data()
+    found: dict[str, Any] = {}
+    for name, each in (("parallel", model), ("single", single)):
+        optimizer = adamw(each.parameters())
+        losses = []
+        for _ in range(STEPS):
+            loss = F.mse_loss(each(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found[name] = {"losses": losses, "lost": lost_zeros(each), "values": values(each)}
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    model.state_dict()
+    return {**found, "lost after drift and state_dict": lost_zeros(model)}
+
+
+SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
+    ddp,
+    ddp_two_forwards_before_one_backward,
+    fsdp,
+    fsdp_of_a_llama,
+    fsdp_in_mixed_precision,
+    fsdp_with_masks_set_after_sharding,
+    fsdp_with_momentum_older_than_the_masks,
+    fsdp_with_drifted_weights,
+    fsdp_loading_full_state_dicts,
+    fsdp_then_export,
+    tensor_parallel_and_fsdp,
+)
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    address = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=WORLD, rank=rank)
+    results: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        try:
+            results[scenario.__name__] = scenario(*([folder] if scenario.__code__.co_argcount else []))
+        except Exception:  # handed to the test, which fails with it
+            results[scenario.__name__] = traceback.format_exc()
+        dist.barrier()
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two processes have left their results."""
+    folder = tmp_path_factory.mktemp("processes")
+    processes = torch.multiprocessing.spawn(work, (folder,), nprocs=WORLD, join=False)
+    deadline = time.monotonic() + 240
+    try:
+        while not processes.join(timeout=max(deadline - time.monotonic(), 0)):
+            assert time.monotonic() < deadline, "two processes did not come to an end"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Callable[[Callable], dict[str, Any]]:
+    everything = torch.load(folder / "results.pt", weights_only=False)
+
+    def of(scenario: Callable) -> dict[str, Any]:
+        found = everything[scenario.__name__]
+        assert not isinstance(found, str), found
+        return found
+
+    return of
+
+
+def falls(losses: list[float]) -> bool:
+    return losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("scenario", [ddp, fsdp, fsdp_with_masks_set_after_sharding])
+def test_training_gives_the_weights_of_one_process(results, scenario: Callable):
+    found, single = results(scenario), trained(sparse_model())
+    assert found["lost"] == []
+    assert falls(found["losses"])
+    assert found["losses"] == pytest.approx(single["losses"], rel=1e-4)
+    torch.testing.assert_close(found["values"], single["values"], rtol=1e-3, atol=1e-4)
+    for name, before in dense_model().named_parameters():
+        assert not torch.equal(found["values"][name], before), name
+
+
+def test_two_forwards_before_one_backward_under_ddp(results):
+    """DDP broadcasts buffers, masks among them, before each forward: what the first graph saved must stay valid."""
+    found = results(ddp_two_forwards_before_one_backward)
+    model = sparse_model()
+    x, target = data()
+    F.mse_loss(model(x), target).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_full_state_dict_of_sharded_weights_is_sparse_and_loads_into_one_process(results):
+    found = results(fsdp)
+    assert found["shard"] == 1 / WORLD
+    state, model = found["state"], sparse_model()
+    assert state.keys() == model.state_dict().keys()
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(state[f"{name}_mask"], mask)
+        assert not state[name][~mask].any()
+        assert state[name][mask].all()
+    model.load_state_dict(state, strict=True)
+    torch.testing.assert_close(values(model), found["values"])
+
+
+def test_sharded_llama_trains_and_saves_a_plain_folder(results, folder: Path):
+    found = results(fsdp_of_a_llama)
+    assert found["lost"] == []
+    assert falls(found["losses"])
+    model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
+    tokens = token_batches(1, batch=4)[0]
+    optimizer = adamw(model.parameters())
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert found["losses"] == pytest.approx(losses, rel=1e-3)
+    saved = load_file(folder / "llama" / "model.safetensors")
+    assert not [key for key in saved if "mask" in key]
+    assert len(mts.verify(folder / "llama", "2:4").layers) == 14
+    for name, weight in saved.items():
+        assert torch.equal(weight, found["values"][name])
+
+
+def test_mixed_precision_shards_train(results):
+    found = results(fsdp_in_mixed_precision)
+    assert found["lost"] == []
+    assert falls(found["losses"])
+    assert found["losses"] == pytest.approx(trained(sparse_model())["losses"], rel=0.05)
+
+
+def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(results):
+    found = results(fsdp_with_momentum_older_than_the_masks)
+    assert set(found[False]["lost"]) == set(MASKED)  # without it they are lost
+    assert found[True]["lost"] == []
+    assert len(found[True]["momentum"]) == len(MASKED)
+    assert not any(momentum.any() for momentum in found[True]["momentum"].values())
+    assert falls(found[True]["losses"])
+
+
+def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(results):
+    found = results(fsdp_with_drifted_weights)
+    assert set(found["lost before"]) == set(MASKED)
+    plain = dense_model()
+    masks = dict(mts.named_masks(sparse_model()))
+    plain.load_state_dict({n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in found["drifted"].items()})
+    expected = plain(data()[0]).detach()
+    torch.testing.assert_close(found["with gradients"], expected)
+    torch.testing.assert_close(found["without gradients"], expected)
+    assert set(found["lost after forward"]) == set(MASKED)  # the forward saw the gathered copies
+    assert found["lost after state_dict"] == []
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_strict_load_of_a_full_state_dict_into_shards(results, kind: str):
+    """A dense one leaves the module its masks, a sparse one brings its own; zeros are restored either way."""
+    found = results(fsdp_loading_full_state_dicts)
+    given = found[kind, "given"]
+    masks = dict(mts.named_masks(sparse_model()))
+    if kind == "sparse":
+        assert not torch.equal(masks["0.weight"], given["0.weight_mask"])
+        masks = {name: given[f"{name}_mask"] for name in masks}
+    assert found[kind, "lost"] == []
+    torch.testing.assert_close(found[kind, "masks"], masks)
+    expected = {n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in given.items() if "_mask" not in n}
+    torch.testing.assert_close(found[kind, "values"], expected, rtol=0, atol=0)
+
+
+def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(results):
+    found = results(fsdp_then_export)
+    assert not any(pruned.any() for pruned in found["baked"].values())
+    assert found["fsdp"]
+    assert found["masks"] == []
+    assert falls(found["losses"])
+    assert all(pruned.any() for pruned in found["trained"].values())  # no longer enforced
+
+
+def test_tensor_parallel_training_gives_the_weights_of_one_process(results):
+    found = results(tensor_parallel_and_fsdp)
+    assert found["parallel"]["lost"] == []
+    assert falls(found["parallel"]["losses"])
+    assert found["parallel"]["losses"] == pytest.approx(found["single"]["losses"], rel=1e-4)
+    torch.testing.assert_close(found["parallel"]["values"], found["single"]["values"], rtol=1e-3, atol=1e-4)
+    assert found["lost after drift and state_dict"] == []

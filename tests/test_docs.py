@@ -1,0 +1,348 @@
+"""README and docs: every snippet runs, every link leads somewhere, and what they list is what the package has."""
+
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch.utils.data import DataLoader
+from transformers import GPTJConfig, GPTJForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse import cli
+from modelopt_sparse.config import REFUSED, RENAMED, SEQUENTIAL
+from modelopt_sparse.methods import ALIASES, METHODS
+from tests.helpers import TESTBED, tiny_llama, token_batches
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+SET_UP = ["bash examples/run.sh", "bash tests/run.sh"]  # they install things; tested by what they run
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def _blocks(page: Path) -> list[tuple[str, str, int]]:
+    """(language, text, first line) of every fenced block."""
+    text = page.read_text(encoding="utf-8")
+    return [(found[1], found[2], text[: found.start(2)].count("\n") + 1) for found in BLOCK.finditer(text)]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def _table(page: str, head: str) -> list[list[str]]:
+    """The rows of the table whose first heading is ``head``."""
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+    ]
+    start = next(i for i, row in enumerate(rows) if row and row[0] == head) + 2
+    end = next((i for i in range(start, len(rows)) if not rows[i]), len(rows))
+    return rows[start:end]
+
+
+def _codes(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def _page(page: Path):
+    runs_commands = any("modelopt-sparse" in text for language, text, _ in _blocks(page) if language == "sh")
+    return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if runs_commands else [])
+
+
+# snippets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty working directory in which `examples/` is where the pages expect it; one thread, as for the shell."""
+    torch.set_num_threads(1)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _what_the_guide_takes_for_granted() -> dict[str, object]:
+    """A small GPT-J in the folder of the guide's name, and calibration data for it."""
+    config = GPTJConfig(
+        vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    )
+    GPTJForCausalLM(config).save_pretrained("EleutherAI/gpt-j-6b")
+    rows = [{"input_ids": ids} for ids in torch.cat(token_batches())]
+    return {"calib_dataloader": DataLoader(rows, batch_size=2)}  # type: ignore[arg-type]
+
+
+def _as_torchrun_does(monkeypatch) -> None:
+    """The environment of a run of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("page", [_page(page) for page in PAGES])
+def test_every_snippet_runs(page, workplace, monkeypatch):
+    """Blocks of a page run in order, Python ones in one namespace."""
+    namespace: dict[str, object] = {"__name__": "docs"}
+    if _name(page) == "docs/from-modelopt.md":
+        namespace.update(_what_the_guide_takes_for_granted())
+    for language, text, line in _blocks(page):
+        if language == "python":
+            with monkeypatch.context() as patch:
+                if "init_process_group" in text:
+                    _as_torchrun_does(patch)
+                exec(compile("\n" * (line - 1) + text, page, "exec"), namespace)
+        elif language == "sh" and text.strip() not in SET_UP:
+            ran = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text],
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            assert ran.returncode == 0, f"{_name(page)}, line {line}:\n{ran.stdout}"
+
+
+def test_no_block_escapes():
+    """Every fenced block is Python, shell or output, so that none is left out for want of a known language."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("\n```") == 2 * len(_blocks(page)), f"{_name(page)} has a fence that does not pair up"
+        for language, _, line in _blocks(page):
+            assert language in ("python", "sh", "text"), f"{_name(page)}, line {line}: {language!r}"
+
+
+# the README's commands --------------------------------------------------------------------------------------------
+
+
+def test_set_up_commands_are_those_that_ci_runs():
+    """The README's two commands stand alone in their blocks, and .ci/run calls the second exactly as written."""
+    shell = [text.strip() for language, text, _ in _blocks(ROOT / "README.md") if language == "sh"]
+    assert [text for text in shell if "run.sh" in text] == SET_UP
+    assert SET_UP[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    for command in SET_UP:
+        script = (ROOT / command.removeprefix("bash ")).read_text(encoding="utf-8")
+        assert "bash .ci/setup .venv" in script
+
+
+@pytest.fixture(scope="module")
+def first_command(tmp_path_factory):
+    """`bash examples/run.sh` in a copy of the tree whose set-up is done and whose texts are short -> (tree, output)."""
+    tree = tmp_path_factory.mktemp("clone")
+    (tree / ".ci").mkdir()
+    (tree / ".ci" / "setup").write_text("exit 0\n")
+    (tree / ".venv").mkdir()
+    (tree / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    testbed = tree / "examples" / "testbed"
+    testbed.mkdir(parents=True)
+    (testbed / "tiny-llama").symlink_to(TESTBED / "tiny-llama")
+    for text in ("calibration.txt", "heldout.txt"):
+        (testbed / text).write_text((TESTBED / text).read_text(encoding="utf-8")[:30_000], encoding="utf-8")
+    (tree / "examples" / "run.sh").write_bytes((ROOT / "examples" / "run.sh").read_bytes())
+    ran = subprocess.run(
+        ["bash", tree / "examples" / "run.sh"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return tree, ran.stdout
+
+
+@pytest.mark.slow
+def test_first_command_leaves_a_sparse_folder(first_command):
+    """What examples/run.sh runs works, and its folder holds what its last line says."""
+    tree, printed = first_command
+    assert printed.splitlines()[-1] == "verified: every block layer of out/tiny-llama-2of4 is 2:4"
+    assert len(mts.verify(tree / "out" / "tiny-llama-2of4", "2:4").layers) == 42
+
+
+@pytest.mark.slow
+def test_readme_shows_what_the_first_command_prints(first_command):
+    """Every line of the README's sample is a line of the real output, up to the numbers."""
+
+    def without_numbers(line: str) -> str:
+        return re.sub(r"\s+", " ", re.sub(r"[\d.]+", "#", line)).strip()
+
+    printed = {without_numbers(line) for line in first_command[1].splitlines()}
+    (sample,) = [text for language, text, _ in _blocks(ROOT / "README.md") if language == "text"]
+    for line in sample.splitlines():
+        assert line == "..." or without_numbers(line) in printed, line
+
+
+# figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_figures_are_those_of_the_testbed():
+    """The README's perplexities agree with examples/testbed/README.md, run k = 0, within 2 %."""
+    shown = {name: float(value) for name, value in _table("README.md", "method")}
+    published = {row[0]: float(row[1].split(" / ")[0]) for row in _table("examples/testbed/README.md", "method (2:4)")}
+    names = {
+        "dense": "dense",
+        "magnitude": "magnitude",
+        "wanda": "Wanda, block-sequential",
+        "sparsegpt": "SparseGPT, block-sequential (damping 0.01, 128-column blocks)",
+    }
+    for name, row in names.items():
+        assert shown[name] == pytest.approx(published[row], rel=0.02), name
+    assert list(shown) == ["dense", *METHODS]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("workplace")
+def test_compare_methods_prints_the_table(monkeypatch, capsys):
+    """On a few windows the script prints the README's rows, and the order of the methods is that of its figures."""
+    script = ROOT / "examples" / "compare_methods.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--calibration", "4", "--heldout", "4"])
+    runpy.run_path(str(script), run_name="__main__")
+    found = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|$", capsys.readouterr().out, re.MULTILINE))
+    shown = {name: float(value) for name, value in _table("README.md", "method")}
+    assert list(found) == list(shown)
+    assert sorted(found, key=lambda name: float(found[name])) == sorted(shown, key=shown.__getitem__)
+
+
+# links ------------------------------------------------------------------------------------------------------------
+
+
+def _links(page: Path) -> list[str]:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return [target for target in re.findall(r"\]\(([^)]+)\)", text) if not re.match(r"https?:", target)]
+
+
+def _anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_every_internal_link_resolves():
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", TESTBED / "README.md"]:
+        for link in _links(page):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{_name(page)}: {link}"
+            assert not anchor or anchor in _anchors(target), f"{_name(page)}: {link}"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            waiting += [(page.parent / link.partition("#")[0]).resolve() for link in _links(page)]
+    assert set(DOCS) - reached == set()
+
+
+# completeness -----------------------------------------------------------------------------------------------------
+
+
+def _all_text() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_every_method_has_a_page_with_its_options_and_defaults():
+    for name, method in METHODS.items():
+        page = f"docs/methods/{name}.md"
+        assert (ROOT / page).is_file(), page
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text.startswith(f"# {name}\n")
+        listed = {row[0]: row[1] for row in _table(page, "option")} if method.options else {}
+        assert listed == {f"`{key}`": str(value) for key, value in method.options.items()}, page
+    assert {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} == set(METHODS)
+
+
+def test_options_page_lists_every_option_with_its_default():
+    listed = {row[0].strip("`"): row[1].strip("`") for row in _table("docs/options.md", "option")}
+    config = mts.SparsifyConfig()
+    assert listed == {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name != "options"}
+
+
+def test_every_public_function_is_described():
+    text = _all_text()
+    for name in mts.__all__:
+        if name.islower() and not name.startswith("_"):
+            assert f"mts.{name}(" in text, name
+
+
+def test_glossary_has_every_word_of_the_design():
+    words = "mask sparsity N:M score layer block stats plan solve polish reconstruct attach export stage recipe"
+    listed = [row[0] for row in _table("docs/glossary.md", "word")]
+    assert set(words.split()) <= set(listed)
+    assert max(Counter(listed).values()) == 1
+    letters = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").rpartition("Letters for shapes")[2]
+    assert set("RCGTBSE") <= set(re.findall(r"\b([A-Z])\b", letters))
+
+
+def test_migration_page_names_all_that_is_translated_or_refused():
+    keys = set(_codes("\n".join(row[0] for row in _table("docs/from-modelopt.md", "key of `config`"))))
+    assert {*RENAMED, *REFUSED} <= keys
+    for old, new in RENAMED.items():
+        (row,) = [row for row in _table("docs/from-modelopt.md", "key of `config`") if f"`{old}`" in row[0]]
+        assert f"`{new}`" in row[1]
+    names = "\n".join(row[0] for row in _table("docs/from-modelopt.md", "ModelOpt"))
+    assert all(f'"{alias}"' in names for alias in ALIASES)
+
+
+def test_the_guides_file_name_is_refused_with_the_folder_to_use():
+    with pytest.raises(ValueError, match=r"pickle.*give a folder, for example 'modelopt_sparse_model'"):
+        mts.save(tiny_llama(), "modelopt_sparse_model.pth")
+
+
+def test_cli_page_has_every_command_and_option():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    listed = [_codes(row[0])[0].split()[0] for row in _table("docs/cli.md", "command")]
+    assert sorted(listed) == sorted(commands)
+    for command in commands.values():
+        for option in command.params:
+            for flag in [*option.opts, *option.secondary_opts]:
+                assert not flag.startswith("--") or re.search(rf"`{flag}[ `]", text), f"{command.name} {flag}"
+    assert {int(row[0]) for row in _table("docs/cli.md", "code")} == {
+        0,
+        cli.VIOLATION,
+        cli.WRONG_INPUT,
+        cli.INTERRUPTED,
+    }
+
+
+def test_format_page_lists_every_key(tmp_path):
+    """The three tables of keys are those of a sparsity.json that save writes."""
+    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
+    mts.save(model, tmp_path / "sparse")
+    written = json.loads((tmp_path / "sparse" / "sparsity.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| key \| value \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    listed = [[key for row in rows.splitlines() for key in _codes(row.split("|")[1])] for rows in tables]
+    assert listed == [list(written), list(written["report"]), list(written["report"]["layers"][0])]
+    assert f"Version {written['format_version']}." in text
+
+
+def test_calibration_page_states_the_passes_of_every_mode():
+    """Calls of a block whose layers form four stages, for each batch; the self-check repeats the first batch."""
+    batches = token_batches(count=3)
+    cost = {row[0].split()[0].strip('`"'): row[2] for row in _table("docs/calibration.md", "mode")}
+    assert set(cost) == set(SEQUENTIAL)
+    for mode, stated in cost.items():
+        model = tiny_llama()
+        calls = []
+        handle = model.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        mts.sparsify(model, "wanda", data_loader=batches, sequential=mode, progress=False)
+        handle.remove()
+        passes = eval(stated, {"L": 4})
+        assert len(calls) == passes * len(batches) + 1, mode

@@ -1,0 +1,184 @@
+"""Perplexity and KL divergence, against a naive loop over single predictions."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama
+
+pytestmark = pytest.mark.core
+
+
+def text(length: int = 45, seed: int = 4) -> Tensor:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def other_llama() -> LlamaForCausalLM:
+    model = tiny_llama()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def naive(model: nn.Module, reference: nn.Module, tokens: Tensor, seq_len: int) -> tuple[float, float, float]:
+    """(perplexity, the reference's, KL(reference || model)), one window and one prediction at a time, in float64."""
+    losses: list[float] = []
+    reference_losses: list[float] = []
+    divergences: list[float] = []
+    for start in range(0, len(tokens) - seq_len + 1, seq_len):
+        window = tokens[start : start + seq_len]
+        p = model(window[None]).logits[0].double().softmax(-1)
+        q = reference(window[None]).logits[0].double().softmax(-1)
+        for position in range(seq_len - 1):
+            target = window[position + 1]
+            losses.append(-math.log(p[position, target]))
+            reference_losses.append(-math.log(q[position, target]))
+            divergences.append(float((q[position] * (q[position] / p[position]).log()).sum()))
+    count = len(losses)
+    return math.exp(sum(losses) / count), math.exp(sum(reference_losses) / count), sum(divergences) / count
+
+
+@pytest.mark.parametrize(("seq_len", "windows"), [(8, 5), (9, 5), (45, 1), (2, 22), (44, 1)])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_agrees_with_a_naive_loop(seq_len, windows, batch_size):
+    model, reference, tokens = other_llama(), tiny_llama(), text()
+    found = mts.evaluate(model, tokens, seq_len=seq_len, reference=reference, batch_size=batch_size, progress=False)
+    perplexity, reference_perplexity, kl = naive(model, reference, tokens, seq_len)
+    assert (found.windows, found.seq_len) == (windows, seq_len)
+    assert found.perplexity == pytest.approx(perplexity, rel=1e-4)
+    assert found.reference_perplexity == pytest.approx(reference_perplexity, rel=1e-4)
+    assert found.kl == pytest.approx(kl, rel=1e-3)
+    assert abs(found.perplexity / reference_perplexity - 1) > 0.01  # the two are told apart
+
+
+def test_the_tail_is_dropped_and_windows_do_not_see_each_other():
+    model, tokens = tiny_llama(), text(40)
+    whole = mts.evaluate(model, tokens, seq_len=16, progress=False)
+    assert whole.windows == 2
+    assert mts.evaluate(model, tokens[:32], seq_len=16, progress=False).perplexity == whole.perplexity
+    parts = [mts.evaluate(model, part, seq_len=16, progress=False) for part in (tokens[:16], tokens[16:32])]
+    assert math.log(whole.perplexity) == pytest.approx(sum(math.log(part.perplexity) for part in parts) / 2)
+
+
+def test_divergence_of_a_model_from_itself_is_zero():
+    found = mts.evaluate(tiny_llama(), text(), seq_len=9, reference=tiny_llama(), progress=False)
+    assert found.kl == 0.0
+    assert found.perplexity == found.reference_perplexity
+
+
+def test_a_uniform_model_has_its_vocabulary_as_perplexity():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert mts.evaluate(model, text(), seq_len=9, progress=False).perplexity == pytest.approx(97, rel=1e-5)
+
+
+def test_divergence_goes_from_the_reference_to_the_model():
+    """KL is not symmetric: a reference that is sure and a model that is not, by hand."""
+
+    class Fixed(nn.Module):
+        def __init__(self, logits: list[float]) -> None:
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor(logits))
+
+        def forward(self, input_ids, use_cache):
+            del use_cache
+            logits = self.logits.expand(*input_ids.shape, -1)
+            return type("Output", (), {"logits": logits})()
+
+    sure, unsure = Fixed([math.log(0.9), math.log(0.1)]), Fixed([0.0, 0.0])
+    expected = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
+    tokens = torch.tensor([0, 1, 1, 0])
+    found = mts.evaluate(unsure, tokens, seq_len=2, reference=sure, progress=False)
+    assert found.kl == pytest.approx(expected, rel=1e-6)
+    assert found.perplexity == pytest.approx(2, rel=1e-6)
+    assert found.reference_perplexity == pytest.approx(math.sqrt(1 / 0.9 / 0.1), rel=1e-6)  # predicts 1, then 0
+
+
+def test_half_precision_logits_are_compared_in_float32():
+    model = tiny_llama().bfloat16()
+    found = mts.evaluate(model, text(), seq_len=9, reference=tiny_llama(), progress=False)
+    assert found.perplexity == pytest.approx(naive(model, tiny_llama(), text(), 9)[0], rel=1e-4)
+    assert 0 < found.kl < 0.1
+
+
+def test_modes_are_restored_and_dropout_is_off():
+    models = [tiny_llama(attention_dropout=0.5).train() for _ in range(2)]
+    for model in models:
+        model.model.layers[1].eval()
+    before = [[module.training for module in model.modules()] for model in models]
+    first, second = (mts.evaluate(models[0], text(), seq_len=9, reference=models[1], progress=False) for _ in range(2))
+    assert first == second
+    assert first.kl == 0.0
+    assert [[module.training for module in model.modules()] for model in models] == before
+    models[1].forward = None
+    with pytest.raises(TypeError):
+        mts.evaluate(models[0], text(), seq_len=9, reference=models[1], progress=False)
+    assert [[module.training for module in model.modules()] for model in models] == before
+
+
+def test_no_gradients_are_kept():
+    model = tiny_llama()
+    mts.evaluate(model, text(), seq_len=9, reference=model, progress=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": text(8)}, "the text has 8 tokens, less than one window of 9: give more, or a shorter seq_len"),
+        ({"tokens": text(0)}, "the text has 0 tokens"),
+        ({"tokens": text().view(1, -1)}, r"tokens have shape \[1, 45\]: give one row of token ids"),
+        ({"seq_len": 1}, "seq_len=1, batch_size=8: at least 2 tokens predict one"),
+        ({"batch_size": 0}, "batch_size=0: at least"),
+        ({"reference": tiny_llama(vocab_size=101)}, "the reference has a vocabulary of 101, the model one of 97"),
+    ],
+)
+def test_arguments_that_cannot_be_evaluated(arguments, message):
+    tokens = arguments.pop("tokens", text())
+    with pytest.raises(ValueError, match=message):
+        mts.evaluate(tiny_llama(), tokens, **{"seq_len": 9, "progress": False, **arguments})
+
+
+@pytest.mark.parametrize("who", ["model", "reference"])
+def test_logits_that_are_not_finite_are_an_error(who):
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.model.norm.weight[3] = float("nan")
+    pair = (
+        {"model": broken, "reference": tiny_llama()} if who == "model" else {"model": tiny_llama(), "reference": broken}
+    )
+    with pytest.raises(ValueError, match=f"the {who}'s logits hold NaN or inf on this text"):
+        mts.evaluate(pair["model"], text(), seq_len=9, reference=pair["reference"], progress=False)
+
+
+def test_what_is_printed_has_the_reference_beside_it():
+    found = mts.Evaluation(12.3456, 7.0, 0.5, 3, 9)
+    assert str(found) == "perplexity 12.346 (reference 7.000, KL from it 0.5000 nats per token), 3 windows of 9 tokens"
+    alone = mts.Evaluation(12.3456, None, None, 1, 9)
+    assert str(alone) == (
+        "perplexity 12.346 (of the dense model: not known, give it as reference), 1 window of 9 tokens"
+    )
+    assert found.as_dict() == {
+        "perplexity": 12.3456,
+        "reference_perplexity": 7.0,
+        "kl": 0.5,
+        "windows": 3,
+        "seq_len": 9,
+    }
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
+def test_the_bar(capsys, progress, shown):
+    """By default there is one only if standard error is a terminal."""
+    mts.evaluate(tiny_llama(), text(), seq_len=9, progress=progress)
+    caught = capsys.readouterr()
+    assert caught.out == ""
+    assert ("evaluate" in caught.err) == shown

@@ -1,0 +1,573 @@
+"""The plan: which layer gets what, why the rest stays dense, and that it promises what is then done."""
+
+import json
+import re
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config
+from transformers import T5ForConditionalGeneration as T5
+from transformers.pytorch_utils import Conv1D
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.patterns import NM, Unstructured
+from modelopt_sparse.plan import Plan, make_plan
+from tests.helpers import tiny_llama
+
+pytestmark = pytest.mark.core
+
+LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+ALL = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
+
+
+def names(plan: Plan) -> list[str]:
+    return [item.name for item in plan.layers]
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {item.name: item.reason for item in plan.skipped}
+
+
+def untied(**changes):
+    return tiny_llama(tie_word_embeddings=False, **changes)
+
+
+# what is pruned by default -------------------------------------------------------------------------------------------
+
+
+def test_by_default_every_layer_in_the_blocks_is_pruned_and_the_head_is_not():
+    plan = make_plan(untied(), "magnitude")
+    assert names(plan) == ALL
+    assert reasons(plan) == {"model.embed_tokens": "embedding", "lm_head": "output head"}
+    assert {item.block for item in plan.layers} == {"model.layers.0", "model.layers.1"}
+
+
+def test_a_tied_head_is_skipped_with_its_embedding():
+    assert reasons(make_plan(tiny_llama(), "magnitude")) == {"model.embed_tokens": "tied: also held by lm_head"}
+
+
+def test_an_output_head_is_found_by_its_role_whatever_its_name():
+    class Renamed(type(tiny_llama())):
+        def __init__(self, config):
+            super().__init__(config)
+            self.vocabulary = self.lm_head
+            del self.lm_head
+
+        def get_output_embeddings(self):
+            return self.vocabulary
+
+    plan = make_plan(Renamed(untied().config), "magnitude", include="*")
+    assert reasons(plan)["vocabulary"] == "output head"
+
+
+def test_a_linear_that_shares_its_weight_with_the_output_head_is_protected_as_well():
+    model = untied()
+    model.model.layers[0].extra = nn.Linear(32, 97, bias=False)
+    model.model.layers[0].extra.weight = model.lm_head.weight
+    assert reasons(make_plan(model, "magnitude"))["model.layers.0.extra"] == "output head"
+
+
+def test_layers_outside_of_the_blocks_stay_dense():
+    model = nn.ModuleDict({"stem": nn.Linear(8, 8), "layers": nn.ModuleList([nn.Sequential(nn.Linear(8, 8))] * 1)})
+    model["layers"].append(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    plan = make_plan(model, "magnitude")
+    assert names(plan) == ["layers.0.0", "layers.1.0", "layers.1.1"]
+    assert reasons(plan) == {"stem": "outside the model's blocks"}
+
+
+def test_routers_and_fused_experts_of_a_mixture_stay_dense():
+    config = MixtralConfig(
+        num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=20, num_local_experts=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        plan = make_plan(MixtralForCausalLM(config), "magnitude")
+    fused = "fused expert weights are not supported yet"
+    assert reasons(plan) == {
+        "model.embed_tokens": "embedding",
+        "model.layers.0.mlp.gate": "MoE router",
+        "model.layers.0.mlp.experts.gate_up_proj": fused,
+        "model.layers.0.mlp.experts.down_proj": fused,
+        "lm_head": "output head",
+    }
+    assert names(plan) == ALL[:4]
+
+
+class Mixture(nn.Module):
+    """Experts as a list of modules, with a router that is a plain Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 3)
+        self.shared_expert_gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3))
+
+
+class GatedMLP(nn.Module):
+    """A gate without experts beside it is an ordinary layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+def test_a_router_is_found_by_the_experts_beside_it():
+    model = nn.Sequential(Mixture(), GatedMLP())
+    plan = make_plan(model, "magnitude")
+    assert reasons(plan) == {"0.gate": "MoE router", "0.shared_expert_gate": "MoE router"}
+    assert names(plan) == [*(f"0.experts.{i}.{j}" for i in range(3) for j in range(2)), "1.gate", "1.up"]
+
+
+def test_weights_that_a_parent_reads_without_calling_their_module_are_named_as_such():
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4, time_step_rank=4)
+    with torch.device("meta"):
+        plan = make_plan(MambaForCausalLM(config), "wanda")
+    mixer = "backbone.layers.0.mixer"
+    assert reasons(plan)[f"{mixer}.dt_proj"] == "MambaMixer reads the weight without calling the module"
+    assert f"{mixer}.in_proj" in names(plan)
+
+
+def test_a_pattern_that_does_not_fit_a_layer_leaves_it_dense_with_the_reason():
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 8), nn.Conv2d(6, 8, 2), nn.Conv2d(8, 8, 2, groups=4))
+    plan = make_plan(model, "magnitude")
+    assert names(plan) == ["1"]
+    assert reasons(plan) == {
+        "0": "10 input channels are not a multiple of 4, so 2:4 does not fit",
+        "2": "6 input channels are not a multiple of 4, so 2:4 does not fit",  # though 6 x 2 x 2 is one
+        "3": "2 input channels are not a multiple of 4, so 2:4 does not fit",
+    }
+    assert names(make_plan(model, "magnitude", pattern="50%")) == ["0", "1", "2", "3"]
+
+
+def test_hardware_only_skips_shapes_that_asp_does_not_take():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 12), nn.Linear(24, 8))
+    plan = make_plan(model, "magnitude", hardware_only=True)
+    assert names(plan) == ["0"]
+    message = "shape is not a multiple of 8 x 16 (hardware_only)"
+    assert reasons(plan) == {"1": message, "2": message}
+    assert names(make_plan(model, "magnitude")) == ["0", "1", "2"]
+
+
+# include, exclude, rules ---------------------------------------------------------------------------------------------
+
+
+def test_include_prunes_only_what_it_matches():
+    plan = make_plan(untied(), "magnitude", include=["*.down_proj", "model.layers.0.self_attn.?_proj"])
+    assert names(plan) == [*ALL[:4], ALL[6], ALL[13]]
+    assert reasons(plan)["model.layers.0.mlp.up_proj"] == "not in include"
+
+
+def test_exclude_wins_over_include_and_rules():
+    options = {"include": "model.layers.0.*", "rules": {"*.q_proj": {"pattern": "1:4"}}, "exclude": "*.q_proj"}
+    plan = make_plan(untied(), "magnitude", options)
+    assert names(plan) == ALL[1:7]
+    assert reasons(plan)[ALL[0]] == "excluded by '*.q_proj'"
+
+
+def test_a_glob_never_overrides_the_default_exclusions():
+    for options in ({"include": "*"}, {"rules": {"*": {}}}, {"rules": {"nn.Linear": {"*": {}}}}):
+        plan = make_plan(untied(), "magnitude", options)
+        assert names(plan) == ALL
+        assert reasons(plan)["lm_head"] == "output head"
+
+
+@pytest.mark.parametrize("options", [{"include": ["*", "lm_head"]}, {"rules": {"lm_head": {}}}])
+def test_a_full_name_overrides_the_default_exclusions(options):
+    assert names(make_plan(untied(), "magnitude", options)) == [*ALL, "lm_head"]
+
+
+def test_an_included_layer_may_lie_outside_of_the_blocks():
+    model = nn.ModuleDict({"stem": nn.Linear(8, 8), "layers": nn.ModuleList([GatedMLP(), GatedMLP()])})
+    assert names(make_plan(model, "magnitude", include="st*")) == ["stem"]
+    plan = make_plan(model, "magnitude", rules={"st*": {"pattern": "1:4"}})
+    assert reasons(plan)["stem"] == "outside the model's blocks"
+    assert "stem" in names(make_plan(model, "magnitude", rules={"stem": {"pattern": "1:4"}}))
+
+
+def test_of_several_rules_the_first_match_wins():
+    rules = {
+        "model.layers.0.*.q_proj": None,
+        "*.q_proj": {"pattern": "1:4"},
+        "model.layers.1.*": {"pattern": "50%"},
+        "*": {},
+    }
+    plan = make_plan(untied(), "magnitude", rules=rules)
+    patterns = {item.name: str(item.pattern) for item in plan.layers}
+    assert reasons(plan)[ALL[0]] == "left dense by rule 'model.layers.0.*.q_proj'"
+    assert patterns[ALL[7]] == "1:4"
+    assert patterns[ALL[8]] == "50% per matrix"
+    assert patterns[ALL[1]] == "2:4"
+    turned = make_plan(untied(), "magnitude", rules=dict(reversed(rules.items())))
+    assert {str(item.pattern) for item in turned.layers} == {"2:4"}
+
+
+def test_a_rule_gives_a_layer_its_own_method_and_options():
+    rules = {
+        "*.q_proj": {"method": "wanda", "pattern": "50%"},
+        "*.k_proj": {"method": "ria", "alpha": 1.0},
+        "*.v_proj": {"damping": 0.2},
+        "*.o_proj": {"method": "sparsegpt"},
+    }
+    plan = make_plan(untied(), "sparsegpt", damping=0.05, rules=rules)
+    found = {item.name.rpartition(".")[2]: item for item in plan.layers}
+    assert (found["q_proj"].method.name, found["q_proj"].pattern) == ("wanda", Unstructured(0.5, "row"))
+    assert found["q_proj"].options == {}
+    assert (found["k_proj"].method.name, found["k_proj"].options) == ("ria", {"alpha": 1.0})
+    assert found["v_proj"].options == {"damping": 0.2, "block_size": 128}
+    assert found["o_proj"].options == {"damping": 0.05, "block_size": 128}
+    assert found["up_proj"].options == {"damping": 0.05, "block_size": 128}
+    assert found["up_proj"].pattern == NM(2, 4)
+
+
+def test_class_rules_apply_to_their_class_only():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 2), nn.Linear(8, 8), Conv1D(8, 8))
+    plan = make_plan(model, [("sparse_magnitude", {"nn.Linear": {"*": {}, "2": None}})])
+    assert names(plan) == ["0", "1", "3"]
+    assert reasons(plan) == {"2": "left dense by rule '2'"}
+    plan = make_plan(model, [("sparse_magnitude", {"nn.Linear": {"0": {}}, "nn.Conv1d": None})])
+    assert names(plan) == ["0", "3"]
+
+
+def test_modelopt_s_default_class_rules_fit_any_model():
+    rules = {"nn.Linear": {"*": {}, "*lm_head*": None}, "nn.Conv2d": {"*": {}, "*lm_head*": None}}
+    for model in (untied(), tiny_llama(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))):
+        assert names(make_plan(model, [("sparsegpt", rules)])) == names(make_plan(model, "sparsegpt"))
+
+
+@pytest.mark.parametrize(("method", "scope"), [("magnitude", "matrix"), ("wanda", "row"), ("sparsegpt", "matrix")])
+def test_an_open_scope_is_the_method_s_own(method, scope):
+    plan = make_plan(untied(), method, pattern="50%", rules={"*.q_proj": {"pattern": "40% per row"}})
+    assert {item.pattern for item in plan.layers} == {Unstructured(0.5, scope), Unstructured(0.4, "row")}
+
+
+# errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"include": ["*", "*.q_prj"]},
+        {"exclude": "*.q_prj"},
+        {"rules": {"*.q_prj": None}},
+        {"rules": {"*": {}, "*.q_prj": {}}},
+    ],
+)
+def test_a_glob_that_matches_nothing_is_an_error_with_names_that_are_near(options):
+    message = re.escape("'*.q_prj' matches no prunable layer of this LlamaForCausalLM; names look like ")
+    with pytest.raises(ValueError, match=f"{message}.*q_proj"):
+        make_plan(untied(), "magnitude", options)
+
+
+@pytest.mark.parametrize("options", [{"exclude": "lm_head"}, {"exclude": "*embed*"}, {"rules": {"*lm_head*": None}}])
+def test_leaving_a_weight_dense_that_is_never_pruned_is_no_error(options):
+    """``exclude="lm_head"`` works whether the head is tied or not."""
+    assert names(make_plan(tiny_llama(), "magnitude", options)) == ALL
+
+
+@pytest.mark.parametrize("options", [{"include": ["*", "lm_head"]}, {"rules": {"lm_head": {}}}])
+def test_asking_for_a_weight_that_is_never_pruned_is_an_error_that_says_why(options):
+    message = "'lm_head' matches no prunable layer .*, only weights that stay dense: tied: also held by lm_head"
+    with pytest.raises(ValueError, match=message):
+        make_plan(tiny_llama(), "magnitude", options)
+
+
+def test_the_name_of_a_block_is_not_the_name_of_its_layers():
+    """A glob must not silently exclude nothing."""
+    with pytest.raises(ValueError, match=r"'model.layers.0' matches no prunable layer"):
+        make_plan(untied(), "magnitude", exclude="model.layers.0")
+
+
+def test_a_pattern_that_fits_nothing_is_an_error():
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"nothing to prune in this Sequential: 10 input channels are not .*; 6 input"):
+        make_plan(model, "magnitude")
+
+
+def test_a_model_without_weight_matrices_is_an_error():
+    with pytest.raises(ValueError, match="nothing to prune in this LayerNorm: it holds no weight matrices"):
+        make_plan(nn.LayerNorm(4), "magnitude")
+
+
+@pytest.mark.parametrize("options", [{"include": ["0", "1"]}, {"rules": {"0": {}}}])
+def test_a_pattern_that_does_not_fit_a_layer_named_in_full_is_an_error(options):
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 8))
+    message = "layer '0', which you name: 10 input channels are not a multiple of 4, .* choose another pattern or leave"
+    with pytest.raises(ValueError, match=message):
+        make_plan(model, "magnitude", options)
+    with pytest.raises(ValueError, match=r"layer '0', which you name: shape is not a multiple of 8 x 16"):
+        make_plan(model, "magnitude", options, pattern="1:2", hardware_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 5}, r"option damping=5 of sparsegpt: must be a number in \(0, 1\]"),
+        ({"block_size": 0}, "option block_size=0 of sparsegpt: a positive whole number of columns"),
+        ({"rules": {"*.q_proj": {"damping": -1}}}, "option damping=-1 of sparsegpt"),
+        ({"rules": {"*.q_proj": {"method": "ria", "alpha": 2}}}, "option alpha=2 of ria"),
+        (
+            {"rules": {"*.q_proj": {"dampening": 0.1}}},
+            r"rule '\*.q_proj': option 'dampening' is not known, did you mean 'damping'\?; allowed with method "
+            "'sparsegpt' are block_size, damping, method, pattern",
+        ),
+        (
+            {"rules": {"*.q_proj": {"method": "wanda", "damping": 0.1}}},
+            r"rule '\*.q_proj': option 'damping' is not known; allowed with method 'wanda' are method, pattern",
+        ),
+        ({"rules": {"*.q_proj": {"method": "wandas"}}}, "method 'wandas' is not known, did you mean 'wanda'"),
+        ({"rules": {"*.q_proj": {"pattern": "2/4"}}}, "pattern '2/4' is not known"),
+    ],
+)
+def test_bad_options_of_a_method_or_a_rule_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(untied(), "sparsegpt", options)
+
+
+def test_weights_that_are_no_floats_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"layer '1' holds torch.int8 weights: quantized .* load the model dequantized"
+    ):
+        make_plan(model, "magnitude")
+    assert names(make_plan(model, "magnitude", exclude="1")) == ["0"]
+
+
+# what it shows -------------------------------------------------------------------------------------------------------
+
+
+def test_hardware_columns_say_which_runtime_takes_the_shape():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(16, 8), nn.Linear(12, 8), Conv1D(32, 64))
+    fits = [item.hardware for item in make_plan(model, "magnitude").layers]
+    assert fits == [
+        {"asp": True, "cusparselt": True, "cutlass": True},
+        {"asp": True, "cusparselt": True, "cutlass": False},
+        {"asp": True, "cusparselt": False, "cutlass": False},
+        {"asp": False, "cusparselt": False, "cutlass": False},
+        {"asp": True, "cusparselt": True, "cutlass": True},  # [32, 64] as a matrix
+    ]
+
+
+def test_the_printed_plan_names_every_layer_and_every_reason():
+    plan = make_plan(untied(), "sparsegpt", exclude="*.q_proj", rules={"*.k_proj": {"pattern": "50%"}})
+    lines = str(plan).splitlines()
+    for item in plan.layers:
+        line = next(line.split() for line in lines if line.startswith(item.name))
+        assert item.method.name in line
+        assert str(item.pattern).split()[0] in line
+        assert [cell for cell in line if cell in ("yes", "no")] == [
+            "yes" if fits else "no" for fits in item.hardware.values()
+        ]
+    for item in plan.skipped:
+        assert any(line.startswith(item.name) and line.endswith(item.reason) for line in lines)
+    assert "12 layers with 16,384 of 24,640 matrix weights will be pruned." in lines
+    assert "statistics of one block 0.0 MiB" in lines[-1]
+
+
+def test_the_json_holds_the_plan():
+    plan = make_plan(untied(), "sparsegpt", exclude="*.q_proj")
+    data = json.loads(plan.to_json())
+    assert data == plan.as_dict()
+    assert data["layers"][0] == {
+        "name": "model.layers.0.self_attn.k_proj",
+        "type": "Linear",
+        "shape": [16, 32],
+        "block": "model.layers.0",
+        "method": "sparsegpt",
+        "pattern": "2:4",
+        "options": {"damping": 0.01, "block_size": 128},
+        "hardware": {"asp": True, "cusparselt": True, "cutlass": False},
+    }
+    assert {"name": "lm_head", "type": "Linear", "shape": [97, 32], "reason": "output head"} in data["skipped"]
+    assert set(data["memory_bytes"]) == {"statistics_of_one_block", "solver_workspace", "masks"}
+
+
+def test_shapes_are_those_of_the_matrices():
+    model = nn.Sequential(
+        nn.Linear(8, 4), Conv1D(4, 8), nn.Conv2d(8, 4, 3), nn.Conv2d(8, 4, 3, groups=2), nn.MultiheadAttention(8, 2)
+    )
+    shapes = {item.name: item.shape for item in make_plan(model, "magnitude").layers}
+    assert shapes == {
+        "0": (4, 8),
+        "1": (4, 8),
+        "2": (4, 72),
+        "3": (2, 2, 36),
+        "4.in_proj_weight": (3, 8, 8),
+        "4.out_proj": (8, 8),
+    }
+
+
+# memory --------------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    eos_token_id = None
+
+
+def test_memory_figures_agree_with_a_hand_computation():
+    # 32 wide: q, k, v, o, gate and up have 32 inputs, down has 64; statistics are float32
+    grams = 4 * (6 * 32 * 32 + 64 * 64)
+    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+    down = 4 * (10 * 32 * 64 + 4 * 64 * 64)  # the largest workspace: ten numbers per weight, four Gram matrices
+    text = {"data": "some text", "tokenizer": Tokenizer(), "num_samples": 5}
+    plan = make_plan(untied(), "sparsegpt", text)
+    assert plan.memory == {
+        "statistics_of_one_block": grams,
+        "solver_workspace": down,
+        "masks": weights,
+        "cached_activations": 5 * 64 * 32 * 4,  # windows of the model's 64 positions
+    }
+    halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
+    assert halved.memory == {
+        "statistics_of_one_block": grams,
+        "solver_workspace": down,
+        "cached_activations": 5 * 10 * 32 * 2,
+    }
+    wanda = make_plan(untied(), "wanda")
+    assert wanda.memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
+    assert make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0
+    assert "cached_activations" not in make_plan(untied(), "magnitude", text).memory
+
+
+def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
+    attention = nn.MultiheadAttention(8, 2)
+    plan = make_plan(attention, "sparsegpt")
+    assert plan.memory["statistics_of_one_block"] == 4 * (3 * 8 * 8 + 8 * 8)
+
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(12, 8), "layers": nn.ModuleList([GatedMLP()])})
+    plan = make_plan(model, "sparsegpt", include=["a", "b"])
+    assert plan.memory["statistics_of_one_block"] == 4 * 12 * 12  # one at a time
+
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    assert make_plan(tied, "magnitude").memory["masks"] == 2 * 64
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that are alive, now and at the peak."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.seen:
+                storage = x.untyped_storage()
+                self.seen.add(storage)
+                self._count(storage.nbytes())
+                weakref.finalize(storage, self._count, -storage.nbytes())
+        return output
+
+    def _count(self, change: int) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.mark.parametrize("shape", [(512, 128), (32, 512), (256, 256)])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per matrix", "50% per row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
+def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape):
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype))
+    item = (plan := make_plan(model, method, pattern=pattern)).layers[0]
+    weight = model[0].weight.detach()
+    inputs = torch.randn(shape[1] + 8, shape[1])
+    gram = inputs.mT @ inputs
+    stats = Stats(len(inputs), gram.diagonal().clone(), gram if item.method.needs == "gram" else None)
+    with LiveBytes(weight, gram, stats.square_sums) as live:
+        item.method.solve(weight, item.method.prepare(stats, item.options), item.pattern, item.options)
+    assert 0 < live.peak <= plan.memory["solver_workspace"] + plan.memory["masks"]
+
+
+# a plan is only a plan -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_meta_is_planned_like_a_real_one():
+    with torch.device("meta"):
+        on_meta = tiny_llama()
+    assert on_meta.lm_head.weight.is_meta
+    assert make_plan(on_meta, "sparsegpt").as_dict() == make_plan(tiny_llama(), "sparsegpt").as_dict()
+
+
+def test_planning_changes_nothing_in_the_model():
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    parameters = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    types = {name: type(module) for name, module in model.named_modules()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    config = model.config.to_dict()
+    make_plan(model, "sparsegpt", data_loader=iter([]), rules={"*.q_proj": None})
+    assert {name: type(module) for name, module in model.named_modules()} == types
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(value is parameters[name] for name, value in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert set(model.state_dict()) == set(values)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name])
+    assert model.config.to_dict() == config
+
+
+def test_planning_takes_no_batch_from_the_loader():
+    loader = iter([torch.zeros(1, 4, dtype=torch.long)])
+    make_plan(tiny_llama(), "sparsegpt", data_loader=loader)
+    assert len(list(loader)) == 1
+
+
+def test_sparsify_does_what_the_plan_says():
+    options = {"exclude": "*.q_proj", "rules": {"*.k_proj": None, "*.v_proj": {"pattern": "1:4"}, "*.up_proj": {}}}
+    model = tiny_llama()
+    plan = make_plan(model, "magnitude", options)
+    mts.sparsify(model, "magnitude", options, progress=False)
+    masks = dict(mts.named_masks(model))
+    assert list(masks) == [item.layer.parameter_name for item in plan.layers]
+    for item in plan.layers:
+        assert item.pattern.count_kept_wrong(item.layer.matrix(masks[item.layer.parameter_name])) == 0
+
+
+def test_a_method_of_the_user_stands_in_the_plan_with_its_options():
+    class First(mts.Method):
+        name = "first"
+        options = {"strength": 2}
+        scope = "row"
+
+        def check(self, options):
+            if options["strength"] < 0:
+                raise ValueError("strength must not be negative")
+
+        def solve(self, weight, state, pattern, options) -> Solution:
+            raise AssertionError("a plan solves nothing")
+
+    plan = make_plan(tiny_llama(), First(), pattern="50%", strength=3)
+    assert {(item.method.name, item.pattern, item.options["strength"]) for item in plan.layers} == {
+        ("first", Unstructured(0.5, "row"), 3)
+    }
+    with pytest.raises(ValueError, match="strength must not be negative"):
+        make_plan(tiny_llama(), First(), strength=-1)
+
+
+def test_every_registered_method_can_be_planned_for_an_encoder_decoder():
+    config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_ff=16, d_kv=8, num_heads=2, vocab_size=20)
+    with torch.device("meta"):
+        model = T5(config)
+    for method in METHODS:
+        plan = make_plan(model, method)
+        assert len(plan.layers) == 4 + 2 + 8 + 2
+        relative = "SelfAttention.relative_attention_bias"
+        assert reasons(plan) == {
+            "shared": "tied: also held by encoder.embed_tokens",
+            f"encoder.block.0.layer.0.{relative}": "embedding",
+            f"decoder.block.0.layer.0.{relative}": "embedding",
+        }

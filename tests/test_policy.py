@@ -1,0 +1,284 @@
+"""Rules that the whole package keeps, read from its source and from a fresh import."""
+
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.patterns import NM, Unstructured
+from tests.helpers import run_python, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+
+PACKAGE = Path(mts.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything a file imports: "torch.nn", "torch.Tensor", "modelopt_sparse.patterns.NM"."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """ "torch.nn.Linear" of the expression that reads it, or ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+# the public names ---------------------------------------------------------------------------------------------------
+
+
+def test_all_is_sorted_complete_and_importable():
+    assert len(set(mts.__all__)) == len(mts.__all__)
+    classes = [name for name in mts.__all__ if name[0].isupper()]
+    rest = [name for name in mts.__all__ if not name[0].isupper()]
+    constants = [name for name in classes if name.isupper()]
+    assert mts.__all__ == sorted(constants) + sorted(set(classes) - set(constants)) + sorted(rest)
+    modules = {path.stem for path in PACKAGE.iterdir()}
+    imported = {
+        alias
+        for node in tree(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.ImportFrom)
+        for alias in (item.asname or item.name for item in node.names)
+    }
+    assert imported == set(mts.__all__)
+    for name in mts.__all__:
+        assert getattr(mts, name) is not None
+    visible = {name for name in vars(mts) if not name.startswith("_")}
+    assert visible - modules <= set(mts.__all__)
+
+
+def test_every_public_name_is_documented_where_it_is_defined():
+    for name in set(mts.__all__) - {"__version__"}:
+        value = getattr(mts, name)
+        assert value.__doc__, name
+        assert not value.__doc__.startswith(f"{name}("), f"{name} has the docstring that dataclass made"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_star_imports(path):
+    assert not [name for name in imports(path) if name.endswith(".*")]
+
+
+# layers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "methods").glob("*.py")), ids=lambda path: path.name)
+def test_methods_see_no_module(path):
+    """Nothing of torch.nn, and nothing of the package but patterns and methods."""
+    for name in imports(path):
+        assert not within(name, "torch.nn", "transformers", "accelerate"), name
+        if within(name, "modelopt_sparse"):
+            assert within(name, "modelopt_sparse.patterns", "modelopt_sparse.methods"), name
+    read = {dotted(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    assert not {name for name in read if within(name, "torch.nn", "nn")}
+
+
+def test_patterns_see_only_tensors():
+    for name in imports(PACKAGE / "patterns.py"):
+        assert not within(name, "torch.nn", "transformers", "accelerate", "modelopt_sparse"), name
+
+
+@pytest.mark.parametrize(
+    ("package", "owner"), [("torch.distributed", "distributed.py"), ("accelerate.hooks", "offload.py")]
+)
+def test_only_one_file_imports(package, owner):
+    users = {
+        name
+        for path, name in zip(SOURCES, NAMES)
+        if any(within(item, package) for item in imports(path))
+        or any(within(dotted(node), package) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+    }
+    assert users == {owner}
+
+
+def test_third_party_imports_are_declared():
+    declared = {"torch", "transformers", "accelerate", "safetensors", "tqdm", "numpy", "yaml", "typer"}
+    used = {name.partition(".")[0] for path in SOURCES for name in imports(path)}
+    assert used - declared - set(sys.stdlib_module_names) - {"modelopt_sparse"} == set()
+
+
+# what no file may do ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_pickle(path):
+    assert not [name for name in imports(path) if within(name, "pickle", "dill", "cloudpickle", "joblib", "marshal")]
+    read = {dotted(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    assert not read & {"torch.load", "torch.save", "torch.hub", "numpy.load", "np.load"}
+    assert not set(imports(path)) & {"torch.load", "torch.save"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_bare_except_and_nothing_is_swallowed_whole(path):
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: bare except"
+            broad = dotted(node.type) in ("Exception", "BaseException")
+            raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            assert raises or not broad, f"line {node.lineno}: swallows {dotted(node.type)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_print_eval_or_exec(path):
+    calls = {
+        node.func.id for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"print", "eval", "exec", "compile", "__import__", "breakpoint", "input"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_sources_are_ascii_and_start_with_a_docstring(path):
+    assert path.read_text(encoding="utf-8").isascii()
+    assert ast.get_docstring(tree(path))
+
+
+WATCHED = [
+    "torch",
+    "torch.nn",
+    "torch.nn.functional",
+    "transformers",
+    "accelerate",
+    "accelerate.hooks",
+    "safetensors.torch",
+]
+FRESH_IMPORT = f"""
+import importlib, inspect, json, logging, signal, sys, warnings
+import torch
+modules = [importlib.import_module(name) for name in {WATCHED!r}]
+import transformers.pytorch_utils, transformers.modeling_utils, accelerate.optimizer, yaml, safetensors
+classes = [
+    torch.nn.Module, torch.nn.Linear, torch.nn.Conv2d, torch.nn.MultiheadAttention, torch.nn.Parameter, torch.Tensor,
+    torch.optim.Optimizer, transformers.PreTrainedModel, transformers.pytorch_utils.Conv1D, yaml.SafeLoader,
+    accelerate.hooks.AlignDevicesHook, accelerate.optimizer.AcceleratedOptimizer,
+]
+
+def content(thing):
+    return {{name: id(value) for name, value in vars(thing).items() if callable(value) or isinstance(value, property)}}
+
+def look():
+    settings = {{
+        "dtype": str(torch.get_default_dtype()), "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
+        "precision": torch.get_float32_matmul_precision(), "cuda tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32, "benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(), "seed": torch.initial_seed(),
+        "random": int(torch.get_rng_state().sum()), "device": str(torch.get_default_device()),
+        "filters": len(warnings.filters), "sigint": str(signal.getsignal(signal.SIGINT)), "hook": str(sys.excepthook),
+        "bars": transformers.utils.logging.is_progress_bar_enabled(), "verbosity": transformers.logging.get_verbosity(),
+        "logging": [str(handler) for handler in logging.getLogger().handlers],
+        "yaml": {{str(k): len(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}},
+    }}
+    return [content(c) for c in classes], [content(m) for m in modules[1:3]], settings
+
+before = look()
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+after = look()
+different = [str(c) for c, a, b in zip(classes, before[0], after[0]) if a != b]
+different += [str(m) for m, a, b in zip(modules[1:3], before[1], after[1]) if a != b]
+different += [f"{{k}}: {{before[2][k]}} -> {{after[2][k]}}" for k in before[2] if before[2][k] != after[2][k]]
+print(json.dumps(different))
+"""
+
+
+def test_importing_every_module_patches_nothing_and_sets_nothing():
+    parts = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in NAMES]
+    names = [f"modelopt_sparse.{part}" for part in parts if part not in ("__init__", "__main__")]
+    done = run_python("-W", "error::DeprecationWarning:modelopt_sparse", "-c", FRESH_IMPORT, json.dumps(names))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_patches_nothing_and_sets_nothing(method):
+    watched = [
+        nn.Module,
+        nn.Linear,
+        torch.Tensor,
+        torch.optim.Optimizer,
+        importlib.import_module("transformers").PreTrainedModel,
+    ]
+
+    def look():
+        return (
+            [{k: id(v) for k, v in vars(cls).items() if callable(v)} for cls in watched],
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            torch.get_rng_state().tolist(),
+        )
+
+    model, data = tiny_llama(), token_batches()
+    before = look()
+    mts.sparsify(model, method, data_loader=data)
+    mts.export(model)
+    assert look() == before
+
+
+# hops ---------------------------------------------------------------------------------------------------------------
+
+
+def frames_to(monkeypatch, cls, run) -> set[tuple[str, ...]]:
+    """The package's functions on the stack when a pattern's mask is computed, from `sparsify` inwards."""
+    found = set()
+    original = cls.mask
+
+    def spy(self, score):
+        frame, chain = sys._getframe(1), ["mask"]
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                chain.append(frame.f_code.co_name)
+            frame = frame.f_back
+        found.add(tuple(reversed(chain)))
+        return original(self, score)
+
+    monkeypatch.setattr(cls, "mask", spy)
+    run()
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50%"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria"])
+def test_from_sparsify_to_the_mask_is_two_calls(monkeypatch, method, pattern):
+    cls = NM if ":" in pattern else Unstructured
+
+    def run():
+        mts.sparsify(tiny_llama(), method, pattern=pattern, data_loader=token_batches())
+
+    assert frames_to(monkeypatch, cls, run) == {("sparsify", "solve", "mask")}
+
+
+def test_from_sparsify_to_the_line_that_calls_for_a_mask_is_two_calls_in_sparsegpt(monkeypatch):
+    """SparseGPT chooses each group inside its sweep over the columns."""
+
+    def run():
+        mts.sparsify(tiny_llama(), "sparsegpt", data_loader=token_batches())
+
+    assert frames_to(monkeypatch, NM, run) == {("sparsify", "solve", "_eliminate", "mask")}

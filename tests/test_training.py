@@ -1,0 +1,639 @@
+"""Training sparse models: zeros hold, and the kept weights really learn.
+
+Every test looks at the parameters themselves, without calling the module or its state dict first: both would repair
+what an optimizer broke.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.pytorch_utils import Conv1D as HFConv1D
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+STEPS = 20
+
+
+class EveryLayer(nn.Module):
+    """A convolution, an attention, a Conv1D and two Linears in a row: every type of layer that carries masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.hidden = HFConv1D(16, 8)
+        nn.init.normal_(self.hidden.weight, std=0.3)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).transpose(1, 2).contiguous()
+        x = x + self.attention(x, x, x)[0]
+        return self.body(self.hidden(x).tanh())
+
+
+MASKED = (
+    "conv.weight",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "hidden.weight",
+    "body.0.weight",
+    "body.2.weight",
+)
+
+
+def random_mask(weight: Tensor, seed: int = 0) -> Tensor:
+    order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
+    return (order % 2 == 0).view(weight.shape)
+
+
+def sparse_model(names: Iterable[str] = MASKED) -> EveryLayer:
+    torch.manual_seed(0)
+    model = EveryLayer()
+    for seed, name in enumerate(names):
+        mts.set_mask(model, name, random_mask(model.get_parameter(name), seed))
+    return model
+
+
+def regression(batch: int = 16, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs, and a linear function of them that the model can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    x, mix = torch.randn(batch, 4, 6, generator=generator), torch.randn(4, 4, generator=generator)
+    return x, torch.einsum("bct,ck->btk", x, mix)
+
+
+def mean_square(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(model(x).float(), target)
+
+
+def lost_zeros(model: nn.Module) -> list[str]:
+    """The masked parameters that are not exactly +0.0 at every pruned place."""
+    lost = []
+    for name, mask in mts.named_masks(model):
+        pruned = model.get_parameter(name).detach()[~mask]
+        if pruned.count_nonzero() or torch.signbit(pruned).any():
+            lost.append(name)
+    return lost
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """The trainable parameters of which a fifth or more of the kept entries is what it was before training.
+
+    (A hidden unit whose outgoing weights are all pruned learns nothing.)
+    """
+    masks = dict(mts.named_masks(model))
+    found = []
+    for name, parameter in model.named_parameters():
+        same = (parameter.detach() == before[name])[masks.get(name, ...)]
+        if parameter.requires_grad and same.float().mean() >= 0.2:
+            found.append(name)
+    return found
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = STEPS,
+    loss_of: Callable[..., Tensor] = mean_square,
+    data: tuple[Tensor, ...] | None = None,
+) -> list[float]:
+    """Losses of ``steps`` steps on one batch; the last one is after the last step."""
+    data = regression() if data is None else data
+    losses = []
+    for _ in range(steps):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, *data)
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure).detach()))
+        assert not lost_zeros(model), "before the next forward"
+    return [*losses, float(loss_of(model, *data).detach())]
+
+
+# optimizers that keep zeros by themselves ---------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD, momentum, decay": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "SGD, nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "Adam, amsgrad, L2": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.005, momentum=0.5),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zeros_hold_and_kept_weights_learn_without_any_call(name: str):
+    model = sparse_model()
+    before = values(model)
+    losses = train(model, OPTIMIZERS[name](model.parameters()))
+    assert losses[-1] < 0.85 * losses[0]
+    assert not unchanged(model, before)
+
+
+def test_training_is_that_of_the_dense_model_whose_gradients_are_masked():
+    """Twenty steps of AdamW on a plain model, masking gradients by hand, end at the same weights."""
+    model = sparse_model()
+    masks = dict(mts.named_masks(model))
+    plain = mts.export(copy.deepcopy(model))
+    for name, mask in masks.items():
+        plain.get_parameter(name).register_hook(lambda gradient, mask=mask: gradient * mask)
+    losses = train(model, OPTIMIZERS["AdamW"](model.parameters()))
+    plain_losses = train(plain, OPTIMIZERS["AdamW"](plain.parameters()))
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    torch.testing.assert_close(values(model), values(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_accumulate_over_micro_batches():
+    model = sparse_model()
+    x, target = regression()
+    mean_square(model, x, target).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for part in range(4):
+        (mean_square(model, x[part::4], target[part::4]) / 4).backward()
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, whole, rtol=1e-4, atol=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer.step()
+    assert not lost_zeros(model)
+
+
+def two_micro_batches(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """Both graphs alive until one backward pass."""
+    return (mean_square(model, x[::2], target[::2]) + mean_square(model, x[1::2], target[1::2])) / 2
+
+
+def checkpointed(model: EveryLayer, x: Tensor, target: Tensor, use_reentrant: bool = False) -> Tensor:
+    x = x.requires_grad_()
+    x = checkpoint(model.conv, x, use_reentrant=use_reentrant).transpose(1, 2).contiguous()
+    x = x + checkpoint(model.attention, x, x, x, use_reentrant=use_reentrant)[0]
+    x = checkpoint(model.hidden, x, use_reentrant=use_reentrant).tanh()
+    return F.mse_loss(checkpoint(model.body, x, use_reentrant=use_reentrant), target)
+
+
+def autocast(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return mean_square(model, x, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "tolerance"),
+    [
+        (two_micro_batches, 1e-4),
+        (checkpointed, 1e-4),
+        (lambda *data: checkpointed(*data, use_reentrant=True), 1e-4),
+        (autocast, 0.02),
+    ],
+    ids=["two graphs", "checkpointed", "checkpointed reentrant", "autocast"],
+)
+def test_other_ways_to_run_the_model_train_it_the_same(loss_of: Callable[..., Tensor], tolerance: float):
+    expected = train(model := sparse_model(), OPTIMIZERS["AdamW"](model.parameters()))
+    model = sparse_model()
+    before = values(model)
+    losses = train(model, OPTIMIZERS["AdamW"](model.parameters()), loss_of=loss_of)
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert losses[-1] < 0.85 * losses[0]
+    assert not unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum, decay", "AdamW", "Adafactor"])
+def test_bfloat16_weights_train(name: str):
+    model = sparse_model().bfloat16()
+    before = values(model)
+    x, target = regression()
+    losses = train(model, OPTIMIZERS[name](model.parameters()), data=(x.bfloat16(), target))
+    assert losses[-1] < 0.9 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    moved = {
+        n: (p != before[n])[mask].float().mean() for (n, mask) in mts.named_masks(model) for p in [values(model)[n]]
+    }
+    assert min(moved.values()) > 0.2  # small updates of large bfloat16 weights round away
+
+
+def test_frozen_weights_stay_bit_for_bit_and_masked_while_the_rest_learns():
+    model = sparse_model()
+    for name in ("body.0.weight", "attention.in_proj_weight"):
+        model.get_parameter(name).requires_grad_(False)
+    before = values(model)
+    model.get_parameter("body.0.weight").data[~dict(mts.named_masks(model))["body.0.weight"]] = 5.0
+    with torch.no_grad():
+        drifted = float(mean_square(model, *regression()))
+    losses = train_after_drift(model)
+    assert losses[0] == pytest.approx(drifted)
+    assert losses[-1] < 0.85 * losses[0]
+    for name in ("body.0.weight", "attention.in_proj_weight"):
+        assert torch.equal(model.get_parameter(name), before[name])
+        assert model.get_parameter(name).grad is None
+    assert not unchanged(model, before)
+
+
+def train_after_drift(model: nn.Module) -> list[float]:
+    return train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01))
+
+
+# attach_optimizer ---------------------------------------------------------------------------------------------------
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    mean_square(model, *regression()).backward()
+    optimizer.step()
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+def state_at_pruned_places(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
+    return {
+        (name, key): value[~mask]
+        for name, mask in mts.named_masks(model)
+        for key, value in optimizer.state[model.get_parameter(name)].items()
+        if isinstance(value, Tensor) and value.shape == mask.shape
+    }
+
+
+MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+@MUON
+def test_muon_loses_zeros_by_itself_and_keeps_them_when_attached():
+    model = sparse_model()
+    one_step(model, torch.optim.Muon(matrices(model), lr=0.02))
+    assert set(lost_zeros(model)) == set(MASKED) - {"conv.weight"}
+
+    model = sparse_model()
+    before = values(model)
+    optimizer = torch.optim.Muon(matrices(model), lr=0.05)
+    mts.attach_optimizer(optimizer, model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.85 * losses[0]
+    assert not unchanged(model, before)
+    pruned = state_at_pruned_places(model, optimizer)
+    assert pruned
+    assert not any(value.any() for value in pruned.values())
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum, decay", "Adam", "AdamW", "AdamW, fused", "RMSprop"])
+def test_a_mask_under_existing_momentum_needs_and_gets_attach_optimizer(name: str):
+    for attached in (False, True):
+        model = sparse_model(names=())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(3):
+            one_step(model, optimizer)
+        for seed, masked in enumerate(MASKED):
+            mts.set_mask(model, masked, random_mask(model.get_parameter(masked), seed))
+        assert all(value.any() for value in state_at_pruned_places(model, optimizer).values())
+        if not attached:
+            one_step(model, optimizer)
+            assert set(lost_zeros(model)) == set(MASKED)
+            continue
+        mts.attach_optimizer(optimizer, model)
+        pruned = state_at_pruned_places(model, optimizer)
+        assert len(pruned) >= len(MASKED)
+        assert not any(value.any() for value in pruned.values())  # at once, before any step
+        before = values(model)
+        losses = train(model, optimizer)
+        assert losses[-1] < 0.85 * losses[0]
+        assert not unchanged(model, before)
+        assert not any(value.any() for value in state_at_pruned_places(model, optimizer).values())
+
+
+def test_attach_optimizer_repairs_weights_at_once_and_leaves_kept_state_alone():
+    model = sparse_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    one_step(model, optimizer)
+    kept = {
+        (name, key): value[mask].clone()
+        for name, mask in mts.named_masks(model)
+        for key, value in optimizer.state[model.get_parameter(name)].items()
+        if value.shape == mask.shape
+    }
+    for name, mask in mts.named_masks(model):
+        model.get_parameter(name).data[~mask] = 3.0
+    mts.attach_optimizer(optimizer, model)
+    assert not lost_zeros(model)
+    for name, mask in mts.named_masks(model):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[model.get_parameter(name)][key][mask], kept[name, key])
+
+
+def test_attach_optimizer_leaves_coded_state_alone():
+    """In 8-bit states 0 is a code, not the value zero."""
+    model = sparse_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    weight = model.get_parameter("body.0.weight")
+    optimizer.state[weight]["codes"] = torch.full(weight.shape, 127, dtype=torch.uint8)
+    mts.attach_optimizer(optimizer, model)
+    assert (optimizer.state[weight]["codes"] == 127).all()
+
+
+def test_removing_the_handle_ends_the_attachment():
+    model = sparse_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    handle = mts.attach_optimizer(optimizer, model)
+    one_step(model, optimizer)
+    for name, _ in mts.named_masks(model):
+        optimizer.state[model.get_parameter(name)]["momentum_buffer"].fill_(1.0)
+    one_step(model, optimizer)
+    assert not lost_zeros(model)
+    handle.remove()
+    for name, _ in mts.named_masks(model):
+        optimizer.state[model.get_parameter(name)]["momentum_buffer"].fill_(1.0)
+    one_step(model, optimizer)
+    assert set(lost_zeros(model)) == set(MASKED)
+
+
+def test_attach_optimizer_refuses_an_optimizer_of_another_model():
+    model, other = sparse_model(), sparse_model()
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(ValueError, match=r"this AdamW holds no parameter of this EveryLayer.*model\.parameters\(\)"):
+        mts.attach_optimizer(optimizer, model)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_attach_optimizer_takes_what_accelerate_prepared():
+    model, optimizer = Accelerator(cpu=True).prepare(model := sparse_model(), OPTIMIZERS["Adam"](model.parameters()))
+    mts.attach_optimizer(optimizer, model)
+    one_step(model, optimizer)
+    for state in optimizer.optimizer.state.values():
+        state["exp_avg"].fill_(1.0)
+    one_step(model, optimizer)
+    assert not lost_zeros(model)
+    assert not any(value.any() for value in state_at_pruned_places(model, optimizer.optimizer).values())
+
+
+# transformers' Trainer ----------------------------------------------------------------------------------------------
+
+
+def sparse_llama(**changes) -> LlamaForCausalLM:
+    return mts.sparsify(tiny_llama(**changes), "magnitude", progress=False)
+
+
+def token_rows(count: int = 16) -> list[dict[str, Tensor]]:
+    return [{"input_ids": row, "labels": row} for batch in token_batches(count // 2) for row in batch]
+
+
+def trainer(model: nn.Module, folder: Path, **changes) -> Trainer:
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "save_steps": 4,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    return Trainer(model, TrainingArguments(**{**settings, **changes}), train_dataset=token_rows())
+
+
+def mask_keys(folder: Path) -> list[str]:
+    return [key for file in folder.glob("*.safetensors") for key in load_file(file) if "mask" in key]
+
+
+def plain_from_pretrained(folder: Path, kind: type = LlamaForCausalLM) -> nn.Module:
+    """Loaded without this library, with nothing missing and nothing left over."""
+    model, found = kind.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    assert not found["mismatched_keys"]
+    return model
+
+
+# accelerate's autocast wrapper and torch's own pinning look for devices that are not there
+quiet_trainer = pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing:FutureWarning", "ignore:.*pin_memory.*:UserWarning"
+)
+
+
+@quiet_trainer
+def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path, capsys):
+    model = sparse_llama()
+    mts.save(model, tmp_path / "start")
+    before = values(model)
+    whole = trainer(model, tmp_path / "whole")
+    whole.train()
+    assert not lost_zeros(model)
+    assert len(list(mts.named_masks(model))) == 14
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert len(losses) == 8
+    assert losses[-1] < 0.9 * losses[0]
+    moved = {n: (p != before[n])[mask].float().mean() for n, mask in mts.named_masks(model) for p in [values(model)[n]]}
+    assert min(moved.values()) > 0.5
+
+    halfway = tmp_path / "whole" / "checkpoint-4"
+    assert mask_keys(halfway) == []
+    read = plain_from_pretrained(halfway)
+    assert len(mts.verify(read, "2:4").layers) == 14
+
+    restored = mts.restore(tiny_llama(), tmp_path / "start")
+    resumed = trainer(restored, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(halfway))
+    assert not lost_zeros(restored)
+    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert again == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(values(restored), values(model), rtol=1e-6, atol=1e-7)
+
+
+@quiet_trainer
+def test_trainer_with_an_attached_optimizer_keeps_zeros_under_old_momentum(tmp_path: Path):
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    (tokens,) = token_batches(1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    mts.sparsify(model, "magnitude", progress=False)
+    mts.attach_optimizer(optimizer, model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    run = trainer(model, tmp_path, bf16=False, gradient_checkpointing=False, save_strategy="no")
+    run.optimizer, run.lr_scheduler = optimizer, scheduler
+    run.train()
+    assert not lost_zeros(model)
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model, copy.deepcopy, through_pickle],
+    ids=["itself", "deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_save_pretrained_writes_zeros_and_no_masks(change: Callable, shard: str, tmp_path: Path):
+    model = change(sparse_llama())
+    for name, mask in mts.named_masks(model):
+        model.get_parameter(name).data[~mask] = 9.0
+    (tokens,) = token_batches(1)
+    for part, folder in ((model, tmp_path / "whole"), (model.model, tmp_path / "inner")):
+        part.save_pretrained(folder, max_shard_size=shard)
+        assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == "20KB")
+        assert mask_keys(folder) == []
+        read = plain_from_pretrained(folder, type(part))
+        assert len(mts.verify(read, "2:4").layers) == 14
+        with torch.no_grad():
+            assert torch.equal(read(tokens)[0], part(tokens)[0])
+
+
+# LoRA ---------------------------------------------------------------------------------------------------------------
+
+
+# peft 0.21 asks transformers 5.23 by an old name
+lora = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "up_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_alpha=16))
+
+
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def trained_adapters() -> tuple[nn.Module, LlamaForCausalLM]:
+    """A PEFT model around a sparse base, its adapters trained, and the base as it was."""
+    base = sparse_llama()
+    untouched = copy.deepcopy(base)
+    model = with_adapters(base).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    losses = train(model, optimizer, 10, language_loss, (token_batches(1)[0],))
+    assert losses[-1] < 0.9 * losses[0]
+    return model.eval(), untouched
+
+
+@lora
+def test_adapters_train_on_a_sparse_base_that_stays_as_it_is():
+    model, untouched = trained_adapters()
+    masks = dict(mts.named_masks(model))
+    assert len(masks) == 14
+    theirs = {name.replace("base_layer.", "").removeprefix("base_model.model."): p for name, p in values(model).items()}
+    for name, parameter in untouched.named_parameters():
+        assert torch.equal(theirs[name], parameter), name
+
+
+def merged_by_hand(model: nn.Module) -> dict[str, Tensor]:
+    """What the masked layers should hold after the merge: base plus update, zero where the base is pruned."""
+    found = {}
+    for name, module in model.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            base = module.get_base_layer()
+            merged = base.weight.detach() + module.get_delta_weight("default").detach()
+            found[f"{name}.weight"] = merged.masked_fill(~base.weight_mask, 0)
+    assert len(found) == 6
+    return found
+
+
+def after_state_dict(model: LlamaForCausalLM, folder: Path) -> nn.Module:
+    model.state_dict()
+    return model
+
+
+def after_training_forward(model: LlamaForCausalLM, folder: Path) -> nn.Module:
+    language_loss(model, token_batches(1)[0])
+    return model
+
+
+def exported(model: LlamaForCausalLM, folder: Path) -> nn.Module:
+    return mts.export(model)
+
+
+def through_save_pretrained(model: LlamaForCausalLM, folder: Path) -> nn.Module:
+    model.save_pretrained(folder)
+    return plain_from_pretrained(folder)
+
+
+def through_save(model: LlamaForCausalLM, folder: Path) -> nn.Module:
+    mts.save(model, folder)
+    return mts.load(folder)
+
+
+READINGS = (after_state_dict, after_training_forward, exported, through_save_pretrained, through_save)
+
+
+@lora
+@pytest.mark.parametrize("reading", READINGS)
+def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(reading: Callable, tmp_path: Path):
+    model, untouched = trained_adapters()
+    expected = merged_by_hand(model)
+    merged = model.merge_and_unload()
+    assert len(lost_zeros(merged)) == 6  # the merge has written over them
+    with pytest.raises(
+        ValueError, match=r"6 of 14 layers do not hold their pattern: model\.layers\.0\.self_attn\.q_proj"
+    ):
+        mts.verify(merged, "2:4")  # which looks at the weights themselves
+
+    plain = tiny_llama()
+    plain.load_state_dict({**untouched.state_dict(), **expected}, strict=False)
+    tokens = token_batches(1)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, plain(tokens).logits)  # whatever lies under the masks
+    read = reading(merged, tmp_path / "folder")
+    assert len(mts.verify(read, "2:4").layers) == 14
+    for name, weight in expected.items():
+        torch.testing.assert_close(read.get_parameter(name).detach(), weight)
+        assert not torch.equal(weight, untouched.get_parameter(name))
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits, plain(tokens).logits)
+
+
+@lora
+def test_adapters_can_be_merged_and_unmerged_in_place():
+    model, untouched = trained_adapters()
+    (tokens,) = token_batches(1)
+    expected = merged_by_hand(model)
+    model.merge_adapter()
+    plain = tiny_llama()
+    plain.load_state_dict({**untouched.state_dict(), **expected}, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+    model.unmerge_adapter()
+    base = model.unload()
+    base.state_dict()
+    assert not lost_zeros(base)
+    torch.testing.assert_close(values(base), values(untouched), rtol=1e-4, atol=1e-5)
+
+
+def test_helpers_of_this_file_notice_a_model_that_does_not_learn():
+    """The checks above must be able to fail."""
+    model = sparse_model()
+    before = values(model)
+    assert set(unchanged(model, before)) == set(before)
+    model.get_parameter("body.0.weight").data.fill_(-0.0)
+    assert lost_zeros(model) == ["body.0.weight"]
