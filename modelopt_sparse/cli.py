@@ -21,6 +21,7 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
 from modelopt_sparse.checkpoint import empty_model, model_class
+from modelopt_sparse.methods import METHODS
 from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
@@ -42,7 +43,7 @@ Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Method = Annotated[str | None, typer.Option(help="magnitude, wanda, ria or sparsegpt. Default: sparsegpt.")]
+Method = Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt.")]
 Pattern = Annotated[
     str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4.")
 ]
@@ -97,7 +98,7 @@ def sparsify(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Make MODEL sparse and write a folder that plain transformers loads."""
+    """Make MODEL sparse and write a folder. Plain transformers loads it."""
     settings = _settings(locals(), config, options)
     if out.exists() and not overwrite:
         raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
@@ -155,7 +156,7 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Show what sparsify would do to MODEL, and why the rest stays dense. Reads no weights."""
+    """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
     settings = _settings(locals(), config, options)
     source = _Source(model, dtype, revision, trust_remote_code)
     if "data" in settings:
@@ -178,7 +179,7 @@ def eval_(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of MODEL on held-out text, beside that of the dense model, and the KL divergence from it."""
+    """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL divergence from it."""
     settings = _settings({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
     source = _Source(model, dtype, revision, trust_remote_code, progress)
     beside = None if reference is None else _Source(reference, dtype, None, trust_remote_code, progress)
@@ -198,7 +199,7 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Check the weights in DIR against a pattern, or against the one in their own report. Exit code 1 if they fail."""
+    """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
     violation = None
     try:
         found = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
@@ -215,7 +216,7 @@ def verify(
 
 @app.command()
 def report(folder: Folder, as_json: Json = False) -> None:
-    """Show what was done to the model in DIR: per layer the recipe, pattern, zeros, error and time."""
+    """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     found = mts.report(folder)
     typer.echo(found.to_json() if as_json else found)
 

@@ -187,7 +187,8 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
 
 def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
     if isinstance(rule, (tuple, list)) and len(rule) == 2:
-        rule = Rule(*rule, type_name)
+        glob, options = rule
+        rule = Rule(glob, options, type_name)
     if (
         not isinstance(rule, Rule)
         or not isinstance(rule.glob, str)

@@ -175,22 +175,18 @@ def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, SparseModule):
         _drop_bound_forward(module)
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
+                "put it into a subclass, or sparsify with enforce=False"
+            )
         object.__setattr__(module, "__class__", _sparse_class(type(module)))
 
 
 def _drop_bound_forward(module: nn.Module) -> None:
-    """Remove the class's own forward from an instance (accelerate leaves it bound there): it would outlive the class.
-
-    A forward of the user's there would run on unmasked weights.
-    """
-    forward = module.__dict__.get("forward")
-    if getattr(forward, "__func__", None) is type(module).forward:
+    """Remove the class's own forward from an instance, where accelerate leaves it bound: it would outlive the class."""
+    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
         del module.__dict__["forward"]
-    elif forward is not None:
-        raise ValueError(
-            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
-            "put it into a subclass, or sparsify with enforce=False"
-        )
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
@@ -240,7 +236,9 @@ def remove_masks(module: nn.Module) -> None:
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
             child.__dict__.pop("gradient_observers", None)
             _drop_bound_forward(child)
-            if type(child) is _sparse_class(child.base):  # a class that fully_shard put on top stays, and holds no mask
+            # what others have put on top since (a class by fully_shard, a forward in the instance) stands on the sparse
+            # class, which then stays as well; without a mask it does nothing
+            if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:
                 object.__setattr__(child, "__class__", child.base)
 
 
@@ -325,15 +323,19 @@ def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Pa
 
 def _hide_from_save_pretrained(model: nn.Module, key: str) -> None:
     """Keep a mask out of what `save_pretrained` of ``model``, or of a model inside it, writes."""
-    for path, inner in model.named_modules():
-        if isinstance(inner, PreTrainedModel) and key.startswith(f"{path}.".removeprefix(".")):
-            ignored = set(inner._keys_to_ignore_on_save or ())
-            inner._keys_to_ignore_on_save = ignored | {key[len(path) :].removeprefix(".")}
+    for inner, name in _transformers_around(model, key):
+        inner._keys_to_ignore_on_save = {*(inner._keys_to_ignore_on_save or ()), name}
 
 
 def _show_to_save_pretrained(model: nn.Module, key: str) -> None:
-    for path, inner in model.named_modules():
-        if isinstance(inner, PreTrainedModel) and key.startswith(f"{path}.".removeprefix(".")):
-            inner._keys_to_ignore_on_save = set(inner._keys_to_ignore_on_save or ()) - {
-                key[len(path) :].removeprefix(".")
-            }
+    for inner, name in _transformers_around(model, key):
+        inner._keys_to_ignore_on_save = set(inner._keys_to_ignore_on_save or ()) - {name}
+
+
+def _transformers_around(model: nn.Module, key: str) -> Iterator[tuple[PreTrainedModel, str]]:
+    """The transformers models on the way from ``model`` to the tensor ``key``, each with its own name for it."""
+    parts = key.split(".")
+    for depth in range(len(parts)):
+        inner = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(inner, PreTrainedModel):
+            yield inner, ".".join(parts[depth:])

@@ -54,6 +54,8 @@ def sparsify(
                         held.append((target, solution, entry))
                     else:
                         _attach(model, target, solution, entry, config=config, report=report)
+                    del job, solution
+                del group  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
     except BaseException as error:
@@ -166,7 +168,7 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
             f"method {needing[0].method.name!r} needs calibration data: give data_loader=, forward_loop=, or data= "
             "with tokenizer="
         )
-    refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers})
+    refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
     for target in plan.layers:
         if not torch.isfinite(stored(target.layer.owner, target.layer.param)).all():
             raise ValueError(f"layer {target.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it")

@@ -126,6 +126,20 @@ def images_and_texts(side: str) -> list[Batch]:
     return batches
 
 
+def images_in_texts(side: str) -> list[Batch]:
+    """Each text holds the four tokens of an image, on the side away from its padding."""
+    batches = []
+    for seed, (rows, length) in enumerate(((2, 11), (3, 9), (2, 5))):
+        ids, mask = ragged(rows, length, side, seed)
+        ids = ids.clamp_max(VOCAB - 2)
+        image = slice(0, 4) if side == "right" else slice(length - 4, length)
+        ids[:, image], mask[:, image] = VOCAB - 1, 1
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
+    return batches
+
+
 def vectors(side: str) -> list[Batch]:
     del side
     generator = torch.Generator().manual_seed(0)
@@ -155,8 +169,8 @@ def _whisper_rows(batch: Batch, name: str) -> Tensor | None:
     return None if from_encoder else batch["decoder_attention_mask"].bool()
 
 
-def _clip_rows(batch: Batch, name: str) -> Tensor | None:
-    return None if name.startswith("vision_model") else batch["attention_mask"].bool()
+def _text_rows(batch: Batch, name: str) -> Tensor | None:
+    return None if "vision_" in name else batch["attention_mask"].bool()
 
 
 def _unpadded_rows(batch: Batch, name: str) -> Tensor:
@@ -315,6 +329,16 @@ def _clip() -> nn.Module:
     return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=dict(VISION), projection_dim=8))
 
 
+def _llava() -> nn.Module:
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION),
+        text_config=hf.LlamaConfig(**DECODER),
+        image_token_index=VOCAB - 1,
+        image_seq_length=4,
+    )
+    return hf.LlavaForConditionalGeneration(config)
+
+
 def _swin() -> nn.Module:
     config = hf.SwinConfig(
         image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
@@ -383,7 +407,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         images,
         dense={"relative_position_bias_table": "no matrix of a layer"},
     ),
-    "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _clip_rows),
+    "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _text_rows),
+    "llava": Architecture(_llava, ("CLIPEncoderLayer", "LlamaDecoderLayer"), images_in_texts, _text_rows),
     "resnet_basic": Architecture(lambda: _resnet("basic"), ("ResNetBasicLayer",), images),
     "resnet_bottleneck": Architecture(lambda: _resnet("bottleneck"), ("ResNetBottleNeckLayer",), images),
     "sequential": Architecture(_mlp, ("Sequential",), vectors),

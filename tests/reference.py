@@ -1,4 +1,4 @@
-"""The slow, obvious version of what the package does fast: loops, sorts, fresh inverses, in exact or float64 numbers."""
+"""The slow, obvious version of what the package does fast: loops, sorts, fresh inverses, exact or float64 numbers."""
 
 import itertools
 from decimal import ROUND_HALF_EVEN, Decimal

@@ -164,11 +164,13 @@ def test_the_folder_loads_into_the_plain_model_and_gives_the_same_output(name, t
         assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # nn.TransformerEncoder's own
 @every_architecture
 def test_the_model_comes_back_as_it_was(name):
     """Parameter objects, ties, flags, modes, caches, dtypes and hooks are the same, one by one."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
+    model(**architecture.batches("right")[0])  # in the first call transformers installs hooks of its own in some models
     modules = dict(model.named_modules())
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 != 0)

@@ -5,6 +5,7 @@ import json
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -552,6 +553,22 @@ class Exhausting(Stacked):
         return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
+    """Statistics are ordinary tensors, which methods may go on with as they like."""
+
+    def loop(model: nn.Module) -> None:
+        first, *others = vectors()
+        with torch.inference_mode():
+            model(first)
+        for batch in others:
+            model(batch)
+
+    found = collected(Between(), STACKED, forward_loop=loop, sequential="none")
+    assert_stats(found, brute_force(Between(), vectors(), STACKED))
+    assert not any(stats.gram.is_inference() or stats.square_sums.is_inference() for stats in found.values())
+
+
 WHOLE = {
     Between: "does not take the output of the block before it",
     Twice: "blocks are not called once each, in order",
@@ -767,6 +784,34 @@ class CrossModel(Stacked):
         for block in self.blocks:
             x = block(x, memory)
         return x
+
+
+class EncoderDecoder(CrossModel):
+    """Memory is what an encoder gives, and its mask is the encoder's, as in transformers' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+        self.encoder = nn.ModuleList([Block(), Block()])
+
+    def get_encoder(self) -> nn.Module:
+        return self.encoder
+
+    def forward(self, x, memory, attention_mask=None, decoder_attention_mask=None) -> Tensor:
+        for block in self.encoder:
+            memory = block(memory)
+        return super().forward(x, memory)
+
+
+def test_queries_and_keys_of_one_attention_with_two_masks():
+    """nn.MultiheadAttention's one weight meets both; each mask fits, but they are two."""
+    mask = torch.arange(4) < torch.tensor([[4], [2]])
+    x = torch.randn(2, 4, 16)
+    batch = {"x": x, "memory": x + 1, "attention_mask": mask, "decoder_attention_mask": mask.flip(0)}
+    match = r"layer 'blocks.0.attention.in_proj_weight' gets .* the token mask of its queries is another one: which"
+    refused(EncoderDecoder(), match, data_loader=[batch])
+    batch["decoder_attention_mask"] = mask
+    mts.sparsify(EncoderDecoder(), data_loader=[batch], progress=False)
 
 
 def test_keys_that_are_longer_than_the_queries_match_no_mask_of_theirs():
@@ -1374,20 +1419,22 @@ def test_the_record_of_a_later_stack_ends_at_its_last_block():
 
 def test_each_distinct_tensor_is_recorded_once():
     """Masks and rotary tables are the same in every block and every batch of one length."""
-    model = tiny_llama(num_hidden_layers=3)
-    stack = mts.make_plan(model, "magnitude").stacks[0]
-    recorder = Recorder(stack)
-    recorder.start()
-    batches = [*token_batches(3), *token_batches(3, seed=2)]
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, 9:] = 0
-    with torch.no_grad():
-        for batch in batches:
-            recorder.begin(TokenMasks())
-            model(batch, attention_mask=mask, use_cache=False)
-    recorder.stop()
-    assert recorder.problem is None
-    stored = {x.data_ptr() for record in recorder.records for call in record.calls for x in flat_tensors(call)}
-    assert len(recorder.records) == 6
-    # hidden states of the first block for each batch; then one mask, one cosine, one sine, one row of positions
-    assert len(stored) == 6 + 4
+
+    def count_stored(batches: list[Tensor]) -> int:
+        model = tiny_llama(num_hidden_layers=3)
+        recorder = Recorder(mts.make_plan(model, "magnitude").stacks[0])
+        recorder.start()
+        with torch.no_grad():
+            for batch in batches:
+                recorder.begin(TokenMasks())
+                model(batch, attention_mask=mask, use_cache=False)
+        recorder.stop()
+        assert recorder.problem is None
+        assert len(recorder.records) == len(batches)
+        return len({x.data_ptr() for record in recorder.records for call in record.calls for x in flat_tensors(call)})
+
+    one = count_stored(token_batches(1))
+    assert 1 + 3 <= one <= 1 + 5  # hidden states; mask, cosines, sines, and positions in one or two forms
+    assert count_stored(token_batches(6)) == one + 5  # each further batch has other hidden states

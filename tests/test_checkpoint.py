@@ -339,6 +339,17 @@ def test_restore_replaces_the_masks_that_a_model_has(saved):
     assert mts.report(model).earlier == []
 
 
+def test_the_report_of_several_runs_is_saved_whole(tmp_path):
+    model = sparse("llama", include="*mlp*")
+    mts.sparsify(model, "wanda", include="*self_attn*", data_loader=token_batches())
+    mts.save(model, tmp_path / "out")
+    made = mts.report(model).as_dict()
+    assert made["earlier"][0]["layers"]
+    assert made["calibration"]["sha256"]
+    assert mts.report(tmp_path / "out").as_dict() == made
+    assert mts.report(mts.load(tmp_path / "out")).as_dict() == made
+
+
 def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):
     model = tiny_llama()
     keep = torch.rand(64, 32) < 0.3

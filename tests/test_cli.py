@@ -605,6 +605,7 @@ def test_help_names_every_command_and_exit_code(run):
     assert (done.code, done.err) == (0, "")
     for part in (*COMMANDS, "Exit codes: 0", "1 verify", "2 wrong", "130 Ctrl-C"):
         assert part in " ".join(done.out.split())
+    assert "..." not in done.out.replace("[ARGS]...", "")  # the commands' first sentences fit
     for command in COMMANDS:
         done = run(command, "--help")
         assert done.code == 0

@@ -4,6 +4,7 @@ The oracle everywhere is the dense module with zeros written into its weights, a
 """
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -602,6 +603,16 @@ def test_hooks_that_came_and_went_hide_neither_the_sparse_forward_nor_the_plain_
     remove_hook_from_submodules(module)  # leaves the sparse forward bound
     mts.export(module)
     module.zero_grad()
+    module(torch.ones(1, 8)).sum().backward()
+    assert module.weight.grad.all()
+
+
+def test_export_leaves_alone_a_forward_that_others_have_wrapped_since():
+    """As accelerate's prepare wraps the forward of a whole model, here a single layer, for mixed precision."""
+    module, _ = sparse_linear()
+    module.forward = functools.partial(type(module).forward, module)
+    mts.export(module)
+    assert not list(mts.named_masks(module))
     module(torch.ones(1, 8)).sum().backward()
     assert module.weight.grad.all()
 

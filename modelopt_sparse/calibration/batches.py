@@ -182,15 +182,23 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of one call by the names that ``model.forward`` gives them."""
-    signature = inspect.signature(model.forward)
     try:
+        signature = inspect.signature(model.forward)
         named = signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:  # the call itself will say what is wrong with it
+    except (TypeError, ValueError):  # compiled, or the call itself will say what is wrong with it
         return dict(kwargs)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(parameter.name, {}))
     return named
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether ``module.forward`` has an argument of this name."""
+    try:
+        return name in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # compiled modules have no signature
+        return False
 
 
 def _token_mask(name: str, mask: Any) -> Tensor | None:

@@ -132,8 +132,7 @@ class Recorder:
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
         held = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
         if held is None:
-            with torch.inference_mode(False):  # the copy outlives a user's loop and its inference mode
-                held = x.detach().clone()
+            held = x.detach().clone()
             alike.append(held)
         self._stored[id(x)] = (x, held)  # x itself is held so that its id stays taken
         return held

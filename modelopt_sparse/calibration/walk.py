@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import (
@@ -20,6 +19,7 @@ from modelopt_sparse.calibration.batches import (
     is_encoder_decoder,
     load_calls,
     map_tensors,
+    takes,
     token_masks,
 )
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
@@ -404,8 +404,8 @@ def _stacks_of(units: Sequence[_Unit]) -> list[Stack]:
 def _sides(model: nn.Module) -> dict[nn.Module, Side]:
     """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
     sides: dict[nn.Module, Side] = {}
-    for module in model.modules() if getattr(model, "main_input_name", None) == "input_ids" else ():
-        if isinstance(module, PreTrainedModel) and module.main_input_name == "pixel_values":
+    for module in model.modules() if takes(model, "input_ids") else ():
+        if takes(module, "pixel_values") and not takes(module, "input_ids"):
             sides.update(dict.fromkeys(module.modules(), "image"))
     if is_encoder_decoder(model):
         sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator]
