@@ -274,7 +274,8 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 def load(folder: str | Path, **options: Any) -> nn.Module:
     """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
 
-    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The model class is the one named in config.json.
+    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The dtype is the stored one unless given, the class
+    the one named in config.json.
     Raises ValueError listing everything that is wrong with the folder.
     """
     folder = _folder(folder)
@@ -290,10 +291,9 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
     masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
     if problems:
         raise ValueError(_listed(head, problems))
-    options = {"dtype": "auto", **options}
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, found = architecture.from_pretrained(folder, **{**options, "output_loading_info": True})
+    model, found = architecture.from_pretrained(folder, **options, output_loading_info=True)
     problems += unloaded(found)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():

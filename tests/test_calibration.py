@@ -24,6 +24,7 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import TokenMasks
 from modelopt_sparse.calibration.record import Recorder, flat_tensors
+from modelopt_sparse.methods import METHODS
 from tests.architectures import ARCHITECTURES, ragged
 from tests.brute_force import Real, Recording, Seen, all_rows, assert_stats, brute_force, make_sparse, matrices_of
 from tests.helpers import TESTBED, tiny_llama, token_batches
@@ -853,6 +854,28 @@ def test_the_three_kinds_of_sequential_differ_where_they_should():
     assert same(by_stage, by_block) == [f"{block}.{layer}" for block in LAYERS for layer in STAGES[0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sums_are_float32_or_better(dtype):
+    """Half-precision inputs are summed as they are, in float32; float64 ones stay what they are."""
+    found = collected(tiny_llama().to(dtype), data_loader=token_batches(), sequential="none")
+    assert_stats(found, brute_force(tiny_llama().to(dtype), token_batches(), LAYERS))
+    assert {stats.gram.dtype for stats in found.values()} == {torch.promote_types(dtype, torch.float32)}
+
+
+def test_autocast_in_the_loop_is_what_the_statistics_are_of():
+    """Blocks that are run again by themselves would run without it."""
+
+    def loop(model: nn.Module) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for batch in token_batches():
+                model(batch)
+
+    expected = brute_force(tiny_llama(), [None], LAYERS, call=lambda model, batch: loop(model))
+    with pytest.warns(UserWarning, match="blocks run one by one do not give the model's own output"):
+        found = collected(tiny_llama(), forward_loop=loop, sequential="none")
+    assert_stats(found, expected)
+
+
 def test_layers_of_one_stage_share_their_statistics():
     found = collected(tiny_llama(), data_loader=token_batches(), sequential="stage")
     for block in LAYERS:
@@ -1114,6 +1137,15 @@ def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode():
     flags = [module.training for module in model.modules()]
     assert_same(collected(model, blocks, data_loader=token_batches()), expected)
     assert [module.training for module in model.modules()] == flags
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
+    model = tiny_llama()
+    with mode():
+        assert_same(collected(model, data_loader=token_batches()), from_tensors)
+    assert len(mts.verify(model, "2:4").layers) == 14
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 def test_random_numbers_are_left_alone():
@@ -1438,3 +1470,31 @@ def test_each_distinct_tensor_is_recorded_once():
     one = count_stored(token_batches(1))
     assert 1 + 3 <= one <= 1 + 5  # hidden states; mask, cosines, sines, and positions in one or two forms
     assert count_stored(token_batches(6)) == one + 5  # each further batch has other hidden states
+
+
+def test_one_attention_called_on_itself_and_on_another_sequence_sums_both():
+    """nn.MultiheadAttention used as self-attention and as cross-attention: q sees both queries, k and v their own."""
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x, y, cross_first):
+            calls = [(x, x, x), (y, x, x)]
+            return [self.attention(*call, need_weights=False)[0] for call in (calls[::-1] if cross_first else calls)]
+
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    flat_x, flat_y = x.flatten(0, 1), y.flatten(0, 1)
+    gram_x, gram_y = flat_x.T @ flat_x, flat_y.T @ flat_y
+    expected = torch.stack([gram_x + gram_y, 2 * gram_x, 2 * gram_x])
+    for cross_first in (False, True):
+        grams = []
+
+        class Watching(type(METHODS["sparsegpt"])):
+            def prepare(self, stats, options):
+                grams.append(stats.gram)  # noqa: B023 - one list for each pass of the loop
+                return super().prepare(stats, options)
+
+        mts.sparsify(Both().eval(), Watching(), data_loader=[(x, y, cross_first, {})], progress=False)
+        torch.testing.assert_close(grams[0], expected)

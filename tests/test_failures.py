@@ -1,6 +1,5 @@
 """What goes wrong, and what is left of the model then; and models that are made sparse more than once."""
 
-import os
 import signal
 import sys
 
@@ -375,7 +374,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
     def pressed(*args):
         seen.append(args[1])
         if len(seen) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         original(*args)
 
     monkeypatch.setattr(module, "set_mask", pressed)
@@ -387,11 +386,11 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
 
 
 CTRL_C = """
-import os, signal, sys
+import signal, sys
 import modelopt_sparse.checkpoint, modelopt_sparse.methods.magnitude as magnitude
 def pressing(function):
     def pressed(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return function(*args, **kwargs)
     return pressed
 where = sys.argv.pop(1)

@@ -607,6 +607,18 @@ def test_hooks_that_came_and_went_hide_neither_the_sparse_forward_nor_the_plain_
     assert module.weight.grad.all()
 
 
+def test_attention_with_a_hook_reads_its_output_projection_masked():
+    """Its own class is swapped as well, because it reads that weight itself."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    add_hook_to_module(attention, ModelHook())
+    mts.set_mask(attention, "out_proj.weight", random_mask(attention.out_proj.weight))
+    x = torch.randn(2, 3, 8)
+    expected = output(attention, x, x, x)
+    drift(attention)
+    with torch.no_grad():
+        torch.testing.assert_close(output(attention, x, x, x), expected)
+
+
 def test_export_leaves_alone_a_forward_that_others_have_wrapped_since():
     """As accelerate's prepare wraps the forward of a whole model, here a single layer, for mixed precision."""
     module, _ = sparse_linear()

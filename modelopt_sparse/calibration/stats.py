@@ -169,7 +169,9 @@ class _Sum:
         if gram:
             if self.gram is None:
                 self.gram = rows.new_zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
-            if rows.dim() == 2:
+            if self.gram.dim() != rows.dim():  # one attention, called with one input for q, k and v and with several
+                self.gram = self.gram + rows.mT @ rows
+            elif rows.dim() == 2:
                 self.gram.addmm_(rows.mT, rows)
             else:
                 self.gram.baddbmm_(rows.mT, rows)
