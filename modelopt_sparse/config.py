@@ -130,6 +130,8 @@ class SparsifyConfig:
             raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
         if self.collect_func is not None and self.data_loader is None:
             raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
+        if self.max_batches is not None and self.forward_loop is not None:
+            raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
         if self.sequential not in SEQUENTIAL:
             raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
         for name in ("max_batches", "num_samples", "seq_len", "batch_size"):

@@ -68,7 +68,7 @@ def _masked(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> 
 
 
 def _masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, weight, 0)
+    return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
 
 
 def _may_write(weight: Tensor) -> bool:

@@ -36,6 +36,15 @@ def sparsified(name: str, method="sparsegpt", side: str = "right", **options) ->
     return model
 
 
+@every_architecture
+def test_the_stacks_are_the_blocks_of_the_table(name):
+    """One after the other, in the order of the model, and nothing beside them."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    stacks = mts.make_plan(model, "magnitude").stacks
+    assert [block for stack in stacks for block in stack.names] == architecture.block_names(model)
+
+
 # statistics ---------------------------------------------------------------------------------------------------------
 
 

@@ -570,6 +570,21 @@ def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
     assert not any(stats.gram.is_inference() or stats.square_sums.is_inference() for stats in found.values())
 
 
+class Normed(Stacked):
+    """A norm stands between the blocks, which is no block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.LayerNorm(16))
+        self.blocks.insert(3, nn.LayerNorm(16))
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_what_stands_between_blocks_is_run_as_well(sequential):
+    with pytest.warns(UserWarning, match="block 'blocks.2' does not take the output of the block before it"):
+        assert_calibrated(Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
+
+
 WHOLE = {
     Between: "does not take the output of the block before it",
     Twice: "blocks are not called once each, in order",
@@ -686,7 +701,7 @@ def test_rows_that_cannot_be_matched_are_an_error_that_names_the_layer():
         r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], and the token mask has shape \[2, 4\]: which of "
         "its rows are padding cannot be told; give batches without padding, or set count_padding=True"
     )
-    refused(Prefixed(), match, data_loader=[batch])
+    assert "cannot take calibration batch" not in refused(Prefixed(), match, data_loader=[batch])
     found = collected(Prefixed(), STACKED, data_loader=[batch], sequential="none", count_padding=True)
     assert_stats(found, brute_force(Prefixed(), [batch], STACKED))
     batch["attention_mask"] = torch.ones(2, 4)  # without padding there is nothing to match
@@ -1289,6 +1304,11 @@ class WrittenBetween(Block):
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_layers_that_share_some_of_their_inputs_share_no_statistics(block, sequential):
     assert_calibrated(Stacked(block=block), STACKED, vectors(), sequential)
+
+
+@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+def test_sharing_that_changes_in_the_whole_model():
+    assert_calibrated(Between(block=Sometimes), STACKED, vectors(), "block")
 
 
 def test_a_tensor_that_was_written_to_is_another_stage():

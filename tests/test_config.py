@@ -110,6 +110,10 @@ def test_any_iterable_is_a_data_loader(loader):
         ({"data_loader": [], "forward_loop": print}, "data_loader and forward_loop are given"),
         ({"data": "text"}, "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained"),
         ({"data": Path("corpus.txt")}, "data is text and needs tokenizer="),
+        (
+            {"max_batches": 2, "forward_loop": print},
+            "max_batches counts batches of data_loader or text; a forward_loop ends where it ends",
+        ),
         ({"collect_func": len}, "collect_func turns batches of data_loader into inputs; give data_loader as well"),
         (
             {"collect_func": len, "forward_loop": print},
