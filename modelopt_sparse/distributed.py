@@ -9,6 +9,11 @@ else:  # builds of torch without distributed support have no sharded weights eit
     DTensor = distribute_tensor = None
 
 
+def is_sharded(weight: Tensor) -> bool:
+    """Whether this process holds a part of the weight only (fully_shard, tensor parallelism)."""
+    return DTensor is not None and isinstance(weight, DTensor)
+
+
 def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
     """A full mask, placed the way a sharded ``weight`` is. Every rank holds the same full mask, so nothing is sent."""
     if DTensor is None or distribute_tensor is None:

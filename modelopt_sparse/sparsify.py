@@ -13,6 +13,7 @@ from torch import nn
 
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.config import SparsifyConfig, resolve_method
+from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
@@ -28,7 +29,7 @@ def sparsify(
 ) -> nn.Module:
     """Make a model sparse, in place, and return it.
 
-    ``method`` is a name ("magnitude", "wanda", "ria", "sparsegpt"), a `Method` object, or a ModelOpt mode list;
+    ``method`` is a name ("magnitude", "wanda", "ria", "sparsegpt", "alps"), a `Method` object, or a ModelOpt mode list;
     ``config`` and keywords are the options of `SparsifyConfig` and the method's own. Everything is checked before any
     work. Pruned layers become sparse modules that hold their masks (``enforce=False``: plain modules with zeros); the
     Parameter objects stay the same. The model comes back in the mode, dtype, device and with the flags that it came
@@ -170,6 +171,11 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
         )
     refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
     for target in plan.layers:
+        if is_sharded(target.layer.parameter):
+            raise ValueError(
+                f"layer {target.name!r} is sharded over processes (DTensor): sparsify the model first, then shard it; "
+                "its masks hold"
+            )
         if not torch.isfinite(stored(target.layer.owner, target.layer.param)).all():
             raise ValueError(f"layer {target.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it")
 

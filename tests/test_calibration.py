@@ -272,6 +272,14 @@ def test_a_missing_text_file_is_named(tokenizer, tmp_path):
     refused(text_llama(tokenizer), "missing.txt' is not a file: give a .txt or .jsonl", data=path, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("line", ['{"body": "x"}', "no json", "[1]"])
+def test_a_line_without_text_is_named(tokenizer, tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n', encoding="utf-8")
+    message = 'bad.jsonl\' line 2: every line must be a JSON object with a "text" key'
+    refused(text_llama(tokenizer), message, data=path, tokenizer=tokenizer)
+
+
 # data that does not do ----------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ def _as_torchrun_does(monkeypatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+@pytest.mark.core
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("page", [_page(page) for page in PAGES])
 def test_every_snippet_runs(page, workplace, monkeypatch):

@@ -134,6 +134,22 @@ def test_a_model_without_values_is_refused():
     assert len(mts.make_plan(model, "magnitude").layers) == 14
 
 
+def test_a_sharded_weight_is_refused_by_name(tmp_path):
+    """One process is enough to make a DTensor."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        weight = torch.distributed.tensor.distribute_tensor(model[1].weight.detach(), mesh)
+        model[1].weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"layer '1' is sharded over processes .* sparsify the model first"):
+            mts.sparsify(model, "magnitude")
+        assert type(model[0]) is nn.Linear
+        assert model[0].weight.count_nonzero() == 64
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_model_without_weight_matrices_is_refused():
     refused(nn.Sequential(nn.LayerNorm(4)), "nothing to prune in this Sequential", "it holds no weight matrices")
 
@@ -195,6 +211,17 @@ def test_a_bad_solution_is_refused_and_the_layers_before_it_stand(spoil, reason)
         mts.sparsify(model, Misbehaving(spoil))
     assert str(caught.value) == f"layer '{NAMES[2]}': method 'mine' gave a bad solution: {reason}"
     assert_stopped_after(model, before, 2)
+
+
+def test_a_method_without_a_name_goes_by_its_class():
+    class KeepFirst(mts.Method):
+        def solve(self, weight, state, pattern, options):
+            del state, options
+            mask = pattern.mask(torch.arange(weight.shape[-1], 0, -1.0).expand(weight.shape))
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, 0.0)
+
+    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8)), KeepFirst())
+    assert [layer.recipe for layer in mts.report(model).layers] == ["KeepFirst"]
 
 
 def test_a_method_that_fails_is_named_with_its_layer():

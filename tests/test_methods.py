@@ -22,6 +22,7 @@ METHOD_CASES = {
     "wanda": ({}, True),
     "ria": ({"alpha": 0.5}, True),
     "sparsegpt": ({"damping": 0.01, "block_size": 128}, False),
+    "alps": ({"damping": 0.01, "iterations": 300, "refit_iterations": 10}, False),
 }
 MASK_ONLY = [name for name, (_, mask_only) in METHOD_CASES.items() if mask_only]
 PATTERNS = ["2:4", "1:4", "4:8", "8:16", "50% per row", "50% per matrix", "70%"]

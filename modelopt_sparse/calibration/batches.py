@@ -118,7 +118,8 @@ def read_documents(data: str | Path | Sequence[str]) -> list[str]:
         if not data.is_file():
             raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or the text itself")
         if data.suffix == ".jsonl":
-            return [json.loads(line)["text"] for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = enumerate(data.read_text(encoding="utf-8").splitlines(), start=1)
+            return [_text_of(line, f"{str(data)!r} line {number}") for number, line in lines if line.strip()]
         return [data.read_text(encoding="utf-8")]
     if isinstance(data, str):
         return [data]
@@ -126,6 +127,13 @@ def read_documents(data: str | Path | Sequence[str]) -> list[str]:
     if any(not isinstance(document, str) for document in documents):
         raise TypeError("data is text: a string, a list of strings or a Path; token tensors go into data_loader")
     return documents
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        return json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f'{where}: every line must be a JSON object with a "text" key') from None
 
 
 def tokenize(tokenizer: Any, documents: Sequence[str]) -> Tensor:

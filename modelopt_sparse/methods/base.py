@@ -51,14 +51,19 @@ class Solution:
 class Method(ABC):
     """A way to make one layer sparse. Subclass it, write ``solve``, and hand an instance to `sparsify`.
 
-    ``needs`` says what calibration has to collect; ``options`` are the accepted options with their defaults;
-    ``scope`` is the default scope of unstructured patterns.
+    ``name`` stands in plans and reports (default: the class's own); ``needs`` says what calibration has to collect;
+    ``options`` are the accepted options with their defaults; ``scope`` is the default scope of unstructured patterns.
     """
 
     name: ClassVar[str]
     needs: ClassVar[str] = "nothing"
     options: ClassVar[Mapping[str, Any]] = {}
     scope: ClassVar[str] = "matrix"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
 
     def prepare(self, stats: Stats | None, options: Mapping[str, Any]) -> Any:
         """Work that layers with the same input share (a factorization), done once. Default: the stats themselves."""
