@@ -1,55 +1,42 @@
-"""Folders of sparse models: save, restore, load. The format is specified in docs/format.md.
+"""Folders of sparse models: save, restore, load, and the report in one. What a folder holds is in format.py."""
 
-An ordinary Hugging Face folder (or one model.safetensors) whose weights hold exact zeros, plus ``sparsity.json`` and
-``sparsity_masks.safetensors``. No pickle.
-"""
-
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from modelopt_sparse.format import (
+    DESCRIPTION,
+    FORMAT_VERSION,
+    MASKS,
+    WEIGHTS,
+    Description,
+    Read,
+    checked_path,
+    checksum,
+    damaged_files,
+    file_hash,
+    pack_mask,
+    read_description,
+    read_masks,
+    weight_files,
+    weight_reader,
+)
 from modelopt_sparse.modules import SparseModule, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
 from modelopt_sparse.report import Report, attach_report, attached_report, library_versions
 
-FORMAT_VERSION = 1
-DESCRIPTION = "sparsity.json"
-MASKS = "sparsity_masks.safetensors"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of weights in several files
-PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SHOWN = 20  # problems that an error spells out
-
-Read = Callable[[str], Tensor | None]
-
-
-# packing ------------------------------------------------------------------------------------------------------------
-
-
-def pack_mask(mask: Tensor) -> Tensor:
-    """Bool mask of any shape -> uint8 ``[ceil(numel / 8)]``; bit i of byte k is entry 8 k + i in row-major order."""
-    bits = mask.flatten().cpu().to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-
-
-def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack_mask`."""
-    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[: torch.Size(shape).numel()].view(shape).bool()
 
 
 # save ---------------------------------------------------------------------------------------------------------------
@@ -71,7 +58,7 @@ def save(
     last; until then the folder has none. Raises ValueError for a pickle path and for what cannot be saved, OSError (a
     full disk) with nothing left behind.
     """
-    folder = _folder(folder)
+    folder = checked_path(folder)
     if folder.is_file():
         raise ValueError(f"{str(folder)!r} is a file: save writes a folder, give another path")
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
@@ -99,10 +86,10 @@ def save(
             "model_class": _class(model).__name__,
             "masks": {name: {"shape": list(mask.shape), "kept": int(mask.sum())} for name, mask in masks.items()},
             "aliases": aliases,
-            "files": {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files},
+            "files": {path.name: {"size": path.stat().st_size, "sha256": file_hash(path)} for path in files},
             "report": None if report is None else report.as_dict(),
         }
-        text = json.dumps({**description, "checksum": _checksum(description)}, indent=2, default=str)
+        text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
         (staging / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
@@ -179,66 +166,6 @@ def _move_into(folder: Path, staging: Path) -> None:
 # read ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Description:
-    """What ``sparsity.json`` says."""
-
-    model_class: str
-    masks: Mapping[str, tuple[tuple[int, ...], int]]  # parameter name -> shape, number kept
-    aliases: Mapping[str, str]
-    files: Mapping[str, tuple[int, str]]  # file name -> size, sha256
-    report: Report | None
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "Description":
-        """Raises KeyError, TypeError, AttributeError or ValueError if it is not as docs/format.md says."""
-        return cls(
-            model_class=str(given["model_class"]),
-            masks={name: (tuple(map(int, of["shape"])), int(of["kept"])) for name, of in given["masks"].items()},
-            aliases={name: str(other) for name, other in given["aliases"].items()},
-            files={name: (int(of["size"]), str(of["sha256"])) for name, of in given["files"].items()},
-            report=None if given["report"] is None else Report.from_dict(given["report"]),
-        )
-
-
-def read_description(folder: str | Path) -> Description:
-    """The checked ``sparsity.json`` of a folder. Raises ValueError if there is none that this version can read."""
-    folder = _folder(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is not a folder: give one that modelopt_sparse.save wrote")
-    path = folder / DESCRIPTION
-    if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no {DESCRIPTION}: it is not a folder that modelopt_sparse.save wrote to its end"
-        )
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        version = given["format_version"] if given["format"] == "modelopt_sparse" else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
-    if not isinstance(version, int):
-        raise ValueError(f"{str(path)!r} is not in the format of modelopt_sparse.save")
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{str(path)!r} has format version {version}, this library reads up to {FORMAT_VERSION}: "
-            "update modelopt_sparse"
-        )
-    if given.pop("checksum", None) != _checksum(given):
-        raise ValueError(
-            f"{str(path)!r} has been edited since it was saved (its checksum differs): save the model anew"
-        )
-    try:
-        return Description.parse(given)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
-
-
-def _checksum(description: Mapping[str, Any]) -> str:
-    """SHA-256 of the description, without the checksum itself, as JSON with sorted keys and no spaces."""
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     """Load weights, masks and report of a folder into a model of the same architecture, in place, and return it.
 
@@ -246,12 +173,12 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     that no weight is nonzero where its mask is False. All that is wrong stands in one ValueError, with the model
     untouched. Masks that the model has are replaced by those of the folder.
     """
-    folder = _folder(folder)
+    folder = checked_path(folder)
     description = read_description(folder)
     problems = []
     if description.model_class != _class(model).__name__:
         problems.append(f"it holds a {description.model_class}, the model is a {_class(model).__name__}")
-    damaged = _damaged_files(folder, description)
+    damaged = damaged_files(folder, description)
     problems += damaged.values()
     masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
     slots = list(_slots(model))
@@ -278,7 +205,7 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
     the one named in config.json.
     Raises ValueError listing everything that is wrong with the folder.
     """
-    folder = _folder(folder)
+    folder = checked_path(folder)
     description = read_description(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -286,7 +213,7 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
             "yourself and call restore(model, folder)"
         )
     head = f"{str(folder)!r} cannot be loaded"
-    damaged = _damaged_files(folder, description)
+    damaged = damaged_files(folder, description)
     problems = list(damaged.values())
     masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
     if problems:
@@ -305,6 +232,20 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
         raise ValueError(_listed(head, problems))
     _attach(model, masks, description)
     return model
+
+
+def report(model: nn.Module | str | Path) -> Report:
+    """The report of a model that `sparsify`, `restore` or `load` gave back, or of a folder that `save` wrote.
+
+    Raises ValueError if there is none.
+    """
+    if isinstance(model, nn.Module):
+        found, what = attached_report(model), f"this {type(model).__name__}"
+    else:
+        found, what = read_description(model).report, f"the model in {str(model)!r}"
+    if found is None:
+        raise ValueError(f"{what} carries no report: sparsify did not make it sparse")
+    return found
 
 
 def model_class(config: Any, source: str | Path) -> Any:
@@ -332,78 +273,9 @@ def empty_model(source: str | Path, **options: Any) -> nn.Module:
     return model
 
 
-def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
-    """The masks of a folder that are as its description says; what is wrong with the others goes to ``problems``."""
-    masks: dict[str, Tensor] = {}
-    try:
-        packed = load_file(folder / MASKS)
-    except (SafetensorError, OSError) as error:
-        problems.append(f"file {MASKS!r} cannot be read: {error}")
-        return masks
-    for name in sorted(packed.keys() ^ description.masks.keys()):
-        here, there = (MASKS, DESCRIPTION) if name in packed else (DESCRIPTION, MASKS)
-        problems.append(f"mask {name!r} is in {here} and not in {there}")
-    for name, (shape, kept) in description.masks.items():
-        if name not in packed:
-            continue
-        if packed[name].dtype != torch.uint8 or packed[name].shape != (-(-torch.Size(shape).numel() // 8),):
-            problems.append(f"mask {name!r} does not hold the bits of shape {list(shape)}")
-            continue
-        masks[name] = unpack_mask(packed[name], shape)
-        if int(masks[name].sum()) != kept:
-            problems.append(f"mask {name!r} keeps {int(masks[name].sum())} weights, not {kept}")
-    return masks
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Names of the files that ``from_pretrained`` reads weights from."""
-    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
-        return [WEIGHTS]
-    try:
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
-
-
-def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
-    """Names of the tensors in a folder's weight files, and a function that reads one, or gives None."""
-    opened = [safe_open(folder / name, framework="pt") for name in files]
-    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return set(where), lambda name: where[name].get_tensor(name) if name in where else None
-
-
-def _folder(folder: str | Path) -> Path:
-    path = Path(folder)
-    if path.suffix in PICKLES and not path.is_dir():
-        raise ValueError(
-            f"{str(path)!r} looks like a pickle file, which this library neither writes nor reads: give a folder, "
-            f"for example {str(path.with_suffix(''))!r}"
-        )
-    return path
-
-
 def _class(model: nn.Module) -> Any:
     """The model's class; of a model that is itself a sparse module, the class that it had."""
     return model.base if isinstance(model, SparseModule) else type(model)
-
-
-def _damaged_files(folder: Path, description: Description) -> dict[str, str]:
-    """What is wrong with the files of a folder, by file name."""
-    damaged = {name: f"{DESCRIPTION} does not list {name!r}" for name in {MASKS} - description.files.keys()}
-    for name, (size, sha256) in description.files.items():
-        path = folder / name
-        if Path(name).name != name:
-            damaged[name] = f"file name {name!r} leads out of the folder"
-        elif not path.is_file():
-            damaged[name] = f"file {name!r} is missing"
-        elif path.stat().st_size != size:
-            damaged[name] = f"file {name!r} has {path.stat().st_size} bytes, not {size}"
-        elif _sha256(path) != sha256:
-            damaged[name] = f"file {name!r} has changed since it was saved (its hash differs)"
-    if not damaged:
-        for name in set(weight_files(folder)) - description.files.keys():
-            damaged[name] = f"weight file {name!r} does not belong to the folder: {DESCRIPTION} does not list it"
-    return damaged
 
 
 def _reader(
@@ -491,11 +363,3 @@ def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Descript
 def _listed(head: str, problems: list[str]) -> str:
     shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
     return f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown])
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

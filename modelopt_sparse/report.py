@@ -5,7 +5,6 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -187,22 +186,6 @@ def attach_report(model: nn.Module, report: Report | None) -> None:
 def attached_report(model: nn.Module) -> Report | None:
     """The report that `sparsify`, `restore` or `load` left on the model."""
     return getattr(model, ATTRIBUTE, None)
-
-
-def report(model: nn.Module | str | Path) -> Report:
-    """The report of a model that `sparsify`, `restore` or `load` gave back, or of a folder that `save` wrote.
-
-    Raises ValueError if there is none.
-    """
-    if isinstance(model, nn.Module):
-        found, what = attached_report(model), f"this {type(model).__name__}"
-    else:
-        from modelopt_sparse.checkpoint import read_description  # checkpoint needs this file as well
-
-        found, what = read_description(model).report, f"the model in {str(model)!r}"
-    if found is None:
-        raise ValueError(f"{what} carries no report: sparsify did not make it sparse")
-    return found
 
 
 def library_versions() -> dict[str, str]:

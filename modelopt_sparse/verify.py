@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint import (
-    DESCRIPTION,
-    empty_model,
-    read_description,
-    read_masks,
-    unloaded,
-    weight_files,
-    weight_reader,
-)
+from modelopt_sparse.checkpoint import empty_model, unloaded
 from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.format import DESCRIPTION, read_description, read_masks, weight_files, weight_reader
 from modelopt_sparse.layers import Layer, find_layers
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.modules import named_masks

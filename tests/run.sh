@@ -5,5 +5,5 @@ cd "$(dirname "$0")/.."
 bash .ci/setup .venv test
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/pyright
+.venv/bin/pyright --pythonpath .venv/bin/python
 .venv/bin/python -m pytest "$@"

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint
-from modelopt_sparse.checkpoint import DESCRIPTION, MASKS, pack_mask, unpack_mask
+from modelopt_sparse import checkpoint, format
+from modelopt_sparse.format import DESCRIPTION, MASKS, pack_mask, unpack_mask
 from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -148,13 +148,13 @@ def rewrite(folder: Path, change: Callable[[dict], None]) -> None:
     description = describe(folder)
     del description["checksum"]
     change(description)
-    (folder / DESCRIPTION).write_text(json.dumps({**description, "checksum": checkpoint._checksum(description)}))
+    (folder / DESCRIPTION).write_text(json.dumps({**description, "checksum": format.checksum(description)}))
 
 
 def relist(folder: Path, name: str) -> None:
     """Make sparsity.json agree with a file that has been replaced."""
     path = folder / name
-    entry = {"size": path.stat().st_size, "sha256": checkpoint._sha256(path)}
+    entry = {"size": path.stat().st_size, "sha256": format.file_hash(path)}
     rewrite(folder, lambda description: description["files"].update({name: entry}))
 
 
@@ -598,7 +598,7 @@ class Interruption(BaseException):
     """Stands in for Ctrl-C."""
 
 
-@pytest.mark.parametrize("step", ["save_file", "_sha256", "library_versions"])
+@pytest.mark.parametrize("step", ["save_file", "file_hash", "library_versions"])
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, step, existing):
     folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
@@ -926,8 +926,8 @@ def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
     secret.write_bytes(b"x" * 10)
     rewrite(folder, lambda d: d["files"].update({"../secret": {"size": 10, "sha256": "0"}}))
     read = []
-    original = checkpoint._sha256
-    monkeypatch.setattr(checkpoint, "_sha256", lambda path: read.append(path.name) or original(path))
+    original = format.file_hash
+    monkeypatch.setattr(format, "file_hash", lambda path: read.append(path.name) or original(path))
     refused(folder, tiny_llama(), "'../secret' leads out")
     assert "secret" not in read
 

@@ -429,7 +429,7 @@ where = sys.argv.pop(1)
 if where == "solve":
     magnitude.masked_solution = pressing(magnitude.masked_solution)
 else:
-    modelopt_sparse.checkpoint._sha256 = pressing(modelopt_sparse.checkpoint._sha256)
+    modelopt_sparse.checkpoint.file_hash = pressing(modelopt_sparse.checkpoint.file_hash)
 from modelopt_sparse.cli import main
 main()
 """
