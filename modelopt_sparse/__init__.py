@@ -3,7 +3,7 @@
 from modelopt_sparse.checkpoint import load, report, restore, save
 from modelopt_sparse.config import Rule, SparsifyConfig
 from modelopt_sparse.evaluate import Evaluation, evaluate
-from modelopt_sparse.methods.base import Method, Solution, Stats
+from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.modules import attach_optimizer, named_masks, observe_gradient, set_mask
 from modelopt_sparse.patterns import NM, Unstructured
 from modelopt_sparse.plan import Plan, make_plan
@@ -30,8 +30,10 @@ __all__ = [
     "export",
     "load",
     "make_plan",
+    "masked_solution",
     "named_masks",
     "observe_gradient",
+    "relative_error",
     "report",
     "restore",
     "save",

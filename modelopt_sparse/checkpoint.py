@@ -32,7 +32,7 @@ from modelopt_sparse.format import (
     weight_files,
     weight_reader,
 )
-from modelopt_sparse.modules import SparseModule, named_masks, remove_masks, set_mask
+from modelopt_sparse.modules import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
 from modelopt_sparse.report import Report, attach_report, attached_report, library_versions
 
@@ -83,7 +83,7 @@ def save(
             "format": "modelopt_sparse",
             "format_version": FORMAT_VERSION,
             "versions": library_versions(),
-            "model_class": _class(model).__name__,
+            "model_class": dense_class(model).__name__,
             "masks": {name: {"shape": list(mask.shape), "kept": int(mask.sum())} for name, mask in masks.items()},
             "aliases": aliases,
             "files": {path.name: {"size": path.stat().st_size, "sha256": file_hash(path)} for path in files},
@@ -176,8 +176,8 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = checked_path(folder)
     description = read_description(folder)
     problems = []
-    if description.model_class != _class(model).__name__:
-        problems.append(f"it holds a {description.model_class}, the model is a {_class(model).__name__}")
+    if description.model_class != dense_class(model).__name__:
+        problems.append(f"it holds a {description.model_class}, the model is a {dense_class(model).__name__}")
     damaged = damaged_files(folder, description)
     problems += damaged.values()
     masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
@@ -189,7 +189,9 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
         read = _reader(model, slots, folder, description, problems)
         filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems)) is not None]
     if problems:
-        raise ValueError(_listed(f"{str(folder)!r} cannot be restored into this {_class(model).__name__}", problems))
+        raise ValueError(
+            _listed(f"{str(folder)!r} cannot be restored into this {dense_class(model).__name__}", problems)
+        )
     remove_masks(model)
     with torch.no_grad():
         for values, tensor in filled:
@@ -273,11 +275,6 @@ def empty_model(source: str | Path, **options: Any) -> nn.Module:
     return model
 
 
-def _class(model: nn.Module) -> Any:
-    """The model's class; of a model that is itself a sparse module, the class that it had."""
-    return model.base if isinstance(model, SparseModule) else type(model)
-
-
 def _reader(
     model: nn.Module,
     slots: Iterable[tuple[list[str], Tensor]],
@@ -295,9 +292,9 @@ def _reader(
     except SafetensorError as error:
         problems.append(f"the weights cannot be read: {error}")
         return lambda name: None
-    same_class = description.model_class == _class(model).__name__
+    same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(names.isdisjoint(alike) for alike, _ in slots):
-        fresh, found = _class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        fresh, found = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
         problems += unloaded(found)
         return fresh.state_dict().get
     known = {name for alike, _ in slots for name in alike}

@@ -55,8 +55,9 @@ class SparsifyConfig:
 
     What to prune:
       pattern: "2:4", any "N:M" (N kept), 0.5, "50%" (pruned) or a pattern object.
-      include: globs of layer names to prune instead of every layer in the model's blocks. Output heads, tied weights
-        and routers stay dense unless a full name, without wildcards, asks for them, here or in a rule.
+      include: globs of layer names to prune instead of every layer in the model's blocks. Output heads and
+        routers stay dense unless a full name, without wildcards, asks for them, here or in a rule; embeddings and what
+        is tied to them always do.
       exclude: globs of layer names to leave dense.
       rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
         method's own; None leaves the layer dense.

@@ -172,6 +172,11 @@ def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
     return type(f"Sparse{base.__name__}", (SparseModule, base), {"base": base, "__module__": __name__})
 
 
+def dense_class(module: nn.Module) -> Any:
+    """The class of a module, or the one that it had before it became sparse."""
+    return module.base if isinstance(module, SparseModule) else type(module)
+
+
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, SparseModule):
         _drop_bound_forward(module)

@@ -16,6 +16,7 @@ from modelopt_sparse.calibration.batches import default_seq_len
 from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve_method
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
+from modelopt_sparse.modules import dense_class
 from modelopt_sparse.patterns import Pattern, parse_pattern
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
@@ -158,7 +159,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
-        kind = type(layer.owner).__name__
+        kind = dense_class(layer.owner).__name__
         reason = next((protected[owner] for owner in (layer.owner, *layer.twins) if owner in protected), None)
         outcome = _decide(layer, shape, block, reason, method, config)
         if isinstance(outcome, str):

@@ -257,6 +257,11 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
         ("", ValueError, "data holds no text"),
         ([], ValueError, "data holds no text"),
         (
+            "texts/mine.txt",
+            ValueError,
+            "looks like a file: give Path",
+        ),
+        (
             [[1, 2, 3]],
             TypeError,
             "data is text: a string, a list of strings or a Path; token tensors go into data_loader",

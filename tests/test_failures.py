@@ -574,3 +574,10 @@ def test_an_exported_model_can_be_made_sparse_again():
     mts.sparsify(model, "magnitude", pattern="2:4")
     assert len(mts.verify(model, "2:4").layers) == 14
     assert len(dict(mts.named_masks(model))) == 14
+
+
+def test_plan_and_report_of_a_sparse_model_name_the_class_that_the_layer_came_with():
+    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8)), "magnitude")
+    assert [layer.type for layer in mts.make_plan(model, "magnitude").layers] == ["Linear"]
+    mts.sparsify(model, "magnitude", pattern="1:4")
+    assert [layer.type for layer in mts.report(model).layers] == ["Linear"]

@@ -122,6 +122,8 @@ def read_documents(data: str | Path | Sequence[str]) -> list[str]:
             return [_text_of(line, f"{str(data)!r} line {number}") for number, line in lines if line.strip()]
         return [data.read_text(encoding="utf-8")]
     if isinstance(data, str):
+        if data.endswith((".txt", ".jsonl")) and "\n" not in data:
+            raise ValueError(f"data={data!r} looks like a file: give Path({data!r}), a plain string is the text itself")
         return [data]
     documents = list(data)
     if any(not isinstance(document, str) for document in documents):
