@@ -21,6 +21,7 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
 from modelopt_sparse.checkpoint import empty_model, model_class
+from modelopt_sparse.config import QUALITIES
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.verify import PatternError
 
@@ -30,7 +31,13 @@ Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong argu
 """
 VIOLATION, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer")  # options that no YAML file can hold
+PYTHON_ONLY = (
+    "data_loader",
+    "collect_func",
+    "forward_loop",
+    "tokenizer",
+    "masks",
+)  # options that no YAML file can hold
 
 app = typer.Typer(
     help=HELP, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -43,7 +50,12 @@ Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Method = Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt.")]
+Method = Annotated[
+    str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses.")
+]
+Quality = Annotated[
+    str | None, typer.Option(help=f"{', '.join(QUALITIES)}: chooses the method and what follows it. Default: neither.")
+]
 Pattern = Annotated[
     str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4.")
 ]
@@ -76,6 +88,7 @@ def sparsify(
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     method: Method = None,
+    quality: Quality = None,
     pattern: Pattern = None,
     data: Data = None,
     num_samples: Samples = None,
@@ -109,8 +122,8 @@ def sparsify(
         settings["tokenizer"] = tokenizer
     held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
     made = mts.make_plan(source.empty(), method, settings)  # all that can be wrong, before weights are read
-    if "data" not in settings and (needing := [layer for layer in made.layers if layer.method.needs != "nothing"]):
-        raise ValueError(f"method {needing[0].method.name!r} needs calibration text: give --data FILE")
+    if "data" not in settings and (needing := [layer for layer in made.layers if layer.calibrated]):
+        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     companions = source.companions()
 
     network = mts.sparsify(source.load(), method, settings)
@@ -139,6 +152,7 @@ def sparsify(
 def plan(
     model: Model,
     method: Method = None,
+    quality: Quality = None,
     pattern: Pattern = None,
     data: Data = None,
     num_samples: Samples = None,
@@ -282,7 +296,7 @@ def _settings(flags: dict[str, Any], config: Path | None = None, options: list[s
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
     known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}
     settings.update({key: value for key, value in flags.items() if key in known and value is not None})
-    settings.setdefault("method", "sparsegpt")
+    settings.setdefault("method", None)
     if "data" in settings:
         settings["data"] = Path(settings["data"])
         read_documents(settings["data"])  # what is wrong with it shows before weights are read

@@ -12,9 +12,29 @@ from torch.utils.data import Dataset
 
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
+from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.patterns import Pattern, parse_pattern
+from modelopt_sparse.reconstruct import Reconstruct
 
 SEQUENTIAL = ("block", "stage", "none")
+ALLOCATIONS = ("uniform", "owl", "search")
+POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
+DEFAULT_METHOD = "sparsegpt"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What ``quality=`` stands for: the method, if none is named, and the options that are not given otherwise."""
+
+    method: str
+    options: Mapping[str, Any]
+
+
+QUALITIES: dict[str, Quality] = {
+    "fast": Quality("sparsegpt", {"polish": True}),
+    "balanced": Quality("alps", {"reconstruct": {"epochs": 2}}),
+    "best": Quality("alps", {"reconstruct": {"epochs": 16}}),
+}
 
 # ModelOpt's keys -> ours, with the value translated where it differs
 RENAMED: dict[str, str] = {
@@ -61,6 +81,7 @@ class SparsifyConfig:
       exclude: globs of layer names to leave dense.
       rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
         method's own; None leaves the layer dense.
+      masks: ``{parameter name: mask}`` of your own (bool, True = kept) in place of a method; other layers stay dense.
       hardware_only: prune only layers whose shape ASP takes (rows a multiple of 8, columns of 16).
       options: the method's own options, such as ``damping``.
     Calibration data, one of three:
@@ -74,6 +95,16 @@ class SparsifyConfig:
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
+      update: False keeps the dense values of the weights that stay: masks only.
+      refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
+        sweeps.
+      polish: after the method, the best values for the kept weights of each layer by conjugate gradients; True, or how
+        many iterations at most.
+      reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
+        the number of epochs, or a mapping of `Reconstruct`'s options.
+      allocation: "uniform" (default), "owl" or "search": how the zeros of an unstructured pattern are shared out over
+        the layers.
+      quality: "fast", "balanced" or "best" sets those of these options that are not given, and the method if none is.
       device: where blocks are calibrated and solved; default: where they are.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
       progress: True or False; default: a bar if standard error is a terminal.
@@ -83,6 +114,7 @@ class SparsifyConfig:
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
+    masks: Mapping[str, torch.Tensor] | None = None
     hardware_only: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     data_loader: Iterable[Any] | None = None
@@ -96,6 +128,12 @@ class SparsifyConfig:
     batch_size: int = 8
     count_padding: bool = False
     sequential: str = "block"
+    update: bool = True
+    refine: int = 0
+    polish: int = 0
+    reconstruct: Reconstruct | None = None
+    allocation: str = "uniform"
+    quality: str | None = None
     device: torch.device | None = None
     enforce: bool = True
     seed: int = 0
@@ -105,8 +143,7 @@ class SparsifyConfig:
     def make(cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any):
         """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
         if isinstance(config, SparsifyConfig):
-            given = {item.name: getattr(config, item.name) for item in fields(config)}
-            given.update(given.pop("options"))
+            given = config._given()
         elif config is None or isinstance(config, Mapping):
             given = dict(config or {})
         else:
@@ -116,12 +153,20 @@ class SparsifyConfig:
             if given.get("rules"):
                 raise ValueError("rules are given both in the mode list and as an option; keep one")
             given["rules"] = given.pop(MODE_RULES)
+        if given.get("quality") is not None:
+            given = {**_quality(given["quality"], method).options, **given}
         known = [item.name for item in fields(cls) if item.name != "options"]
         options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
         for key in given:
             if key not in known:
                 raise ValueError(_unknown(key, [*known, *method.options]))
         return cls(**_parsed(given), options=options)
+
+    def _given(self) -> dict[str, Any]:
+        """The options that differ from their defaults, the method's own among them."""
+        default = SparsifyConfig()
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "options"}
+        return {key: value for key, value in given.items() if value is not getattr(default, key)} | dict(self.options)
 
     def __post_init__(self) -> None:
         sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(self, name) is not None]
@@ -141,7 +186,27 @@ class SparsifyConfig:
                 raise ValueError(f"{name}={value!r}: must be a positive whole number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: must be a whole number")
-        for name in ("hardware_only", "count_padding", "enforce", "progress"):
+        if self.allocation not in ALLOCATIONS:
+            raise ValueError(f"allocation={self.allocation!r}: allowed are {', '.join(map(repr, ALLOCATIONS))}")
+        for name in ("refine", "polish"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
+        changing = [name for name in ("polish", "reconstruct") if getattr(self, name)]
+        if not self.update and changing:
+            raise ValueError(
+                f"update=False keeps the dense values, which {' and '.join(changing)} would change"
+                + (f" (set by quality={self.quality!r})" if self.quality is not None else "")
+                + "; leave one of them out, or use refine=True for a better mask"
+            )
+        if self.reconstruct is not None and self.sequential == "none":
+            raise ValueError(
+                "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
+                "'stage', or leave reconstruct out"
+            )
+        if self.masks is not None and self.refine:
+            raise ValueError("refine changes masks, and masks= gives them; leave one of them out")
+        for name in ("hardware_only", "count_padding", "enforce", "progress", "update"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "progress" and value is None):
                 raise ValueError(f"{name}={value!r}: must be True or False")
@@ -151,6 +216,33 @@ class SparsifyConfig:
         for name in ("collect_func", "forward_loop"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}: it must be callable")
+
+
+def resolve(
+    method: object, config: "SparsifyConfig | Mapping[str, Any] | None", options: Mapping[str, Any]
+) -> "tuple[Method, SparsifyConfig]":
+    """What the user said -> the method and the validated config. Without a method, ``masks`` or ``quality`` choose."""
+    whole = config._given() if isinstance(config, SparsifyConfig) else config if isinstance(config, Mapping) else {}
+    masks, quality = (options.get(key, whole.get(key)) for key in ("masks", "quality"))
+    if masks is not None:
+        if method is not None:
+            raise ValueError(f"masks= takes the place of a method, and method={method!r} is given; keep one")
+        method = GivenMask()
+    elif method is None:
+        method = DEFAULT_METHOD if quality is None else _quality(quality).method
+    found, config = resolve_method(method, config)
+    return found, SparsifyConfig.make(found, config, **options)
+
+
+def _quality(name: object, method: Method | None = None) -> Quality:
+    if not isinstance(name, str) or name not in QUALITIES:
+        raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
+    if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
+        raise ValueError(
+            f"quality={name!r} is for methods that learn from calibration data, which {method.name!r} does not; leave "
+            "it out, or the method, or give polish= and reconstruct= themselves"
+        )
+    return QUALITIES[name]
 
 
 def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
@@ -250,6 +342,15 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
         given["pattern"] = parse_pattern(given["pattern"])
     if "rules" in given:
         given["rules"] = parse_rules(given["rules"] or ())
+    for key, meaning in (("polish", POLISH_ITERATIONS), ("refine", REFINE_SWEEPS)):
+        if given.get(key, 0) is True or given.get(key, 0) is False or given.get(key, 0) is None:
+            given[key] = meaning if given[key] else 0
+    if "reconstruct" in given:
+        given["reconstruct"] = _reconstruct(given["reconstruct"])
+    if given.get("allocation", "") is None:
+        given["allocation"] = "uniform"
+    if given.get("masks") is not None:
+        given["masks"] = _masks(given["masks"])
     for key in ("include", "exclude"):
         if given.get(key) is not None:
             given[key] = _globs(key, given[key])
@@ -261,6 +362,34 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device {given['device']!r} is not known: {error}") from None
     return given
+
+
+def _reconstruct(value: Any) -> Reconstruct | None:
+    if value is None or value is False:
+        return None
+    if isinstance(value, Reconstruct):
+        return value
+    if value is True:
+        return Reconstruct()
+    if isinstance(value, int):
+        return Reconstruct(epochs=value)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"reconstruct={value!r}: give True, False, a number of epochs, or a mapping of its options")
+    known = [item.name for item in fields(Reconstruct)]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"reconstruct: {_unknown(key, known)}")
+    return Reconstruct(**value)
+
+
+def _masks(value: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
+    for name, mask in value.items():
+        if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise TypeError(f"masks[{name!r}] is a {kind}: it must be a torch.bool tensor, True = kept")
+    return dict(value)
 
 
 def _globs(key: str, value: Any) -> tuple[str, ...]:

@@ -13,23 +13,26 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
-from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve_method
+from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve, resolve_method
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
+from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
-from modelopt_sparse.patterns import Pattern, parse_pattern
+from modelopt_sparse.patterns import Pattern, Unstructured, parse_pattern
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}
 # what a solver holds at its peak beside statistics and masks, at most, in numbers of its working precision
 WORKSPACE_WEIGHTS = 10  # times the weights
 WORKSPACE_GRAMS = 4  # times the Gram matrix
+RECONSTRUCTION = 5  # copies of a block's weights: the optimizer's, their gradients, two moments, the best so far
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]."""
+    """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]; ``needs`` is what the method
+    and the ``stages`` after it have to know of its input."""
 
     name: str
     type: str
@@ -38,7 +41,19 @@ class LayerPlan:
     method: Method
     pattern: Pattern
     options: Mapping[str, Any]
+    needs: str
+    stages: tuple[str, ...]
     layer: Layer = field(repr=False, compare=False)
+
+    @property
+    def recipe(self) -> str:
+        """The method and the stages that follow it: "alps+polish+reconstruct"."""
+        return "+".join((self.method.name, *self.stages))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it takes calibration data."""
+        return self.needs != "nothing" or "reconstruct" in self.stages
 
     @property
     def size(self) -> int:
@@ -77,6 +92,7 @@ class Plan:
                 "shape": list(item.shape),
                 "block": item.block,
                 "method": item.method.name,
+                "recipe": item.recipe,
                 "pattern": str(item.pattern),
                 "options": dict(item.options),
                 "hardware": item.hardware,
@@ -93,13 +109,13 @@ class Plan:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        head = ("layer", "type", "shape", "method", "pattern", *(f"fits {name}" for name in HARDWARE))
+        head = ("layer", "type", "shape", "recipe", "pattern", *(f"fits {name}" for name in HARDWARE))
         rows = [
             (
                 item.name,
                 item.type,
                 " x ".join(map(str, item.shape)),
-                item.method.name + "".join(f" {key}={value}" for key, value in item.options.items()),
+                item.recipe + "".join(f" {key}={value}" for key, value in item.options.items()),
                 str(item.pattern),
                 *("yes" if fits else "no" for fits in item.hardware.values()),
             )
@@ -131,7 +147,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def make_plan(
     model: nn.Module,
-    method: Any = "sparsegpt",
+    method: Any = None,
     config: SparsifyConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
@@ -140,8 +156,7 @@ def make_plan(
     Raises ValueError for anything that could not work: unknown names and options, globs that match nothing, a pattern
     that fits no layer or not one named in full, weights that are not floating point.
     """
-    method, config = resolve_method(method, config)
-    return plan_for(model, method, SparsifyConfig.make(method, config, **options))
+    return plan_for(model, *resolve(method, config, options))
 
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
@@ -166,7 +181,11 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
         layer_method, pattern, layer_options = outcome
-        planned.append(LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, layer))
+        stages = _stages(layer, layer_method, block, config)
+        needs = "gram" if {"refine", "polish"} & set(stages) else layer_method.needs
+        planned.append(
+            LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, stages, layer)
+        )
 
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
@@ -179,13 +198,64 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
                 f"layer {item.name!r} holds {item.layer.parameter.dtype} weights: quantized models are not supported; "
                 "load the model dequantized, or sparsify first and quantize after"
             )
+    if config.allocation != "uniform" and not any(isinstance(item.pattern, Unstructured) for item in planned):
+        raise ValueError(
+            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
+            f"has one: give a pattern such as 0.5, or leave allocation out"
+        )
     return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
 
 
+def _stages(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
+    """What follows the method, for one layer."""
+    if config.refine and config.update and method.updates:
+        raise ValueError(
+            f"layer {layer.name!r}: refine swaps weights at their dense values, and method {method.name!r} changes "
+            "them; add update=False to keep the dense values, or use polish instead"
+        )
+    asked = {
+        "dense-values": method.updates and not config.update,
+        "refine": config.refine,
+        "polish": config.polish,
+        "reconstruct": config.reconstruct is not None and block is not None,
+    }
+    return tuple(stage for stage, wanted in asked.items() if wanted)
+
+
+def _given_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:
+    """The user's mask of a layer as its method, and the pattern that it has; or why the layer stays dense."""
+    mask = (config.masks or {}).get(layer.parameter_name)
+    if mask is None:
+        return "no mask given"
+    if mask.shape != layer.parameter.shape:
+        raise ValueError(
+            f"masks[{layer.parameter_name!r}] has shape {list(mask.shape)}: it must be that of the parameter, "
+            f"{list(layer.parameter.shape)}"
+        )
+    if reason := pattern.misfit(layer.columns(mask)):
+        raise ValueError(f"masks[{layer.parameter_name!r}]: {reason}")
+    matrix = layer.matrix(mask)
+    if isinstance(pattern, Unstructured):  # whatever it holds, as one count for the matrix
+        zeros = int((~matrix).sum())
+        pattern = Unstructured(zeros / matrix.numel(), "matrix")
+    if wrong := pattern.count_kept_wrong(matrix):
+        raise ValueError(
+            f"masks[{layer.parameter_name!r}] breaks pattern {pattern} in {wrong} places; give the pattern that it "
+            "has (any pruned fraction, such as 0.5, if it has no N:M)"
+        )
+    return GivenMask(matrix), pattern
+
+
 def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
-    """Raise ValueError for a glob that matches no layer. One that leaves layers dense may also match a weight that is
-    never pruned: a tied output head, for example."""
+    """Raise ValueError for a glob that matches no layer, or a mask that belongs to none. A glob that leaves layers
+    dense may also match a weight that is never pruned: a tied output head, for example."""
     names = [layer.name for layer in layers]
+    parameters = [layer.parameter_name for layer in layers]
+    if strange := [name for name in config.masks or {} if name not in parameters]:
+        raise ValueError(
+            f"masks[{strange[0]!r}] belongs to no prunable parameter of this {type(model).__name__}"
+            f"{nearest(strange[0], parameters)}"
+        )
     never_pruned = [name for item in others for name in item.names]
     rules = [rule for rule in config.rules if rule.type_name is None]
     to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
@@ -240,6 +310,11 @@ def _decide(
                 f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
             )
     layer_method.check(options)
+    if isinstance(layer_method, GivenMask):
+        found = _given_mask(layer, pattern, config)
+        if isinstance(found, str):
+            return found
+        layer_method, pattern = found
 
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
@@ -271,20 +346,25 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
 def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
     statistics: dict[str, int] = {}
+    tuned: dict[str, int] = {}
     workspace = 0
     for item in planned:
         *lead, rows, columns = item.shape
         width = max(4, item.layer.parameter.element_size())  # statistics and solvers work in float32 or better
         matrices = torch.Size(lead).numel()
-        needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.method.needs]
+        needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
         together = item.name if item.block is None else item.block
         statistics[together] = statistics.get(together, 0) + width * matrices * needed
+        tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
         workspace = max(workspace, width * matrices * (WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed))
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    if config.data is not None and hidden is not None and any(item.method.needs != "nothing" for item in planned):
+    if config.reconstruct is not None:
+        memory["reconstruction_of_one_block"] = max(tuned.values())
+    if config.data is not None and hidden is not None and any(item.calibrated for item in planned):
         tokens = config.num_samples * (config.seq_len or default_seq_len(model))
-        memory["cached_activations"] = tokens * hidden * next(model.parameters()).element_size()
+        copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
+        memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
     return memory

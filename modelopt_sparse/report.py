@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch import nn
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.plan import LayerPlan, Plan, table
+from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
+RECONSTRUCTED = "reconstruct"
 # what the error of a layer was measured with -> how far that goes
 ERROR_FROM = {
     "gram": "X as calibration saw it",
@@ -28,9 +30,23 @@ ERROR_FROM = {
 
 
 @dataclass(frozen=True)
+class StageReport:
+    """What one stage (the method, or what followed it) left of a layer: the error then, and the time it took."""
+
+    stage: str
+    error: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, stage: str, solution: Solution, seconds: float) -> "StageReport":
+        return cls(stage, solution.error if math.isfinite(solution.error) else None, round(seconds, 4))
+
+
+@dataclass(frozen=True)
 class LayerReport:
-    """One pruned layer. ``error`` is the relative squared error of its output, measured with ``error_from``; None if
-    the method did not measure any."""
+    """One pruned layer. ``error`` is the relative squared error of its output after the last of ``stages``, measured
+    with ``error_from``; None if the method did not measure any. Reconstruction, which comes after, has an error of its
+    own for each block."""
 
     name: str
     parameter: str
@@ -46,26 +62,38 @@ class LayerReport:
     tokens: int
     seconds: float
     notes: list[str]
+    stages: list[StageReport] = field(default_factory=list)
 
     @classmethod
-    def of(cls, target: LayerPlan, solution: Solution, stats: Stats | None, seconds: float) -> "LayerReport":
+    def of(cls, target: LayerPlan, solution: Solution, stats: Stats | None, stages: list[StageReport]) -> "LayerReport":
         error_from = "weights" if stats is None else "square_sums" if stats.gram is None else "gram"
         return cls(
             name=target.name,
             parameter=target.layer.parameter_name,
             type=target.type,
             shape=list(target.shape),
-            recipe=target.method.name,
+            recipe="+".join(stage.stage for stage in stages),
             pattern=str(target.pattern),
             options=dict(target.options),
             zeros=int((~solution.mask).sum()),
             size=solution.mask.numel(),
-            error=solution.error if math.isfinite(solution.error) else None,
+            error=stages[-1].error,
             error_from=error_from,
             tokens=0 if stats is None else stats.tokens,
-            seconds=round(seconds, 4),
+            seconds=round(sum(stage.seconds for stage in stages), 4),
             notes=list(solution.notes),
+            stages=stages,
         )
+
+    @property
+    def errors(self) -> list[float]:
+        """The error after each stage, as far as they were measured."""
+        errors = [stage.error for stage in self.stages] or [self.error]
+        return [error for error in errors if error is not None]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
+        return cls(**{**data, "stages": [StageReport(**stage) for stage in data.get("stages", ())]})
 
 
 @dataclass
@@ -77,6 +105,7 @@ class Report:
     """
 
     layers: list[LayerReport] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +120,12 @@ class Report:
             "enforce": config.enforce,
             "seed": config.seed,
             "count_padding": config.count_padding,
+            "quality": config.quality,
+            "update": config.update,
+            "refine": config.refine,
+            "polish": config.polish,
+            "reconstruct": config.reconstruct and asdict(config.reconstruct),
+            "allocation": config.allocation,
         }
         if config.data is not None:
             settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
@@ -102,12 +137,23 @@ class Report:
         size = sum(layer.size for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / size if size else 0.0
 
+    def reconstructed(self, found: BlockReport, layers: Collection[str]) -> None:
+        """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
+        self.blocks.append(found)
+        self.layers = [
+            replace(layer, recipe=f"{layer.recipe}+{RECONSTRUCTED}")
+            if layer.name in layers and not layer.recipe.endswith(RECONSTRUCTED)
+            else layer
+            for layer in self.layers
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        return cls(**{**data, "layers": [LayerReport(**layer) for layer in data["layers"]]})
+        layers = [LayerReport.from_dict(layer) for layer in data["layers"]]
+        return cls(**{**data, "layers": layers, "blocks": [BlockReport(**block) for block in data.get("blocks", ())]})
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, default=str)
@@ -119,13 +165,25 @@ class Report:
                 layer.recipe,
                 layer.pattern,
                 f"{layer.zeros / layer.size:.2%}",
-                "" if layer.error is None else f"{layer.error:.4f}",
+                " -> ".join(f"{error:.4f}" for error in layer.errors),
                 f"{layer.seconds:.2f}",
                 "; ".join(layer.notes),
             )
             for layer in self.layers
         ]
         parts = [table(("layer", "recipe", "pattern", "zeros", "error", "seconds", "notes"), rows)]
+        if self.blocks:
+            tuned = [
+                (
+                    block.name,
+                    f"{block.error_before:.4f} -> {block.error_after:.4f}",
+                    str(block.epoch),
+                    f"{block.seconds:.2f}",
+                    "; ".join(block.notes),
+                )
+                for block in self.blocks
+            ]
+            parts.append(table(("reconstructed", "error", "best epoch", "seconds", "notes"), tuned))
         by_reason: dict[str, list[str]] = {}
         for item in self.skipped:
             by_reason.setdefault(item["reason"], []).append(item["name"])
@@ -139,10 +197,15 @@ class Report:
         ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
         if total > pruned:
             ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
-        ending.append(f"{sum(layer.seconds for layer in self.layers):.1f} s of solving.")
+        spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
+        if self.blocks:
+            spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
+        ending.append(" and ".join(spent) + ".")
         measured = {layer.error_from for layer in self.layers if layer.error is not None}
         how = "; ".join(text for key, text in ERROR_FROM.items() if key in measured)
         parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))
+        if self.blocks:
+            parts[-1] += "\nError of a block: the same of its output, on calibration batches that it was not tuned on."
         return "\n\n".join(parts)
 
 
@@ -167,9 +230,11 @@ def merged_report(earlier: Report, new: Report) -> Report:
     older = {name for run in runs for name in run["layers"]}
     last: dict[str, Any] = {"layers": [layer.name for layer in kept if layer.name not in older]}
     last.update({key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")})
+    tuned = {block.name for block in new.blocks}
     return replace(
         new,
         layers=kept + redone,
+        blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
         skipped=[item for item in new.skipped if item["name"] not in standing],
         earlier=[run for run in (*runs, last) if run["layers"]],
     )

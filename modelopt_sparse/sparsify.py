@@ -3,60 +3,82 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelopt_sparse.calibration.walk import Group, walk
-from modelopt_sparse.config import SparsifyConfig, resolve_method
+from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.methods.base import Solution
+from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
-from modelopt_sparse.report import LayerReport, Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
+from modelopt_sparse.report import (
+    LayerReport,
+    Report,
+    StageReport,
+    attach_report,
+    attached_report,
+    merged_report,
+)
+from modelopt_sparse.stages import improved
 
 
 def sparsify(
     model: nn.Module,
-    method: Any = "sparsegpt",
+    method: Any = None,
     config: SparsifyConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Make a model sparse, in place, and return it.
 
     ``method`` is a name ("magnitude", "wanda", "ria", "sparsegpt", "alps"), a `Method` object, or a ModelOpt mode list;
-    ``config`` and keywords are the options of `SparsifyConfig` and the method's own. Everything is checked before any
-    work. Pruned layers become sparse modules that hold their masks (``enforce=False``: plain modules with zeros); the
-    Parameter objects stay the same. The model comes back in the mode, dtype, device and with the flags that it came
-    with. Raises ValueError or TypeError with the model untouched; if something fails later (or Ctrl-C), the layers
-    solved so far stay sparse, the rest untouched, and the call can be repeated.
+    without one, ``masks=`` or ``quality=`` choose, else it is "sparsegpt". A named method is the published algorithm;
+    what goes beyond it (polish, reconstruct and others) is asked for. ``config`` and keywords are the options of
+    `SparsifyConfig` and the method's own. Everything is checked before any work. Pruned layers become sparse modules
+    that hold their masks (``enforce=False``: plain modules with zeros); the Parameter objects stay the same. The model
+    comes back in the mode, dtype, device and with the flags that it came with. Raises ValueError or TypeError with the
+    model untouched; if something fails later (or Ctrl-C), the layers solved so far stay sparse, the rest untouched, and
+    the call can be repeated.
     """
-    method, config = resolve_method(method, config)
-    config = SparsifyConfig.make(method, config, **options)
+    method, config = resolve(method, config, options)
     plan = plan_for(model, method, config)
     _check(model, plan, config)
     report = Report.begin(plan, config)
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
+    masks: dict[nn.Parameter, torch.Tensor] = {}  # of the block that is being solved
     try:
-        with _calibrating(model), closing(walk(model, plan, config, report)) as groups:
-            for group in groups:
-                for job in _prepared(group, config):
+        with _calibrating(model), closing(walk(model, plan, config, report)) as steps:
+            for step in steps:
+                if isinstance(step, SolvedBlock):
+                    _reconstruct(model, step, masks, plan, config, report)
+                    masks.clear()
+                    continue
+                for job in _prepared(step, config):
                     target = job.target
                     with _naming(target):
                         solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
                     _check_solution(target, job.weight, solution)
-                    entry = LayerReport.of(target, solution, group.stats, time.perf_counter() - job.began)
-                    if group.hold:
+                    first = StageReport.of(target.method.name, solution, time.perf_counter() - job.began)
+                    with _naming(target):
+                        solution, later = improved(target, job.weight, solution, step.stats, job.scaled, config)
+                    entry = LayerReport.of(target, solution, step.stats, [first, *later])
+                    if step.hold:
                         held.append((target, solution, entry))
                     else:
                         _attach(model, target, solution, entry, config=config, report=report)
+                    if config.reconstruct is not None:
+                        masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
                     del job, solution
-                del group  # the next block is collected while this frame waits: its statistics alone are to be alive
+                del step  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
     except BaseException as error:
@@ -87,12 +109,14 @@ class _Job:
     target: LayerPlan
     weight: torch.Tensor
     state: Any
+    scaled: Callable[[], Scaled]
     began: float
 
 
 def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
     """The layers of one group; those with the same method and options share one prepared state."""
     states: list[tuple[LayerPlan, Any]] = []
+    scaled = cache(lambda damping: Scaled.of(group.stats, damping))
     for target in group.targets:
         began = time.perf_counter()
         layer = target.layer
@@ -104,7 +128,7 @@ def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
             with _naming(target):
                 shared = [target.method.prepare(group.stats, target.options)]
             states.append((target, shared[0]))
-        yield _Job(target, weight, shared[0], began)
+        yield _Job(target, weight, shared[0], partial(scaled, target.options.get("damping", DAMPING)), began)
 
 
 @contextmanager
@@ -114,6 +138,25 @@ def _naming(target: LayerPlan) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"layer {target.name!r}: {error}") from error
+
+
+def _reconstruct(
+    model: nn.Module,
+    solved: SolvedBlock,
+    masks: Mapping[nn.Parameter, torch.Tensor],
+    plan: Plan,
+    config: SparsifyConfig,
+    report: Report,
+) -> None:
+    assert config.reconstruct is not None
+    name = solved.parts[-1].name
+    layers = {target.name for target in plan.layers if target.layer.parameter in masks}
+    try:
+        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed):
+            report.reconstructed(found, layers)
+    except BaseException:
+        report.notes.append(f"{name!r}: its reconstruction was broken off; it has the best values up to then")
+        raise
 
 
 @torch.no_grad()
@@ -163,11 +206,10 @@ def _uninterrupted() -> Iterator[None]:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
     """What only a model with values can be asked, still before any work."""
-    needing = [target for target in plan.layers if target.method.needs != "nothing"]
+    needing = [target.recipe for target in plan.layers if target.calibrated]
     if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
         raise ValueError(
-            f"method {needing[0].method.name!r} needs calibration data: give data_loader=, forward_loop=, or data= "
-            "with tokenizer="
+            f"method {needing[0]!r} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
         )
     refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
     for target in plan.layers:

@@ -396,6 +396,7 @@ def test_the_json_holds_the_plan():
         "shape": [16, 32],
         "block": "model.layers.0",
         "method": "sparsegpt",
+        "recipe": "sparsegpt",
         "pattern": "2:4",
         "options": {"damping": 0.01, "block_size": 128},
         "hardware": {"asp": True, "cusparselt": True, "cutlass": False},

@@ -4,6 +4,7 @@ A stack is chained: block i + 1 gets its hidden states from the output of block 
 tables, encoder states) from its own record. What comes from where is seen by identity while the whole model runs.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -104,6 +105,7 @@ class Recorder:
                 return
         links = 0
 
+        @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through the block
         def keep(x: Tensor) -> Any:
             nonlocal links
             for index, output in enumerate(self._previous):
@@ -150,6 +152,13 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def copy(self) -> "Chain":
+        """The same chain with a state of its own; recorded tensors are shared."""
+        other = copy.copy(self)
+        other._calls = [list(calls) for calls in self._calls]
+        other._state = [list(state) for state in self._state]
+        return other
 
     def run(self, position: int, index: int) -> list[Tensor]:
         """Run block ``position`` on call ``index`` from the current state -> its output's tensors."""

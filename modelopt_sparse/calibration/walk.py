@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.offload import offloaded_after_errors
 from modelopt_sparse.plan import LayerPlan, Plan
+from modelopt_sparse.reconstruct import Part, SolvedBlock
 from modelopt_sparse.report import Report
 
 
@@ -65,13 +66,16 @@ class _Survey:
     finite: dict[str, Tensor] = field(default_factory=dict)
 
 
-def walk(model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> Generator[Group, None, None]:
-    """Yield the plan's layers group by group, with the statistics that their methods need.
+def walk(
+    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report
+) -> Generator[Group | SolvedBlock, None, None]:
+    """Yield the plan's layers group by group, with the statistics that they need, and, if blocks are to be
+    reconstructed, each block after its groups.
 
     Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
     usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags.
     """
-    if all(target.method.needs == "nothing" for target in plan.layers):
+    if not any(target.calibrated for target in plan.layers):
         for target in tqdm(plan.layers, desc="sparsify", unit="layer", disable=_no_bar(config)):
             yield Group([target], None)
         return
@@ -92,7 +96,7 @@ class _Walk:
             used_in = {home.get(module) for module in target.layer.observed}
             self._block_of[target.name] = used_in.pop() if len(used_in) == 1 else None
 
-    def run(self) -> Iterator[Group]:
+    def run(self) -> Iterator[Group | SolvedBlock]:
         dense_inputs = self.config.sequential == "none"
         with tqdm(desc="run the dense model", unit="batch", disable=_no_bar(self.config)) as bar:
             survey, recorders = self._survey(bar)
@@ -100,6 +104,7 @@ class _Walk:
         chains: dict[Stack | None, Chain | Literal["later"] | None] = {
             stack: self._chain(recorders.pop(stack), units) for stack in _stacks_of(units)
         }
+        dense = self._dense_chains(chains)
         if dense_inputs:
             # what is collected through the whole model comes first, while all of it is dense; solutions are held
             units.sort(key=lambda unit: chains.get(unit.stack) is not None)
@@ -109,13 +114,18 @@ class _Walk:
                 chain = chains.get(unit.stack)
                 if chain == "later":
                     chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
+                    dense.update(self._dense_chains({unit.stack: chain}))
                 assert chain != "later"
+                parts = self._parts(unit, survey, dense.get(unit.stack) or chain)
                 for stage in self._stages(unit, survey):
                     yield from self._groups(unit, stage, chain)
                 if chain is not None:
+                    if parts:
+                        yield from self._solved(unit, chain, parts)
+                    del parts
                     self._propagate(unit, chain)
                     if unit.position == len(chain.stack.blocks) - 1:
-                        chains[unit.stack] = None  # its activations are done with
+                        chains[unit.stack] = dense[unit.stack] = None  # their activations are done with
                 bar.update()
 
     def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
@@ -123,6 +133,74 @@ class _Walk:
         hold = self.config.sequential == "none" and chain is None
         for names, stats in self._collect(unit, stage, chain):
             yield Group([target for target in stage if target.name in names], stats, hold)
+
+    # reconstruction -------------------------------------------------------------------------------------------------
+
+    def _dense_chains(self, chains: "Mapping[Stack | None, Any]") -> "dict[Stack | None, Chain | None]":
+        """For each chain one more that goes through dense blocks alone, if these are what blocks should reproduce."""
+        options = self.config.reconstruct
+        if options is None:
+            return {}
+        found: dict[Stack | None, Chain | None] = {}
+        for stack, chain in chains.items():
+            if isinstance(chain, Chain):
+                if len(chain) < 2:
+                    raise ValueError(
+                        "reconstruct needs at least two calibration batches, because one is held back to judge by, "
+                        f"and there is {len(chain)}: give smaller batches"
+                    )
+                found[stack] = chain.copy() if options.target == "dense" else None
+        return found
+
+    def _parts(self, unit: _Unit, survey: _Survey, chain: Chain | None) -> list[Part]:
+        """What of a block is reconstructed together, with the dense block's outputs. Where ``chain`` is the dense one,
+        it goes on."""
+        options = self.config.reconstruct
+        if options is None or chain is None:
+            return []
+        (block,) = unit.blocks
+        modules = {unit.name: block}
+        if options.parts == "children":
+            holding = {
+                name: child
+                for target in sorted(unit.targets, key=lambda item: survey.order[item.name])
+                for name, child in block.named_children()
+                if target.layer.owner in set(child.modules())
+            }
+            modules = {f"{unit.name}.{name}": child for name, child in list(holding.items())[:-1]} | modules
+        parts = [Part(name, module, []) for name, module in modules.items()] if unit.targets else []
+        last = unit.position == len(chain.stack.blocks) - 1
+        goes_on = options.target == "dense" and not last
+        if parts or goes_on:
+            with self._resident(unit.blocks):
+                for index in range(len(chain)):
+                    outputs, goals = _watched(lambda i=index: chain.run(unit.position, i), [p.module for p in parts])
+                    for part, goal in zip(parts, goals):
+                        part.goals.append(goal)
+                    if goes_on:
+                        chain.advance(unit.position, index, outputs)
+        return parts
+
+    def _solved(self, unit: _Unit, chain: Chain, parts: list[Part]) -> Iterator[SolvedBlock]:
+        (block,) = unit.blocks
+
+        def run(part: Part, index: int) -> Tensor:
+            return _watched(lambda: chain.run(unit.position, index), [part.module])[1][0]
+
+        keep = [self._keep(unit, chain.masks[index], goal) for index, goal in enumerate(parts[-1].goals)]
+        with self._resident(unit.blocks):
+            yield SolvedBlock(block, parts, keep, run)
+
+    def _keep(self, unit: _Unit, masks: TokenMasks, goal: Tensor) -> Tensor | None:
+        """Which tokens of a block's output are real."""
+        mask = getattr(masks, self._side_of(unit.blocks[0]))
+        if mask is not None and goal.shape[:-1] != mask.shape:
+            raise PaddingError(
+                f"block {unit.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
+                f"{list(mask.shape)}: which of its rows are padding cannot be told; give batches without padding, or "
+                "set count_padding=True to let padding in"
+            )
+        return None if mask is None else mask.to(goal.device, torch.bool)
 
     # what is collected together -------------------------------------------------------------------------------------
 
@@ -216,7 +294,7 @@ class _Walk:
 
     def _check_survey(self, survey: _Survey) -> None:
         unseen = [item.name for item in self.plan.layers if item.name not in survey.order]
-        needing = [item.name for item in self.plan.layers if item.name in unseen and item.method.needs != "nothing"]
+        needing = [item.name for item in self.plan.layers if item.name in unseen and item.needs != "nothing"]
         if needing:
             raise ValueError(
                 f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
@@ -250,6 +328,8 @@ class _Walk:
             f"stack {recorder.stack.name or type(self.model).__name__!r} is calibrated through the whole model, "
             f"because {problem}: {runs} runs of the model over the data, one for each block, instead of two"
         )
+        if self.config.reconstruct is not None:
+            text += "; its blocks are not reconstructed"
         warnings.warn(text, stacklevel=2)
         self.report.notes.append(text)
         return None
@@ -271,7 +351,7 @@ class _Walk:
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None
     ) -> Sequence[tuple[list[str], Stats | None]]:
         """Statistics of the targets' inputs, by shared input. In "none" the dense outputs go on at the same time."""
-        needs = {target.name: target.method.needs for target in targets}
+        needs = {target.name: target.needs for target in targets}
         goes_on = self.config.sequential == "none" and chain is not None
         if set(needs.values()) == {"nothing"} and not goes_on:
             return [([name], None) for name in needs]
@@ -395,6 +475,18 @@ class _Walk:
                 assert device is not None
                 hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
             yield
+
+
+def _watched(run: Callable[[], list[Tensor]], modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """What ``run`` gives, and the first output tensor of each of the modules in it."""
+    found: dict[nn.Module, Tensor] = {}
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(
+                module.register_forward_hook(lambda module, _, output: found.update({module: flat_tensors(output)[0]}))
+            )
+        outputs = run()
+    return outputs, [found[module] for module in modules]
 
 
 def _stacks_of(units: Sequence[_Unit]) -> list[Stack]:

@@ -9,12 +9,11 @@ Where the released code diagonalizes H once, in float64, here H + rho I is facto
 about a dozen times.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
+from modelopt_sparse.methods.polish import Scaled, refit, squared_error
 from modelopt_sparse.patterns import Pattern
 
 FIRST_RHO, MAX_RHO = 0.1, 1e6
@@ -23,22 +22,13 @@ SETTLED = 3e-4  # share of the kept weights that may still change, after EARLIES
 EARLIEST = 30
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """What layers with one input share: H with unit diagonal ``[..., C, C]``, and the root of its old one."""
-
-    gram: Tensor
-    root_C: Tensor
-    dead_C: Tensor  # input channels that were zero in all of the calibration data
-    stats: Stats
-
-
 class ALPS(Method):
     """``damping`` is relative to the mean of the Gram matrix's diagonal; ``iterations`` bounds ADMM, which usually
     settles after 30 to 40; ``refit_iterations`` are those of the conjugate gradients."""
 
     name = "alps"
     needs = "gram"
+    updates = True
     options = {"damping": 0.01, "iterations": 300, "refit_iterations": 10}
 
     def check(self, options) -> None:
@@ -49,21 +39,15 @@ class ALPS(Method):
                 raise ValueError(f"option {key}={options[key]!r} of alps: a positive whole number")
 
     def prepare(self, stats: Stats | None, options) -> Scaled:
-        assert stats is not None
-        assert stats.gram is not None
-        gram = stats.gram.clone()
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        dead_C = diagonal == 0
-        # a dead channel never reaches the output: a unit pivot decouples it from all others
-        diagonal.add_(options["damping"] * diagonal.mean(-1, keepdim=True) + dead_C.to(gram.dtype))
-        root_C = diagonal.sqrt()
-        return Scaled(gram / root_C.unsqueeze(-1) / root_C.unsqueeze(-2), root_C, dead_C, stats)
+        return Scaled.of(stats, options["damping"])
 
     def solve(self, weight, state: Scaled, pattern: Pattern, options) -> Solution:
         root = state.root_C.unsqueeze(-2)
         target = weight.to(root.dtype).masked_fill(state.dead_C.unsqueeze(-2), 0) * root
-        sparse, mask = _settle(target, state.gram, pattern, options["iterations"])
-        sparse = _refit(target, sparse, mask, state.gram, options["refit_iterations"])
+        settled, mask = _settle(target, state.gram, pattern, options["iterations"])
+        sparse = refit(target, settled, mask, state.gram, options["refit_iterations"])
+        worse = squared_error(target, sparse, state.gram) >= squared_error(target, settled, state.gram)
+        sparse = torch.where(worse, settled, sparse)
         pruned = written(sparse / root, mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats))
 
@@ -101,31 +85,3 @@ def _inverse(gram: Tensor, rho: Tensor) -> Tensor:
     """(H + rho I)^-1; with a unit diagonal and rho of at least FIRST_RHO it is well conditioned."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + rho * identity))
-
-
-def _refit(target: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int) -> Tensor:
-    """Minimize tr((T - Q) H (T - Q)^T) over Q supported on ``mask``, from ``start``, all ``[..., R, C]``.
-
-    Conjugate gradients for all rows at once, with one product per iteration and step lengths per row, as every row is
-    a system of its own. A row that got worse by its objective goes back to its start.
-    """
-    solution = start.clone()
-    residual = ((target - solution) @ gram).masked_fill(~mask, 0)
-    direction = residual.clone()
-    energy = residual.square().sum(-1, keepdim=True)
-    for _ in range(iterations):
-        curved = direction @ gram
-        curvature = (direction * curved).sum(-1, keepdim=True)
-        step = torch.where(curvature > 0, energy / curvature, 0)
-        solution += step * direction
-        residual = (residual - step * curved).masked_fill(~mask, 0)
-        previous, energy = energy, residual.square().sum(-1, keepdim=True)
-        direction = residual + torch.where(previous > 0, energy / previous, 0) * direction
-    better = _objective(target, solution, gram) < _objective(target, start, gram)
-    return torch.where(better, solution, start)
-
-
-def _objective(target: Tensor, solution: Tensor, gram: Tensor) -> Tensor:
-    """The diagonal of E H E^T, ``[..., R, 1]``, summed in float64."""
-    delta = target - solution
-    return ((delta @ gram) * delta).sum(-1, keepdim=True, dtype=torch.float64)

@@ -52,13 +52,15 @@ class Method(ABC):
     """A way to make one layer sparse. Subclass it, write ``solve``, and hand an instance to `sparsify`.
 
     ``name`` stands in plans and reports (default: the class's own); ``needs`` says what calibration has to collect;
-    ``options`` are the accepted options with their defaults; ``scope`` is the default scope of unstructured patterns.
+    ``options`` are the accepted options with their defaults; ``scope`` is the default scope of unstructured patterns;
+    ``updates`` says that kept weights do not stay what they were.
     """
 
     name: ClassVar[str]
     needs: ClassVar[str] = "nothing"
     options: ClassVar[Mapping[str, Any]] = {}
     scope: ClassVar[str] = "matrix"
+    updates: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -36,6 +36,7 @@ class SparseGPT(Method):
 
     name = "sparsegpt"
     needs = "gram"
+    updates = True
     options = {"damping": 0.01, "block_size": 128}
 
     def check(self, options) -> None:

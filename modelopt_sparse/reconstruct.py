@@ -1,0 +1,234 @@
+"""Reconstruction: better values for what a block has left, its masks frozen, against the dense block's output.
+
+After the layers of a block are solved, their kept weights, and the norms and biases around them, are tuned by Adam on
+the squared error of the block's output, as in EBFT (Guo et al. 2024, arXiv 2402.12419) and the transformer matching of
+3BASiL (arXiv 2603.01376). Learning rates are relative to the size of what they change, so that one value serves models
+whose weights have other scales.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.methods.base import is_number, written
+
+TARGETS = ("dense", "sparse")
+PARTS = ("block", "children")
+BETAS = (0.9, 0.95)
+EPSILON = 1e-12  # far below any gradient of a block: the steps do not depend on the scale of the loss
+WARMUP_STEPS = 10
+HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruct:
+    """How blocks are reconstructed.
+
+    epochs: passes over the calibration batches.
+    learning_rate: relative to the root mean square of the values that are tuned, for each tensor; falls to 0 as a
+      cosine.
+    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
+      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
+    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
+      attention) against its own output, then the rest (the MLP and the norms) against the block's.
+    norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
+    """
+
+    epochs: int = 4
+    learning_rate: float = 0.02
+    target: str = "dense"
+    parts: str = "block"
+    norms_and_biases: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
+        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 1:
+            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 1]")
+        for name, allowed in (("target", TARGETS), ("parts", PARTS)):
+            if getattr(self, name) not in allowed:
+                given = getattr(self, name)
+                raise ValueError(f"reconstruct: {name}={given!r}: allowed are {', '.join(map(repr, allowed))}")
+        if not isinstance(self.norms_and_biases, bool):
+            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is tuned together: the output of ``module`` (the block itself, or a child) should come close to ``goals``,
+    one for each calibration batch."""
+
+    name: str
+    module: nn.Module
+    goals: list[Tensor]
+
+
+@dataclass(frozen=True)
+class SolvedBlock:
+    """A block whose layers are all sparse, and what it takes to tune it.
+
+    ``run(part, i)`` is the output of the part's module in a forward of the block on calibration batch i; ``keep[i]`` is
+    the mask of its real tokens, or None if all are.
+    """
+
+    block: nn.Module
+    parts: list[Part]
+    keep: list[Tensor | None]
+    run: Callable[[Part, int], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One tuned block, or part of it: the relative squared error of its output on the calibration batches that were
+    held back, before and after, and the epoch whose values were kept (0: the values from before)."""
+
+    name: str
+    error_before: float
+    error_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+def reconstruct(
+    model: nn.Module, solved: SolvedBlock, masks: Mapping[nn.Parameter, Tensor], options: Reconstruct, seed: int
+) -> Iterator[BlockReport]:
+    """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept).
+
+    Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
+    as before afterwards, and an interruption leaves the best values so far.
+    """
+    rest = dict(_tunable(model, solved.block, masks, options))
+    for part in solved.parts:
+        inside = set(part.module.parameters())
+        chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
+        if chosen:
+            with _only_these_require_grad(solved.block, chosen):
+                yield _tune(part, solved, chosen, options, seed)
+
+
+def _tune(
+    part: Part, solved: SolvedBlock, masks: Mapping[nn.Parameter, Tensor | None], options: Reconstruct, seed: int
+) -> BlockReport:
+    began = time.perf_counter()
+    held_back = range(len(part.goals) - max(1, len(part.goals) // HELD_BACK), len(part.goals))
+    energies = [_energy(goal, keep) for goal, keep in zip(part.goals, solved.keep)]
+
+    def judge() -> float:
+        errors = [float(_squared_error(solved.run(part, i), part.goals[i], solved.keep[i])) for i in held_back]
+        return sum(errors) / max(sum(energies[i] for i in held_back), torch.finfo(torch.float32).tiny)
+
+    before = best = judge()
+    # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
+    masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
+    kept, epoch, notes = [master.clone() for master in masters], 0, []
+    optimizer = _optimizer(masters, list(masks.values()), options.learning_rate)
+    order = torch.Generator().manual_seed(seed)
+    step, steps = 0, options.epochs * held_back.start
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for number in range(1, options.epochs + 1):
+            for i in torch.randperm(held_back.start, generator=order).tolist():
+                for group, rate in zip(optimizer.param_groups, rates):
+                    group["lr"] = rate * _schedule(step, steps)
+                with torch.enable_grad():
+                    error = _squared_error(solved.run(part, i), part.goals[i], solved.keep[i])
+                    # scaled so that neither its gradients nor those inside of the block leave float16's range
+                    (error / max(energies[i], 1e-30) * part.goals[i].numel() ** 0.5).backward()
+                for (parameter, mask), master in zip(masks.items(), masters):
+                    master.grad = _taken_gradient(parameter, mask, master)
+                optimizer.step()
+                _write(masks, masters)
+                step += 1
+            now = judge()
+            if not math.isfinite(now):
+                notes.append(f"stopped in epoch {number}: its output was no longer finite")
+                break
+            if now < best:
+                best, epoch, kept = now, number, [master.clone() for master in masters]
+    finally:
+        _write(masks, kept)
+    return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
+
+
+def _optimizer(masters: Sequence[Tensor], masks: Sequence[Tensor | None], learning_rate: float) -> torch.optim.Adam:
+    """Adam with a learning rate for each tensor. One that is all zeros (a fresh bias) takes the smallest of the
+    others', as it says nothing of its own scale."""
+    kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
+    sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
+    smallest = min((size for size in sizes if size), default=0.0)
+    groups = [{"params": [m], "lr": learning_rate * (size or smallest)} for m, size in zip(masters, sizes)]
+    return torch.optim.Adam(groups, betas=BETAS, eps=EPSILON)
+
+
+def _schedule(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _taken_gradient(parameter: nn.Parameter, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return None
+    gradient = gradient.to(like.dtype)
+    return gradient if mask is None else gradient.masked_fill_(~mask, 0)
+
+
+@torch.no_grad()
+def _write(masks: Mapping[nn.Parameter, Tensor | None], values: Sequence[Tensor]) -> None:
+    for (parameter, mask), value in zip(masks.items(), values):
+        everywhere = torch.ones_like(parameter, dtype=torch.bool) if mask is None else mask
+        parameter.copy_(written(value, everywhere, parameter.dtype))
+
+
+def _squared_error(output: Tensor, goal: Tensor, keep: Tensor | None) -> Tensor:
+    delta = output.float() - goal.float()
+    return (delta if keep is None else delta[keep]).square().sum()
+
+
+def _energy(goal: Tensor, keep: Tensor | None) -> float:
+    return float((goal if keep is None else goal[keep]).float().square().sum())
+
+
+def _tunable(
+    model: nn.Module, block: nn.Module, masks: Mapping[nn.Parameter, Tensor], options: Reconstruct
+) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Parameters of the block that may change, with their masks: the weights pruned in this run, and vectors of modules
+    that hold no matrix that stays dense. What modules outside of the block hold as well is left alone."""
+    outside = set(_elsewhere(model, block))
+    for module in block.modules():
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        stays_dense = any(p.dim() >= 2 and p not in masks for p in own)
+        for parameter in own:
+            if parameter in outside:
+                continue
+            if parameter in masks:
+                yield parameter, masks[parameter].to(parameter.device)
+            elif options.norms_and_biases and not stays_dense and parameter.dim() < 2:
+                yield parameter, None
+
+
+def _elsewhere(module: nn.Module, block: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are reached without going through the block."""
+    if module is not block:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _elsewhere(child, block)
+
+
+@contextmanager
+def _only_these_require_grad(block: nn.Module, chosen: Mapping[nn.Parameter, object]) -> Iterator[None]:
+    before = [(p, p.requires_grad, p.grad) for p in block.parameters()]
+    try:
+        for parameter, _, _ in before:
+            parameter.requires_grad_(parameter in chosen)
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, requires_grad, gradient in before:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
