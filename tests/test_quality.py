@@ -1,0 +1,211 @@
+"""quality=: what it chooses, and what wins over it. masks=: masks of the user's own. update=: dense values."""
+
+import pytest
+import torch
+
+import modelopt_sparse as mts
+from modelopt_sparse.config import QUALITIES, REFINE_SWEEPS, resolve
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.patterns import NM
+from modelopt_sparse.reconstruct import Reconstruct
+from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+
+STAGES = ("update", "refine", "polish", "reconstruct", "allocation")
+
+
+def settings(method=None, config=None, **options) -> tuple[str, dict[str, object]]:
+    found, made = resolve(method, config, options)
+    return found.name, {name: getattr(made, name) for name in STAGES}
+
+
+def sparsified(method=None, **options):
+    return mts.sparsify(tiny_llama(), method, **{"data_loader": token_batches(4), "progress": False, **options})
+
+
+# quality ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_quality_a_method_is_the_published_algorithm_and_nothing_more():
+    off = {"update": True, "refine": 0, "polish": 0, "reconstruct": None, "allocation": "uniform"}
+    assert settings() == ("sparsegpt", off)
+    for name in METHODS:
+        assert settings(name) == (name, off)
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_quality_chooses_method_and_stages(quality):
+    chosen = QUALITIES[quality]
+    name, found = settings(quality=quality)
+    assert name == chosen.method
+    for key, value in chosen.options.items():
+        assert found[key]
+        assert key != "reconstruct" or found[key] == Reconstruct(**value)
+    assert not any(found[key] for key in ("refine", "polish", "reconstruct") if key not in chosen.options)
+    assert settings(config={"quality": quality}) == (name, found)
+    assert settings(config=mts.SparsifyConfig(quality=quality)) == (name, found)
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_what_is_said_wins_over_quality(quality):
+    assert settings("wanda", quality=quality)[0] == "wanda"
+    _, found = settings(quality=quality, polish=False, reconstruct=False)
+    assert (found["polish"], found["reconstruct"]) == (0, None)
+    _, found = settings(config={"quality": quality, "reconstruct": 3}, polish=7)
+    assert (found["polish"], found["reconstruct"]) == (7, Reconstruct(epochs=3))
+    _, found = settings(config=mts.SparsifyConfig(reconstruct=Reconstruct(epochs=3)), quality=quality)
+    assert found["reconstruct"] == Reconstruct(epochs=3)
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_the_report_names_the_whole_recipe(quality):
+    model = sparsified(quality=quality)
+    chosen = QUALITIES[quality]
+    recipe = "+".join([chosen.method, *(name for name in ("polish", "reconstruct") if name in chosen.options)])
+    report = mts.report(model)
+    assert {layer.recipe for layer in report.layers} == {recipe}
+    assert report.settings["quality"] == quality
+    assert {layer.recipe for layer in mts.make_plan(tiny_llama(), quality=quality).layers} == {recipe}
+
+
+def test_a_method_that_has_no_use_for_quality():
+    with pytest.raises(ValueError, match="quality='best' is for methods that learn from calibration data"):
+        mts.make_plan(tiny_llama(), "magnitude", quality="best")
+
+
+@pytest.mark.parametrize(("value", "near"), [("bets", "did you mean 'best'"), (3, "allowed are 'fast'")])
+def test_a_quality_that_is_not_known(value, near):
+    with pytest.raises(ValueError, match=f"quality={value!r}.*{near}"):
+        mts.make_plan(tiny_llama(), quality=value)
+
+
+def test_quality_with_dense_values_says_who_asked_for_what():
+    with pytest.raises(ValueError, match=r"update=False keeps the dense values.*set by quality='best'"):
+        mts.make_plan(tiny_llama(), quality="best", update=False)
+
+
+# dense values and refinement ----------------------------------------------------------------------------------------
+
+
+def test_update_false_keeps_the_mask_and_the_dense_values():
+    dense = tiny_llama()
+    compensated = sparsified("sparsegpt", sequential="none")
+    masks_only = sparsified("sparsegpt", sequential="none", update=False)
+    masks = dict(mts.named_masks(compensated))
+    for name, mask in mts.named_masks(masks_only):
+        assert torch.equal(mask, masks[name])
+        assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
+    assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
+    assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "60%"])
+def test_refine_lowers_the_error_of_every_layer_or_leaves_it(pattern):
+    model, dense = sparsified("wanda", pattern=pattern, refine=True), tiny_llama()
+    better = 0
+    for layer in mts.report(model).layers:
+        assert layer.recipe == "wanda+refine"
+        before, after = layer.errors
+        assert after <= before
+        better += after < before
+        assert layer.error_from == "gram"
+    assert better > 7
+    for name, mask in mts.named_masks(model):
+        assert_bits(model.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
+
+
+def test_refine_after_a_compensating_method_needs_update_false():
+    with pytest.raises(ValueError, match=r"q_proj'.*method 'sparsegpt' changes them; add update=False"):
+        mts.make_plan(tiny_llama(), "sparsegpt", refine=True)
+    model = sparsified("sparsegpt", refine=True, update=False)
+    assert {layer.recipe for layer in mts.report(model).layers} == {"sparsegpt+dense-values+refine"}
+
+
+def test_refine_true_is_a_number_of_sweeps():
+    assert settings("wanda", refine=True)[1]["refine"] == REFINE_SWEEPS
+    assert settings("wanda", refine=False)[1]["refine"] == settings("wanda", refine=None)[1]["refine"] == 0
+    with pytest.raises(ValueError, match=r"refine=-1: must be True, False or a positive whole number"):
+        mts.make_plan(tiny_llama(), "wanda", refine=-1)
+
+
+# masks --------------------------------------------------------------------------------------------------------------
+
+
+def some_masks(pattern: str = "2:4") -> dict[str, torch.Tensor]:
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)
+    return dict(mts.named_masks(model))
+
+
+def test_masks_are_taken_as_they_are():
+    masks, model, dense = some_masks(), tiny_llama(), tiny_llama()
+    mts.sparsify(model, masks=masks)
+    assert_same_state(model, state_of(mts.sparsify(dense, "magnitude")))
+    assert {layer.recipe for layer in mts.report(model).layers} == {"masks"}
+    assert all(layer.tokens == 0 for layer in mts.report(model).layers)
+
+
+def test_masks_with_everything_that_follows():
+    masks = some_masks()
+    model = sparsified(masks=masks, polish=True, reconstruct=2)
+    report = mts.report(model)
+    assert {layer.recipe for layer in report.layers} == {"masks+polish+reconstruct"}
+    assert all(after <= before for before, after in (layer.errors for layer in report.layers))
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(mask, masks[name])
+    assert {x.recipe for x in mts.report(sparsified(masks=masks, quality="best")).layers} == {"masks+reconstruct"}
+
+
+def test_layers_without_a_mask_stay_dense_and_say_so():
+    masks = {name: mask for name, mask in some_masks().items() if "mlp" in name}
+    model = mts.sparsify(tiny_llama(), masks=masks)
+    assert dict(mts.named_masks(model)).keys() == masks.keys()
+    assert {item["name"].split(".")[-1] for item in mts.report(model).skipped if item["reason"] == "no mask given"} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+
+
+def test_unstructured_masks_may_hold_any_count():
+    masks = some_masks()
+    name = next(iter(masks))
+    masks[name] = torch.rand(masks[name].shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    model = mts.sparsify(tiny_llama(), masks=masks, pattern=0.5)
+    entry = next(layer for layer in mts.report(model).layers if layer.parameter == name)
+    assert entry.zeros == int((~masks[name]).sum())
+    mts.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, n: {**m, n: m[n].float()}, r"masks\['.*'\] is a torch.float32: it must be a torch.bool tensor"),
+        (lambda m, n: {**m, n: None}, "is a NoneType: it must be a torch.bool tensor"),
+        (lambda m, n: {**m, n: m[n][:4]}, "has shape .*: it must be that of the parameter"),
+        (lambda m, n: {**m, n: ~m[n] | m[n]}, "breaks pattern 2:4 in .* places; give the pattern that it has"),
+        (lambda m, n: {f"{n}s": m[n]}, "belongs to no prunable parameter.*did you mean"),
+        (lambda m, n: {}, "give a mapping of parameter names to masks"),
+        (lambda m, n: list(m), "masks is a list: give a mapping"),
+    ],
+)
+def test_masks_that_do_not_fit(change, message):
+    masks, model = some_masks(), tiny_llama()
+    before = state_of(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        mts.sparsify(model, masks=change(masks, next(iter(masks))))
+    assert_same_state(model, before)
+
+
+def test_masks_with_a_method_or_with_refine():
+    with pytest.raises(ValueError, match="masks= takes the place of a method"):
+        mts.make_plan(tiny_llama(), "wanda", masks=some_masks())
+    with pytest.raises(ValueError, match="refine changes masks, and masks= gives them"):
+        mts.make_plan(tiny_llama(), masks=some_masks(), refine=True)
+
+
+def test_masks_of_a_pattern_that_the_columns_do_not_fit():
+    masks = some_masks()
+    with pytest.raises(ValueError, match="not a multiple of 5"):
+        mts.make_plan(tiny_llama(), masks=masks, pattern=NM(2, 5))
