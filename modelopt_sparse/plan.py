@@ -32,7 +32,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]; ``needs`` is what the method
-    and the ``stages`` after it have to know of its input."""
+    and the ``steps`` after it have to know of its input."""
 
     name: str
     type: str
@@ -42,18 +42,18 @@ class LayerPlan:
     pattern: Pattern
     options: Mapping[str, Any]
     needs: str
-    stages: tuple[str, ...]
+    steps: tuple[str, ...]
     layer: Layer = field(repr=False, compare=False)
 
     @property
     def recipe(self) -> str:
-        """The method and the stages that follow it: "alps+polish+reconstruct"."""
-        return "+".join((self.method.name, *self.stages))
+        """The method and the steps that follow it: "alps+polish+reconstruct"."""
+        return "+".join((self.method.name, *self.steps))
 
     @property
     def calibrated(self) -> bool:
         """Whether it takes calibration data."""
-        return self.needs != "nothing" or "reconstruct" in self.stages
+        return self.needs != "nothing" or "reconstruct" in self.steps
 
     @property
     def size(self) -> int:
@@ -181,10 +181,10 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
         layer_method, pattern, layer_options = outcome
-        stages = _stages(layer, layer_method, block, config)
-        needs = "gram" if {"refine", "polish"} & set(stages) else layer_method.needs
+        steps = _steps(layer, layer_method, block, config)
+        needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         planned.append(
-            LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, stages, layer)
+            LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
         )
 
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -206,7 +206,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
 
 
-def _stages(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
+def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
     """What follows the method, for one layer."""
     if config.refine and config.update and method.updates:
         raise ValueError(
@@ -219,7 +219,7 @@ def _stages(layer: Layer, method: Method, block: str | None, config: SparsifyCon
         "polish": config.polish,
         "reconstruct": config.reconstruct is not None and block is not None,
     }
-    return tuple(stage for stage, wanted in asked.items() if wanted)
+    return tuple(step for step, wanted in asked.items() if wanted)
 
 
 def _given_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:

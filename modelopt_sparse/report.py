@@ -30,21 +30,21 @@ ERROR_FROM = {
 
 
 @dataclass(frozen=True)
-class StageReport:
-    """What one stage (the method, or what followed it) left of a layer: the error then, and the time it took."""
+class StepReport:
+    """What one step (the method, or what followed it) left of a layer: the error then, and the time it took."""
 
-    stage: str
+    step: str
     error: float | None
     seconds: float
 
     @classmethod
-    def of(cls, stage: str, solution: Solution, seconds: float) -> "StageReport":
-        return cls(stage, solution.error if math.isfinite(solution.error) else None, round(seconds, 4))
+    def of(cls, step: str, solution: Solution, seconds: float) -> "StepReport":
+        return cls(step, solution.error if math.isfinite(solution.error) else None, round(seconds, 4))
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One pruned layer. ``error`` is the relative squared error of its output after the last of ``stages``, measured
+    """One pruned layer. ``error`` is the relative squared error of its output after the last of ``steps``, measured
     with ``error_from``; None if the method did not measure any. Reconstruction, which comes after, has an error of its
     own for each block."""
 
@@ -62,38 +62,38 @@ class LayerReport:
     tokens: int
     seconds: float
     notes: list[str]
-    stages: list[StageReport] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
 
     @classmethod
-    def of(cls, target: LayerPlan, solution: Solution, stats: Stats | None, stages: list[StageReport]) -> "LayerReport":
+    def of(cls, target: LayerPlan, solution: Solution, stats: Stats | None, steps: list[StepReport]) -> "LayerReport":
         error_from = "weights" if stats is None else "square_sums" if stats.gram is None else "gram"
         return cls(
             name=target.name,
             parameter=target.layer.parameter_name,
             type=target.type,
             shape=list(target.shape),
-            recipe="+".join(stage.stage for stage in stages),
+            recipe="+".join(step.step for step in steps),
             pattern=str(target.pattern),
             options=dict(target.options),
             zeros=int((~solution.mask).sum()),
             size=solution.mask.numel(),
-            error=stages[-1].error,
+            error=steps[-1].error,
             error_from=error_from,
             tokens=0 if stats is None else stats.tokens,
-            seconds=round(sum(stage.seconds for stage in stages), 4),
+            seconds=round(sum(step.seconds for step in steps), 4),
             notes=list(solution.notes),
-            stages=stages,
+            steps=steps,
         )
 
     @property
     def errors(self) -> list[float]:
-        """The error after each stage, as far as they were measured."""
-        errors = [stage.error for stage in self.stages] or [self.error]
+        """The error after each step, as far as they were measured."""
+        errors = [step.error for step in self.steps] or [self.error]
         return [error for error in errors if error is not None]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
-        return cls(**{**data, "stages": [StageReport(**stage) for stage in data.get("stages", ())]})
+        return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
 
 
 @dataclass

@@ -24,12 +24,12 @@ from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import (
     LayerReport,
     Report,
-    StageReport,
+    StepReport,
     attach_report,
     attached_report,
     merged_report,
 )
-from modelopt_sparse.stages import improved
+from modelopt_sparse.steps import improved
 
 
 def sparsify(
@@ -56,29 +56,29 @@ def sparsify(
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
     masks: dict[nn.Parameter, torch.Tensor] = {}  # of the block that is being solved
     try:
-        with _calibrating(model), closing(walk(model, plan, config, report)) as steps:
-            for step in steps:
-                if isinstance(step, SolvedBlock):
-                    _reconstruct(model, step, masks, plan, config, report)
+        with _calibrating(model), closing(walk(model, plan, config, report)) as walked:
+            for item in walked:
+                if isinstance(item, SolvedBlock):
+                    _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
                     continue
-                for job in _prepared(step, config):
+                for job in _prepared(item, config):
                     target = job.target
                     with _naming(target):
                         solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
                     _check_solution(target, job.weight, solution)
-                    first = StageReport.of(target.method.name, solution, time.perf_counter() - job.began)
+                    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
                     with _naming(target):
-                        solution, later = improved(target, job.weight, solution, step.stats, job.scaled, config)
-                    entry = LayerReport.of(target, solution, step.stats, [first, *later])
-                    if step.hold:
+                        solution, later = improved(target, job.weight, solution, item.stats, job.scaled, config)
+                    entry = LayerReport.of(target, solution, item.stats, [first, *later])
+                    if item.hold:
                         held.append((target, solution, entry))
                     else:
                         _attach(model, target, solution, entry, config=config, report=report)
                     if config.reconstruct is not None:
                         masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
                     del job, solution
-                del step  # the next block is collected while this frame waits: its statistics alone are to be alive
+                del item  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
     except BaseException as error:

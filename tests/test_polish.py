@@ -162,8 +162,8 @@ def test_sparsify_polishes_any_method_and_reports_both_errors(method):
         assert torch.equal(mask, masks[name])
     for layer, before in zip(mts.report(better).layers, mts.report(plain).layers):
         assert layer.recipe == f"{method}+polish"
-        first, second = layer.stages
-        assert (first.stage, second.stage) == (method, "polish")
+        first, second = layer.steps
+        assert (first.step, second.step) == (method, "polish")
         assert before.error_from != "gram" or first.error == before.error
         assert second.error == layer.error
         assert first.error is not None

@@ -12,12 +12,12 @@ from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, 
 
 pytestmark = pytest.mark.core
 
-STAGES = ("update", "refine", "polish", "reconstruct", "allocation")
+STEPS = ("update", "refine", "polish", "reconstruct", "allocation")
 
 
 def settings(method=None, config=None, **options) -> tuple[str, dict[str, object]]:
     found, made = resolve(method, config, options)
-    return found.name, {name: getattr(made, name) for name in STAGES}
+    return found.name, {name: getattr(made, name) for name in STEPS}
 
 
 def sparsified(method=None, **options):
@@ -35,7 +35,7 @@ def test_without_quality_a_method_is_the_published_algorithm_and_nothing_more():
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
-def test_quality_chooses_method_and_stages(quality):
+def test_quality_chooses_method_and_steps(quality):
     chosen = QUALITIES[quality]
     name, found = settings(quality=quality)
     assert name == chosen.method

@@ -312,7 +312,7 @@ def test_the_report_survives_a_folder(tmp_path):
     mts.save(model, tmp_path / "sparse")
     after = mts.report(tmp_path / "sparse")
     assert after.blocks == before.blocks
-    assert [layer.stages for layer in after.layers] == [layer.stages for layer in before.layers]
+    assert [layer.steps for layer in after.layers] == [layer.steps for layer in before.layers]
     assert after.settings["reconstruct"]["epochs"] == 3
     text = str(after)
     for block in before.blocks:

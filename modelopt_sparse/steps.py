@@ -1,6 +1,6 @@
 """What follows a method's solution of one layer: the dense values back, a refined mask, polished values.
 
-Each stage is pure, and none leaves the layer worse by its own objective.
+Each step is pure, and none leaves the layer worse by its own objective.
 """
 
 import time
@@ -13,7 +13,7 @@ from modelopt_sparse.methods.base import Solution, Stats, masked_solution
 from modelopt_sparse.methods.polish import Scaled, polish
 from modelopt_sparse.methods.refine import refine
 from modelopt_sparse.plan import LayerPlan
-from modelopt_sparse.report import StageReport
+from modelopt_sparse.report import StepReport
 
 
 def improved(
@@ -23,20 +23,20 @@ def improved(
     stats: Stats | None,
     scaled: Callable[[], Scaled],
     config: SparsifyConfig,
-) -> tuple[Solution, list[StageReport]]:
-    """The solution of ``target`` after its stages, and what each of them left. ``scaled`` gives the state that polish
+) -> tuple[Solution, list[StepReport]]:
+    """The solution of ``target`` after its steps, and what each of them left. ``scaled`` gives the state that polish
     shares with other layers of the same input."""
-    steps: dict[str, Callable[[Solution], Solution]] = {
+    known: dict[str, Callable[[Solution], Solution]] = {
         "dense-values": lambda found: masked_solution(weight, found.mask, stats),
         "refine": lambda found: _refined(weight, found, stats, target, config.refine),
         "polish": lambda found: polish(weight, found, scaled(), config.polish),
     }
     reports = []
-    for stage in target.stages:
-        if stage in steps:
+    for step in target.steps:
+        if step in known:
             began = time.perf_counter()
-            solution = steps[stage](solution)
-            reports.append(StageReport.of(stage, solution, time.perf_counter() - began))
+            solution = known[step](solution)
+            reports.append(StepReport.of(step, solution, time.perf_counter() - began))
     return solution, reports
 
 
