@@ -95,6 +95,7 @@ class SparsifyConfig:
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
+      permute: reorder the hidden channels of MLPs so that an N:M pattern keeps more; the dense model computes the same.
       update: False keeps the dense values of the weights that stay: masks only.
       refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
         sweeps.
@@ -128,6 +129,7 @@ class SparsifyConfig:
     batch_size: int = 8
     count_padding: bool = False
     sequential: str = "block"
+    permute: bool = False
     update: bool = True
     refine: int = 0
     polish: int = 0
@@ -206,7 +208,7 @@ class SparsifyConfig:
             )
         if self.masks is not None and self.refine:
             raise ValueError("refine changes masks, and masks= gives them; leave one of them out")
-        for name in ("hardware_only", "count_padding", "enforce", "progress", "update"):
+        for name in ("hardware_only", "count_padding", "enforce", "progress", "permute", "update"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "progress" and value is None):
                 raise ValueError(f"{name}={value!r}: must be True or False")

@@ -18,7 +18,7 @@ from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
-from modelopt_sparse.patterns import Pattern, Unstructured, parse_pattern
+from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}
@@ -183,6 +183,8 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         layer_method, pattern, layer_options = outcome
         steps = _steps(layer, layer_method, block, config)
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
+        if needs == "nothing" and config.permute and isinstance(pattern, NM):
+            needs = "square_sums"
         planned.append(
             LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
         )
@@ -202,6 +204,11 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         raise ValueError(
             f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
             f"has one: give a pattern such as 0.5, or leave allocation out"
+        )
+    if config.permute and not any(isinstance(item.pattern, NM) for item in planned):
+        raise ValueError(
+            "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
+            "pattern such as '2:4', or leave permute out"
         )
     return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
 

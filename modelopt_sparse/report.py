@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from modelopt_sparse.channels import Permuted
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.plan import LayerPlan, Plan, table
@@ -20,7 +21,7 @@ from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
-RECONSTRUCTED = "reconstruct"
+PERMUTED, RECONSTRUCTED = "permute", "reconstruct"
 # what the error of a layer was measured with -> how far that goes
 ERROR_FROM = {
     "gram": "X as calibration saw it",
@@ -65,14 +66,21 @@ class LayerReport:
     steps: list[StepReport] = field(default_factory=list)
 
     @classmethod
-    def of(cls, target: LayerPlan, solution: Solution, stats: Stats | None, steps: list[StepReport]) -> "LayerReport":
+    def of(
+        cls,
+        target: LayerPlan,
+        solution: Solution,
+        stats: Stats | None,
+        steps: list[StepReport],
+        permuted: Permuted | None = None,
+    ) -> "LayerReport":
         error_from = "weights" if stats is None else "square_sums" if stats.gram is None else "gram"
         return cls(
             name=target.name,
             parameter=target.layer.parameter_name,
             type=target.type,
             shape=list(target.shape),
-            recipe="+".join(step.step for step in steps),
+            recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
             pattern=str(target.pattern),
             options=dict(target.options),
             zeros=int((~solution.mask).sum()),
@@ -81,7 +89,7 @@ class LayerReport:
             error_from=error_from,
             tokens=0 if stats is None else stats.tokens,
             seconds=round(sum(step.seconds for step in steps), 4),
-            notes=list(solution.notes),
+            notes=[*solution.notes, *([str(permuted)] if permuted else [])],
             steps=steps,
         )
 
@@ -121,6 +129,7 @@ class Report:
             "seed": config.seed,
             "count_padding": config.count_padding,
             "quality": config.quality,
+            "permute": config.permute,
             "update": config.update,
             "refine": config.refine,
             "polish": config.polish,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelopt_sparse.calibration.walk import Group, walk
+from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.methods.base import Solution
@@ -54,10 +55,18 @@ def sparsify(
     _check(model, plan, config)
     report = Report.begin(plan, config)
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
-    masks: dict[nn.Parameter, torch.Tensor] = {}  # of the block that is being solved
+    # of the block that is being solved
+    masks: dict[nn.Parameter, torch.Tensor] = {}
+    permuted: dict[str, Permuted] = {}
+    undoing: list[Callable[[], None]] = []  # a block none of whose layers was solved is left as it was
     try:
         with _calibrating(model), closing(walk(model, plan, config, report)) as walked:
             for item in walked:
+                if isinstance(item, DenseBlock):
+                    for found in permute(item):
+                        permuted[found.layer] = found
+                        undoing.append(found.undo)
+                    continue
                 if isinstance(item, SolvedBlock):
                     _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
@@ -70,10 +79,11 @@ def sparsify(
                     first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
                     with _naming(target):
                         solution, later = improved(target, job.weight, solution, item.stats, job.scaled, config)
-                    entry = LayerReport.of(target, solution, item.stats, [first, *later])
+                    entry = LayerReport.of(target, solution, item.stats, [first, *later], permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
                     else:
+                        undoing.clear()
                         _attach(model, target, solution, entry, config=config, report=report)
                     if config.reconstruct is not None:
                         masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
@@ -82,6 +92,8 @@ def sparsify(
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
     except BaseException as error:
+        for undo in undoing:
+            undo()
         done = f"{len(report.layers)} of {len(plan.layers)} layers"
         report.notes.append(f"stopped by {type(error).__name__} after {done} of the plan")
         raise
@@ -150,7 +162,8 @@ def _reconstruct(
 ) -> None:
     assert config.reconstruct is not None
     name = solved.parts[-1].name
-    layers = {target.name for target in plan.layers if target.layer.parameter in masks}
+    inside = set(solved.block.parameters())
+    layers = {target.name for target in plan.layers if target.layer.parameter in inside & masks.keys()}
     try:
         for found in reconstruct(model, solved, masks, config.reconstruct, config.seed):
             report.reconstructed(found, layers)

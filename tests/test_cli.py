@@ -219,6 +219,7 @@ VALUES = {
     "seed": "1",
     "progress": "false",
     "update": "true",
+    "permute": "true",
     "refine": "false",
     "polish": "5",
     "reconstruct": "{epochs: 2, target: sparse}",

@@ -24,6 +24,7 @@ from modelopt_sparse.calibration.batches import (
 )
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, Side, input_key
+from modelopt_sparse.channels import DenseBlock, Fold, possible_folds
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
@@ -68,9 +69,9 @@ class _Survey:
 
 def walk(
     model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report
-) -> Generator[Group | SolvedBlock, None, None]:
-    """Yield the plan's layers group by group, with the statistics that they need, and, if blocks are to be
-    reconstructed, each block after its groups.
+) -> Generator[DenseBlock | Group | SolvedBlock, None, None]:
+    """Yield the plan's layers group by group, with the statistics that they need; each block before its groups if
+    channels are to be permuted, and after them if it is to be reconstructed.
 
     Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
     usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags.
@@ -96,7 +97,7 @@ class _Walk:
             used_in = {home.get(module) for module in target.layer.observed}
             self._block_of[target.name] = used_in.pop() if len(used_in) == 1 else None
 
-    def run(self) -> Iterator[Group | SolvedBlock]:
+    def run(self) -> Iterator[DenseBlock | Group | SolvedBlock]:
         dense_inputs = self.config.sequential == "none"
         with tqdm(desc="run the dense model", unit="batch", disable=_no_bar(self.config)) as bar:
             survey, recorders = self._survey(bar)
@@ -116,6 +117,8 @@ class _Walk:
                     chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
                     dense.update(self._dense_chains({unit.stack: chain}))
                 assert chain != "later"
+                if self.config.permute and chain is not None:
+                    yield from self._dense_block(unit, survey, chain)
                 parts = self._parts(unit, survey, dense.get(unit.stack) or chain)
                 for stage in self._stages(unit, survey):
                     yield from self._groups(unit, stage, chain)
@@ -133,6 +136,27 @@ class _Walk:
         hold = self.config.sequential == "none" and chain is None
         for names, stats in self._collect(unit, stage, chain):
             yield Group([target for target in stage if target.name in names], stats, hold)
+
+    # permutation ----------------------------------------------------------------------------------------------------
+
+    def _dense_block(self, unit: _Unit, survey: _Survey, chain: Chain) -> Iterator[DenseBlock]:
+        stages: dict[str, list[LayerPlan]] = {}
+        for target in unit.targets:
+            stages.setdefault(survey.stage_of[target.name], []).append(target)
+        possible = list(possible_folds(list(stages.values())))
+        if not possible:
+            return
+        takers = [taker for taker, _ in possible]
+        collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
+        stats = {names[0]: found for names, found in self._sum_up(unit, takers, chain, collector)}
+
+        def run(layer: Layer) -> tuple[Tensor, Tensor]:
+            taker, block = _watched(lambda: chain.run(unit.position, 0), [layer.owner, *unit.blocks])[1]
+            return taker, block
+
+        folds = [Fold(taker, makers, stats[taker.name]) for taker, makers in possible if taker.name in stats]
+        with self._resident(unit.blocks):
+            yield DenseBlock(folds, run)
 
     # reconstruction -------------------------------------------------------------------------------------------------
 
@@ -328,8 +352,9 @@ class _Walk:
             f"stack {recorder.stack.name or type(self.model).__name__!r} is calibrated through the whole model, "
             f"because {problem}: {runs} runs of the model over the data, one for each block, instead of two"
         )
-        if self.config.reconstruct is not None:
-            text += "; its blocks are not reconstructed"
+        asked = {"permuted": self.config.permute, "reconstructed": self.config.reconstruct is not None}
+        if any(asked.values()):
+            text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
         warnings.warn(text, stacklevel=2)
         self.report.notes.append(text)
         return None

@@ -1,0 +1,78 @@
+"""Channel orders for N:M sparsity: which input channels share a group of m decides how much n:m has to drop.
+
+Shape letters: R rows (out features), C columns (input channels), G groups of m consecutive columns.
+"""
+
+import torch
+from torch import Tensor
+
+SMALL = 1e-4  # swaps that add less than this share of what an average group keeps are left alone
+
+
+def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
+    """Score ``[R, C]`` (larger = keep, additive) -> order ``[C]``: ``score[:, order]`` keeps more under n:m.
+
+    ``order[i]`` is the channel that moves to place i. Channels sorted by their total score are dealt in serpentine
+    order, so that every group gets one of each quantile (RIA's heuristic, Zhang et al. 2024); then channels of
+    different groups swap places as long as that raises the kept score. Groups are refined about ``block`` columns at
+    a time, which bounds the work to O(C * block * R) per sweep.
+    """
+    columns = score.shape[-1]
+    if columns % m:
+        raise ValueError(f"a score of shape {list(score.shape)}: {columns} channels are not a multiple of {m}")
+    if n >= m:
+        return torch.arange(columns, device=score.device)
+    score = score.float()
+    chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
+    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1)
+    parts = -(-columns // block)
+    for part in range(parts):  # strided, so that every part spans all quantiles
+        groups[part::parts] = _swap(score, groups[part::parts].clone(), n)
+    return groups.flatten()
+
+
+def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
+    """Swap channels between groups ``[G, m]`` until no swap of two raises the kept score noticeably.
+
+    A sweep makes the best swap, then the best one among the groups not yet touched, and so on: swaps of disjoint
+    groups add up exactly.
+    """
+    size, m = groups.shape
+    while True:
+        ordered = score[:, groups.flatten()]
+        kept = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
+        gain = _swap_gains(ordered, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
+        best, which = gain.max(-1)
+        best.fill_diagonal_(0)  # within a group nothing changes
+        floor = float(SMALL * kept / size)
+        if not best.max() > floor:
+            return groups
+        while best.max() > floor:
+            g, h = divmod(int(best.argmax()), size)
+            i, j = divmod(int(which[g, h]), m)
+            groups[g, i], groups[h, j] = groups[h, j].clone(), groups[g, i].clone()
+            best[[g, h]] = 0
+            best[:, [g, h]] = 0
+
+
+def _swap_gains(score: Tensor, n: int, m: int) -> Tensor:
+    """``[R, C]`` in groups of m -> ``[C, C]``: what the kept score gains if columns i and j swap places.
+
+    Where column i of a group leaves and y comes, the group keeps max(y, rival) in place of max(x_i, cut): cut is the
+    n-th largest of the group, rival the n-th largest of the others. Over the rows, sum max(u, v) is half of
+    sum u + sum v + sum |u - v|, and the last of these is a distance that needs no [R, C, C] tensor.
+    """
+    grouped = score.unflatten(-1, (-1, m))
+    ranked = grouped.sort(-1, descending=True).values
+    cut = ranked[..., n - 1 : n]
+    rival = torch.where(grouped >= cut, ranked[..., n : n + 1], cut).flatten(1)
+    leaves = torch.maximum(grouped, cut).flatten(1).sum(0)
+    comes = (rival.sum(0)[:, None] + score.sum(0) + torch.cdist(rival.T, score.T, p=1)) / 2
+    change = comes - leaves[:, None]
+    return change + change.T
+
+
+def kept_share(score: Tensor, n: int, m: int) -> float:
+    """The share of a score ``[R, C]`` that its n largest of every m columns hold."""
+    kept = score.unflatten(-1, (-1, m)).topk(n).values
+    return float(kept.sum(dtype=torch.float64) / score.sum(dtype=torch.float64))
