@@ -1,17 +1,18 @@
 """Channel permutation that costs nothing at run time, for N:M patterns.
 
-The channels between two layers (the hidden ones of an MLP) may stand in any order, as long as the rows of the layers
-that make them and the columns of the layer that takes them are reordered alike. Some orders put weights that should
-stay into different groups of M (apex's ASP; RIA, Zhang et al. 2024, ICLR). Which layers belong together is not told by
-names: it is tried, and a block that puts out something else is put back as it was.
+The channels between two layers (the hidden ones of an MLP; those inside of each value head) may stand in any order, as
+long as the rows of the layers that make them and the columns of the layer that takes them are reordered alike. Some
+orders put weights that should stay into different groups of M (apex's ASP; RIA, Zhang et al. 2024, ICLR). Which layers
+belong together is not told by names: it is tried, and a block that puts out something else is put back as it was.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelopt_sparse.layers import HF_CONV1D, LINEAR, Layer
 from modelopt_sparse.methods.base import Stats
@@ -28,20 +29,24 @@ SAME = (0.02, 0.25)
 
 @dataclass(frozen=True)
 class Fold:
-    """A layer whose columns could be reordered, with its input's statistics, and the layers before it, whose rows
-    would have to be reordered alike."""
+    """A layer whose columns could be reordered, and layers before it whose rows would have to be reordered alike.
+
+    ``head``: channels stay inside heads of so many, and heads of the taker that follow each other may share one of the
+    maker (grouped-query attention); None: any order will do.
+    """
 
     taker: LayerPlan
     makers: tuple[Layer, ...]
-    stats: Stats
+    head: int | None = None
 
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """A block before any of its layers is solved. ``run(layer)`` gives the layer's output and the block's in a forward
-    of the block on the first calibration batch."""
+    """A block before any of its layers is solved. ``stats`` are those of the takers' inputs; ``run(layer)`` gives the
+    layer's output and the block's in a forward of the block on the first calibration batch."""
 
     folds: list[Fold]
+    stats: Mapping[str, Stats]
     run: Callable[[Layer], tuple[Tensor, Tensor]]
 
 
@@ -59,42 +64,71 @@ class Permuted:
         return f"channels reordered: the pattern keeps {self.after:.1%} of the score, not {self.before:.1%}"
 
 
-def possible_folds(stages: Sequence[Sequence[LayerPlan]]) -> Iterator[tuple[LayerPlan, tuple[Layer, ...]]]:
-    """(taker, makers) for every layer whose channels may come from the layers called right before it.
+def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Fold]:
+    """What might be reordered in a block, for every layer with those called right before it.
 
-    ``stages`` are the layers of a block by the input that they share, in call order. Only plain linear layers that one
-    module holds and that carry no mask yet.
+    ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
+    one module holds and that carry no mask yet.
     """
     for before, stage in pairwise(stages):
         for taker in stage:
             columns = taker.shape[-1]
+            if not isinstance(taker.pattern, NM) or not _movable(taker.layer):
+                continue
+            # a layer that makes twice as many channels is gate and up in one
             makers = tuple(item.layer for item in before if item.shape[-2] in (columns, 2 * columns))
-            fits = all(
-                layer.kind in (LINEAR, HF_CONV1D)
-                and not layer.twins
-                and not hasattr(layer.owner, f"{layer.param}{SUFFIX}")
-                for layer in (taker.layer, *makers)
-            )
-            if makers and fits and isinstance(taker.pattern, NM):
-                yield taker, makers
+            if makers and all(map(_movable, makers)):
+                yield Fold(taker, makers)
+            head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
+            if not isinstance(head, int) or head % taker.pattern.m:
+                continue
+            for item in before:
+                if item.shape[-2] % head == 0 and columns % item.shape[-2] == 0 and _movable(item.layer):
+                    yield Fold(taker, (item.layer,), head)
+
+
+def _movable(layer: Layer) -> bool:
+    masked = hasattr(layer.owner, f"{layer.param}{SUFFIX}")
+    return layer.kind in (LINEAR, HF_CONV1D) and not layer.twins and not masked
 
 
 @torch.no_grad()
 def permute(block: DenseBlock) -> Iterator[Permuted]:
-    """Reorder the channels of a block, in place, where it keeps more of the score and the block computes the same."""
+    """Reorder channels of a block, in place, where the pattern keeps more of the score and the block computes the same.
+
+    The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken.
+    """
+    done: set[str] = set()
     for fold in block.folds:
         layer, pattern = fold.taker.layer, fold.taker.pattern
         assert isinstance(pattern, NM)
-        weight = layer.matrix(stored(layer.owner, layer.param).detach()).to(fold.stats.square_sums.device)
-        score = weight.to(fold.stats.square_sums.dtype).square() * fold.stats.square_sums
+        if fold.taker.name in done:
+            continue
+        sums = block.stats[fold.taker.name].square_sums
+        score = layer.matrix(stored(layer.owner, layer.param).detach()).to(sums).square() * sums
+        columns, rows = _orders(fold, score, pattern)
+        before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, columns]))
+        if after > before and _fold(fold, columns, rows, block.run):
+            done.add(fold.taker.name)
+            back = (columns.argsort(), [order.argsort() for order in rows])
+            yield Permuted(fold.taker.name, before, after, partial(_reorder, fold, *back))
+
+
+def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor]]:
+    """The taker's columns and each maker's rows in their new order."""
+    made = [layer.matrix(layer.parameter).shape[0] for layer in fold.makers]
+    if fold.head is None:
         order = channel_order(score, pattern.n, pattern.m)
-        before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, order]))
-        if after > before and _fold(fold, order, block.run):
-            back = order.argsort()
-            yield Permuted(fold.taker.name, before, after, lambda f=fold, b=back: _reorder(f, b))
+        return order, [torch.cat([order + start for start in range(0, size, len(order))]) for size in made]
+    (heads,) = (size // fold.head for size in made)
+    by_head = score.unflatten(-1, (heads, -1, fold.head))  # [R, maker's heads, taker's heads on each, channels]
+    orders = [channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m) for k in range(heads)]
+    rows = torch.cat([order + k * fold.head for k, order in enumerate(orders)])
+    taken = [order for order in orders for _ in range(by_head.shape[2])]
+    return torch.cat([order + k * fold.head for k, order in enumerate(taken)]), [rows]
 
 
-def _fold(fold: Fold, order: Tensor, run: Callable[[Layer], tuple[Tensor, Tensor]]) -> bool:
+def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], run: Callable[[Layer], tuple[Tensor, Tensor]]) -> bool:
     """Reorder both sides, and say whether the block still computes the same; if not, everything is as before.
 
     Reordering the columns alone has to change the output, else the batch does not reach the layer and shows nothing.
@@ -105,21 +139,21 @@ def _fold(fold: Fold, order: Tensor, run: Callable[[Layer], tuple[Tensor, Tensor
         return [float((now.float() - then.float()).norm()) for now, then in zip(run(layer), dense)]
 
     dense = run(layer)
-    _reorder_columns(layer, order)
+    _reorder_columns(layer, columns)
     torn = changes()
-    for maker in fold.makers:
+    for maker, order in zip(fold.makers, rows):
         _reorder_rows(maker, order)
     whole = changes()
     if all(b > 0 and a <= share * b for a, b, share in zip(whole, torn, SAME)):
         return True
-    _reorder(fold, order.argsort())
+    _reorder(fold, columns.argsort(), [order.argsort() for order in rows])
     return False
 
 
 @torch.no_grad()
-def _reorder(fold: Fold, order: Tensor) -> None:
-    _reorder_columns(fold.taker.layer, order)
-    for maker in fold.makers:
+def _reorder(fold: Fold, columns: Tensor, rows: list[Tensor]) -> None:
+    _reorder_columns(fold.taker.layer, columns)
+    for maker, order in zip(fold.makers, rows):
         _reorder_rows(maker, order)
 
 
@@ -130,12 +164,9 @@ def _reorder_columns(layer: Layer, order: Tensor) -> None:
 
 
 def _reorder_rows(layer: Layer, order: Tensor) -> None:
-    """Rows and bias; of a fused layer (gate and up in one) the two halves alike."""
     values = stored(layer.owner, layer.param)
     matrix = layer.matrix(values.detach().clone())
-    order = order.to(matrix.device)
-    rows = torch.cat([order + start for start in range(0, matrix.shape[0], len(order))])
-    values.copy_(layer.unmatrix(matrix[rows]))
+    values.copy_(layer.unmatrix(matrix[order.to(matrix.device)]))
     if getattr(layer.owner, "bias", None) is not None:
         bias = stored(layer.owner, "bias")
-        bias.copy_(bias.detach().clone()[rows.to(bias.device)])
+        bias.copy_(bias.detach().clone()[order.to(bias.device)])

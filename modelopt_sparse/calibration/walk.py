@@ -24,7 +24,7 @@ from modelopt_sparse.calibration.batches import (
 )
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, Side, input_key
-from modelopt_sparse.channels import DenseBlock, Fold, possible_folds
+from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
@@ -143,10 +143,10 @@ class _Walk:
         stages: dict[str, list[LayerPlan]] = {}
         for target in unit.targets:
             stages.setdefault(survey.stage_of[target.name], []).append(target)
-        possible = list(possible_folds(list(stages.values())))
-        if not possible:
+        folds = list(possible_folds(self.model, list(stages.values())))
+        if not folds:
             return
-        takers = [taker for taker, _ in possible]
+        takers = list({fold.taker.name: fold.taker for fold in folds}.values())
         collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
         stats = {names[0]: found for names, found in self._sum_up(unit, takers, chain, collector)}
 
@@ -154,9 +154,8 @@ class _Walk:
             taker, block = _watched(lambda: chain.run(unit.position, 0), [layer.owner, *unit.blocks])[1]
             return taker, block
 
-        folds = [Fold(taker, makers, stats[taker.name]) for taker, makers in possible if taker.name in stats]
         with self._resident(unit.blocks):
-            yield DenseBlock(folds, run)
+            yield DenseBlock([fold for fold in folds if fold.taker.name in stats], stats, run)
 
     # reconstruction -------------------------------------------------------------------------------------------------
 
