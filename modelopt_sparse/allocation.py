@@ -49,16 +49,9 @@ class Allocation:
 def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allocation:
     """Do what ``config.allocation``, "owl" or "search", asks for. The model ends as it came, to the bit.
 
-    To be called in evaluation mode, with caches off. Raises ValueError if no layer of the plan is unstructured, if
-    there is no data, and for layers that see none of it.
+    To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError without
+    data, and for layers that see none of it.
     """
-    layers = _unstructured(plan)
-    if not layers:
-        patterns = ", ".join(sorted({str(item.pattern) for item in plan.layers}))
-        raise ValueError(
-            f"allocation={config.allocation!r} moves sparsity between layers of unstructured patterns, and this plan "
-            f"has none, only {patterns}: give pattern='60%' or the like, or leave allocation out"
-        )
     if config.data is None and config.data_loader is None and config.forward_loop is None:
         raise ValueError(
             f"allocation={config.allocation!r} looks at the inputs of layers and needs calibration data: give "
@@ -67,7 +60,7 @@ def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allo
     walk = _Walk(model, plan, config, Report())
     with torch.no_grad(), offloaded_after_errors(model):
         if config.allocation == "owl":
-            return Allocation(allocate(plan, owl_sparsities(plan, _statistics(walk, layers))), "OWL")
+            return Allocation(allocate(plan, owl_sparsities(plan, _statistics(walk, _unstructured(plan)))), "OWL")
         stats = _statistics(walk, plan.layers)
         hide = None if config.progress is None else not config.progress
         with tqdm(desc="search an allocation", unit="plan", disable=hide) as bar:
@@ -182,6 +175,8 @@ def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
     dense: dict[str, Tensor] = {}
 
     def before(item: LayerPlan) -> None:
+        if item.name in dense:
+            return  # pruned already, in a call that has not ended or that failed and was gone over
         values = _values(item.layer)
         mask = item.layer.unmatrix(item.pattern.mask(_score(item, stats))).to(values.device)
         dense[item.name] = values.clone()
@@ -305,7 +300,7 @@ def _samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
 def _spread_out(calls: Sequence[Call]) -> list[Call]:
     """Calls from all over the data that hold about ``SAMPLES`` samples."""
     samples = sum(_samples(call.args, call.kwargs) for call in calls)
-    count = min(max(math.ceil(len(calls) * SAMPLES / samples), 1), len(calls))
+    count = min(math.ceil(len(calls) * SAMPLES / max(samples, 1)), len(calls))
     return [calls[i * len(calls) // count] for i in range(count)]
 
 

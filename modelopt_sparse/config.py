@@ -13,27 +13,35 @@ from torch.utils.data import Dataset
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.given import GivenMask
-from modelopt_sparse.patterns import Pattern, parse_pattern
+from modelopt_sparse.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.reconstruct import Reconstruct
 
 SEQUENTIAL = ("block", "stage", "none")
 ALLOCATIONS = ("uniform", "owl", "search")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
-DEFAULT_METHOD = "sparsegpt"
+DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What ``quality=`` stands for: the method, if none is named, and the options that are not given otherwise."""
+    """What ``quality=`` stands for: the method, if none is named, and the options that are not given otherwise; some of
+    them go with one kind of pattern only."""
 
     method: str
     options: Mapping[str, Any]
+    n_of_m: Mapping[str, Any] = field(default_factory=dict)
+    unstructured: Mapping[str, Any] = field(default_factory=dict)
+
+    def options_for(self, pattern: Pattern) -> dict[str, Any]:
+        return {**self.options, **(self.n_of_m if isinstance(pattern, NM) else self.unstructured)}
 
 
 QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": True}),
-    "balanced": Quality("alps", {"reconstruct": {"epochs": 2}}),
-    "best": Quality("alps", {"reconstruct": {"epochs": 16}}),
+    "fast": Quality("sparsegpt", {"polish": 8}),
+    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, n_of_m={"permute": True}),
+    "best": Quality(
+        "alps", {"reconstruct": {"epochs": 16}}, n_of_m={"permute": True}, unstructured={"allocation": "search"}
+    ),
 }
 
 # ModelOpt's keys -> ours, with the value translated where it differs
@@ -111,7 +119,7 @@ class SparsifyConfig:
       progress: True or False; default: a bar if standard error is a terminal.
     """
 
-    pattern: Pattern = field(default_factory=lambda: parse_pattern("2:4"))
+    pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -156,7 +164,8 @@ class SparsifyConfig:
                 raise ValueError("rules are given both in the mode list and as an option; keep one")
             given["rules"] = given.pop(MODE_RULES)
         if given.get("quality") is not None:
-            given = {**_quality(given["quality"], method).options, **given}
+            pattern = parse_pattern(given.get("pattern", DEFAULT_PATTERN))
+            given = {**_quality(given["quality"], method).options_for(pattern), **given}
         known = [item.name for item in fields(cls) if item.name != "options"]
         options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
         for key in given:

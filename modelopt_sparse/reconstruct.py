@@ -40,7 +40,7 @@ class Reconstruct:
     """
 
     epochs: int = 4
-    learning_rate: float = 0.02
+    learning_rate: float = 0.03
     target: str = "dense"
     parts: str = "block"
     norms_and_biases: bool = True

@@ -146,6 +146,15 @@ class Report:
         size = sum(layer.size for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / size if size else 0.0
 
+    def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:
+        """Say how the zeros were shared out over the layers, and what the plans that were tried measured."""
+        how = self.settings["allocation"]
+        self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": dict(tried)}
+        note = f"zeros shared out over the layers by {chosen}"
+        if chosen in tried:
+            note += f" ({measure}: {tried[chosen]:.4f}, and {next(iter(tried.values())):.4f} for the plan as it came)"
+        self.notes.append(note)
+
     def reconstructed(self, found: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
         self.blocks.append(found)

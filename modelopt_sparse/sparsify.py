@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_sparse.allocation import allocation_for
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
@@ -60,6 +61,11 @@ def sparsify(
     permuted: dict[str, Permuted] = {}
     undoing: list[Callable[[], None]] = []  # a block none of whose layers was solved is left as it was
     try:
+        if config.allocation != "uniform":
+            with _calibrating(model):
+                allocation = allocation_for(model, plan, config)
+            plan = allocation.plan
+            report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
         with _calibrating(model), closing(walk(model, plan, config, report)) as walked:
             for item in walked:
                 if isinstance(item, DenseBlock):

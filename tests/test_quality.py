@@ -6,13 +6,15 @@ import torch
 import modelopt_sparse as mts
 from modelopt_sparse.config import QUALITIES, REFINE_SWEEPS, resolve
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.patterns import NM
+from modelopt_sparse.patterns import NM, parse_pattern
 from modelopt_sparse.reconstruct import Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
-STEPS = ("update", "refine", "polish", "reconstruct", "allocation")
+STEPS = ("permute", "update", "refine", "polish", "reconstruct", "allocation")
+OFF = {"permute": False, "update": True, "refine": 0, "polish": 0, "reconstruct": None, "allocation": "uniform"}
+PATTERNS = ["2:4", "50%"]
 
 
 def settings(method=None, config=None, **options) -> tuple[str, dict[str, object]]:
@@ -28,23 +30,25 @@ def sparsified(method=None, **options):
 
 
 def test_without_quality_a_method_is_the_published_algorithm_and_nothing_more():
-    off = {"update": True, "refine": 0, "polish": 0, "reconstruct": None, "allocation": "uniform"}
-    assert settings() == ("sparsegpt", off)
+    assert settings() == ("sparsegpt", OFF)
     for name in METHODS:
-        assert settings(name) == (name, off)
+        assert settings(name) == (name, OFF)
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
-def test_quality_chooses_method_and_steps(quality):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_quality_chooses_method_and_options(quality, pattern):
     chosen = QUALITIES[quality]
-    name, found = settings(quality=quality)
-    assert name == chosen.method
-    for key, value in chosen.options.items():
-        assert found[key]
-        assert key != "reconstruct" or found[key] == Reconstruct(**value)
-    assert not any(found[key] for key in ("refine", "polish", "reconstruct") if key not in chosen.options)
-    assert settings(config={"quality": quality}) == (name, found)
-    assert settings(config=mts.SparsifyConfig(quality=quality)) == (name, found)
+    options = chosen.options_for(parse_pattern(pattern))
+    if "reconstruct" in options:
+        options["reconstruct"] = Reconstruct(**options["reconstruct"])
+    expected = (chosen.method, {**OFF, **options})
+    assert expected[1] != OFF
+    assert settings(quality=quality, pattern=pattern) == expected
+    assert settings(config={"quality": quality}, pattern=pattern) == expected
+    assert settings(config=mts.SparsifyConfig(quality=quality), pattern=pattern) == expected
+    if pattern == "2:4":
+        assert settings(quality=quality) == expected
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
@@ -58,15 +62,23 @@ def test_what_is_said_wins_over_quality(quality):
     assert found["reconstruct"] == Reconstruct(epochs=3)
 
 
-@pytest.mark.parametrize("quality", QUALITIES)
-def test_the_report_names_the_whole_recipe(quality):
-    model = sparsified(quality=quality)
-    chosen = QUALITIES[quality]
-    recipe = "+".join([chosen.method, *(name for name in ("polish", "reconstruct") if name in chosen.options)])
-    report = mts.report(model)
-    assert {layer.recipe for layer in report.layers} == {recipe}
+@pytest.mark.parametrize(
+    ("quality", "pattern", "recipes"),
+    [
+        ("fast", "2:4", {"sparsegpt+polish"}),
+        ("balanced", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
+        ("balanced", "50%", {"alps+reconstruct"}),
+        ("best", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
+        ("best", "50%", {"alps+reconstruct"}),
+    ],
+)
+def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
+    report = mts.report(sparsified(quality=quality, pattern=pattern))
+    assert {layer.recipe for layer in report.layers} == recipes
     assert report.settings["quality"] == quality
-    assert {layer.recipe for layer in mts.make_plan(tiny_llama(), quality=quality).layers} == {recipe}
+    searched = isinstance(report.settings["allocation"], dict)
+    assert searched == (quality == "best" and pattern == "50%")
+    assert any("zeros shared out over the layers by slope" in note for note in report.notes) == searched
 
 
 def test_a_method_that_has_no_use_for_quality():
@@ -153,7 +165,7 @@ def test_masks_with_everything_that_follows():
     assert all(after <= before for before, after in (layer.errors for layer in report.layers))
     for name, mask in mts.named_masks(model):
         assert torch.equal(mask, masks[name])
-    assert {x.recipe for x in mts.report(sparsified(masks=masks, quality="best")).layers} == {"masks+reconstruct"}
+    assert {x.recipe for x in mts.report(sparsified(masks=masks, quality="fast")).layers} == {"masks+polish"}
 
 
 def test_layers_without_a_mask_stay_dense_and_say_so():
