@@ -1,4 +1,4 @@
-"""Held-out perplexity of the embedded model, dense and at 2:4 by every method.
+"""Held-out perplexity and KL from dense of the embedded model at 2:4, by every method and quality.
 
 The protocol is that of examples/testbed/README.md (run k = 0): calibration on the first 128 windows of 512 tokens,
 evaluation on all full windows of the held-out text, in float32.
@@ -6,6 +6,7 @@ evaluation on all full windows of the held-out text, in float32.
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
+from modelopt_sparse.config import QUALITIES
 from modelopt_sparse.methods import METHODS
 
 TESTBED = Path(__file__).parent / "testbed"
@@ -27,6 +29,10 @@ def windows(file: str, count: int | None) -> torch.Tensor:
     return ids[: len(ids) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)[:count]
 
 
+def load() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", type=int, default=128, metavar="N", help="calibration windows (128)")
@@ -39,14 +45,20 @@ def main() -> None:
         f"tiny-llama at 2:4, float32, perplexity on {len(heldout)} windows of {SEQ_LEN} tokens; "
         f"{os.cpu_count()}-core CPU, torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
-    print("| method | perplexity |\n| --- | ---: |")
-    for method in (None, *METHODS):
-        model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32)
-        if method is not None:
-            data = {} if METHODS[method].needs == "nothing" else {"data_loader": batches}
-            mts.sparsify(model, method, pattern="2:4", progress=False, **data)
-        found = mts.evaluate(model, heldout.flatten(), seq_len=SEQ_LEN, progress=False)
-        print(f"| {method or 'dense'} | {found.perplexity:.2f} |", flush=True)
+    print("| method | perplexity | KL | seconds |\n| --- | ---: | ---: | ---: |")
+    dense = load()
+    found = mts.evaluate(dense, heldout.flatten(), seq_len=SEQ_LEN, progress=False)
+    print(f"| dense | {found.perplexity:.2f} | 0 | |", flush=True)
+    rows = {f"`{method}`": {"method": method} for method in METHODS}
+    rows |= {f'`quality="{quality}"`': {"quality": quality} for quality in QUALITIES}
+    for name, how in rows.items():
+        model = load()
+        began = time.perf_counter()
+        data = {} if how == {"method": "magnitude"} else {"data_loader": batches}
+        mts.sparsify(model, pattern="2:4", progress=False, **how, **data)
+        seconds = time.perf_counter() - began
+        found = mts.evaluate(model, heldout.flatten(), seq_len=SEQ_LEN, reference=dense, progress=False)
+        print(f"| {name} | {found.perplexity:.2f} | {found.kl:.3f} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

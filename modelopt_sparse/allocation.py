@@ -1,6 +1,6 @@
-"""Which layer gets how much of an unstructured sparsity budget: OWL, and a search on the measured divergence.
+"""Which layer gets how much of an unstructured sparsity budget: by block, OWL, and a search on measured divergence.
 
-Both only move sparsity between layers: the model has as many zeros as its plan asked for, or a few more.
+All of them only move sparsity between layers: the model has as many zeros as its plan asked for, or a few more.
 """
 
 import math
@@ -28,6 +28,7 @@ from modelopt_sparse.report import Report
 
 HIGHEST = 0.99  # no layer is pruned whole
 GRID = 10_000  # sparsities have four decimals
+BALANCE = 0.5  # half of the way: errors of pruned weights that are compensated differ less from layer to layer
 SAMPLES = 32  # the search measures on calls that hold so many
 STEPS = ((0.05, 0.5), (0.025, 0.25))  # of slope and balance, coarse to fine
 CHUNK = 512  # predictions whose divergence is computed together: times a vocabulary they are large
@@ -47,7 +48,7 @@ class Allocation:
 
 
 def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allocation:
-    """Do what ``config.allocation``, "owl" or "search", asks for. The model ends as it came, to the bit.
+    """Do what ``config.allocation``, "block", "owl" or "search", asks for. The model ends as it came, to the bit.
 
     To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError without
     data, and for layers that see none of it.
@@ -59,8 +60,9 @@ def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allo
         )
     walk = _Walk(model, plan, config, Report())
     with torch.no_grad(), offloaded_after_errors(model):
-        if config.allocation == "owl":
-            return Allocation(allocate(plan, owl_sparsities(plan, _statistics(walk, _unstructured(plan)))), "OWL")
+        if config.allocation in SPARSITIES:
+            stats = _statistics(walk, _unstructured(plan))
+            return Allocation(allocate(plan, SPARSITIES[config.allocation](plan, stats)), config.allocation)
         stats = _statistics(walk, plan.layers)
         hide = None if config.progress is None else not config.progress
         with tqdm(desc="search an allocation", unit="plan", disable=hide) as bar:
@@ -98,6 +100,14 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     return replace(plan, layers=tuple(items))
 
 
+def block_sparsities(plan: Plan, stats: Mapping[str, Stats], share: float = BALANCE) -> dict[str, float]:
+    """Zeros shared out among the layers of each block: from the plan's own sparsities, ``share`` of the way to those
+    that minimize the sum of the layers' relative errors."""
+    even = _even_sparsities(plan, stats)
+    own = {item.name: _sparsity(item) for item in _unstructured(plan)}
+    return {name: own[name] + share * (even[name] - own[name]) for name in own}
+
+
 def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:
     """OWL (Yin et al. 2024, arXiv 2310.05175): blocks with more outliers stay denser.
 
@@ -117,6 +127,12 @@ def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambd
         denser = 2 * lambda_ * (share[unit] - least) / spread if spread else 0.0
         wanted.update({item.name: _sparsity(item) - denser for item in items})
     return _on_budget(plan, wanted)
+
+
+SPARSITIES: dict[str, Callable[[Plan, Mapping[str, Stats]], dict[str, float]]] = {
+    "block": block_sparsities,
+    "owl": owl_sparsities,
+}
 
 
 def search_plan(

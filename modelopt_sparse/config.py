@@ -17,7 +17,7 @@ from modelopt_sparse.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.reconstruct import Reconstruct
 
 SEQUENTIAL = ("block", "stage", "none")
-ALLOCATIONS = ("uniform", "owl", "search")
+ALLOCATIONS = ("uniform", "block", "owl", "search")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
 
@@ -32,16 +32,15 @@ class Quality:
     n_of_m: Mapping[str, Any] = field(default_factory=dict)
     unstructured: Mapping[str, Any] = field(default_factory=dict)
 
-    def options_for(self, pattern: Pattern) -> dict[str, Any]:
-        return {**self.options, **(self.n_of_m if isinstance(pattern, NM) else self.unstructured)}
+    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
+        by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
+        return {**self.options, **by_pattern}
 
 
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 8}),
-    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, n_of_m={"permute": True}),
-    "best": Quality(
-        "alps", {"reconstruct": {"epochs": 16}}, n_of_m={"permute": True}, unstructured={"allocation": "search"}
-    ),
+    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
+    "best": Quality("alps", {"reconstruct": {"epochs": 16}}, {"permute": True}, {"allocation": "block"}),
 }
 
 # ModelOpt's keys -> ours, with the value translated where it differs
@@ -111,7 +110,7 @@ class SparsifyConfig:
         many iterations at most.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
-      allocation: "uniform" (default), "owl" or "search": how the zeros of an unstructured pattern are shared out over
+      allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared out over
         the layers.
       quality: "fast", "balanced" or "best" sets those of these options that are not given, and the method if none is.
       device: where blocks are calibrated and solved; default: where they are.
@@ -164,8 +163,10 @@ class SparsifyConfig:
                 raise ValueError("rules are given both in the mode list and as an option; keep one")
             given["rules"] = given.pop(MODE_RULES)
         if given.get("quality") is not None:
-            pattern = parse_pattern(given.get("pattern", DEFAULT_PATTERN))
-            given = {**_quality(given["quality"], method).options_for(pattern), **given}
+            quality = _quality(given["quality"], method)
+            # masks of the user's own settle which weights stay, and with them all that goes by pattern
+            pattern = parse_pattern(given.get("pattern", DEFAULT_PATTERN)) if given.get("masks") is None else None
+            given = {**quality.options_for(pattern), **given}
         known = [item.name for item in fields(cls) if item.name != "options"]
         options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
         for key in given:
@@ -215,8 +216,10 @@ class SparsifyConfig:
                 "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
                 "'stage', or leave reconstruct out"
             )
-        if self.masks is not None and self.refine:
-            raise ValueError("refine changes masks, and masks= gives them; leave one of them out")
+        choosing = {"refine": self.refine, "permute": self.permute, "allocation": self.allocation != "uniform"}
+        if self.masks is not None and any(choosing.values()):
+            given = " and ".join(name for name, wanted in choosing.items() if wanted)
+            raise ValueError(f"masks= says which weights stay, and {given} would choose others; leave one of them out")
         for name in ("hardware_only", "count_padding", "enforce", "progress", "permute", "update"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "progress" and value is None):

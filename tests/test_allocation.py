@@ -11,13 +11,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 import modelopt_sparse as mts
 from modelopt_sparse import allocation
-from modelopt_sparse.allocation import allocate, allocation_for, masked, owl_sparsities, search_plan
+from modelopt_sparse.allocation import (
+    allocate,
+    allocation_for,
+    block_sparsities,
+    masked,
+    owl_sparsities,
+    search_plan,
+)
 from modelopt_sparse.config import resolve
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.patterns import Unstructured, count_zeros
 from modelopt_sparse.plan import Plan, plan_for
-
-from .helpers import assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 
 
 def planned(model, method="wanda", **options):
@@ -476,3 +482,28 @@ def test_one_layer_at_a_time_is_pruned_by_its_pattern():
         handle.remove()
     assert seen == {item.name: [item.name] for item in plan.layers}
     assert_same_state(model, before)
+
+
+def test_block_shares_out_each_blocks_zeros_and_loses_less():
+    """Each block keeps its zeros; the sum of its layers' relative errors, by sorting, falls, and goes half of the way."""
+    model = tiny_llama(num_hidden_layers=3)
+    plan = mts.make_plan(model, "wanda", pattern="60%")
+    stats = {item.name: Stats(1, torch.ones(item.shape[-1])) for item in plan.layers}
+    found = block_sparsities(plan, stats)
+    whole = block_sparsities(plan, stats, share=1.0)
+    for block in {item.block for item in plan.layers}:
+        items = [item for item in plan.layers if item.block == block]
+        size = sum(item.size for item in items)
+        assert sum(item.size * found[item.name] for item in items) == pytest.approx(0.6 * size, rel=1e-3)
+
+        def lost(sparsities, items=items) -> float:
+            total = 0.0
+            for item in items:
+                energy = item.layer.parameter.detach().double().square().flatten().sort().values
+                total += float(energy[: round(sparsities[item.name] * item.size)].sum() / energy.sum())
+            return total
+
+        uniform = {item.name: 0.6 for item in items}
+        assert lost(whole) < lost(found) < lost(uniform)
+        for item in items:
+            assert found[item.name] == pytest.approx((whole[item.name] + 0.6) / 2)

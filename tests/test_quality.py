@@ -76,9 +76,9 @@ def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
     report = mts.report(sparsified(quality=quality, pattern=pattern))
     assert {layer.recipe for layer in report.layers} == recipes
     assert report.settings["quality"] == quality
-    searched = isinstance(report.settings["allocation"], dict)
-    assert searched == (quality == "best" and pattern == "50%")
-    assert any("zeros shared out over the layers by slope" in note for note in report.notes) == searched
+    shared = isinstance(report.settings["allocation"], dict)
+    assert shared == (quality != "fast" and pattern == "50%")
+    assert any("zeros shared out over the layers by block" in note for note in report.notes) == shared
 
 
 def test_a_method_that_has_no_use_for_quality():
@@ -165,7 +165,9 @@ def test_masks_with_everything_that_follows():
     assert all(after <= before for before, after in (layer.errors for layer in report.layers))
     for name, mask in mts.named_masks(model):
         assert torch.equal(mask, masks[name])
-    assert {x.recipe for x in mts.report(sparsified(masks=masks, quality="fast")).layers} == {"masks+polish"}
+    for quality, recipe in (("fast", "masks+polish"), ("best", "masks+reconstruct")):
+        report = mts.report(sparsified(masks=masks, quality=quality))
+        assert {layer.recipe for layer in report.layers} == {recipe}
 
 
 def test_layers_without_a_mask_stay_dense_and_say_so():
@@ -213,8 +215,9 @@ def test_masks_that_do_not_fit(change, message):
 def test_masks_with_a_method_or_with_refine():
     with pytest.raises(ValueError, match="masks= takes the place of a method"):
         mts.make_plan(tiny_llama(), "wanda", masks=some_masks())
-    with pytest.raises(ValueError, match="refine changes masks, and masks= gives them"):
-        mts.make_plan(tiny_llama(), masks=some_masks(), refine=True)
+    for name, value in (("refine", True), ("permute", True), ("allocation", "owl")):
+        with pytest.raises(ValueError, match=f"masks= says which weights stay, and {name} would choose others"):
+            mts.make_plan(tiny_llama(), masks=some_masks(), **{name: value})
 
 
 def test_masks_of_a_pattern_that_the_columns_do_not_fit():

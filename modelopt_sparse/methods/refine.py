@@ -38,9 +38,10 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
     dense, gram = weight.to(work), stats.gram.to(work)
     error = _objective(dense, mask, gram)
     for _ in range(sweeps):
-        swapped = (
-            _sweep_groups(dense, mask, gram, pattern.m) if isinstance(pattern, NM) else _sweep_rows(dense, mask, gram)
-        )
+        if isinstance(pattern, NM):
+            swapped = _sweep_groups(dense, mask, gram, pattern.m)
+        else:
+            swapped = _sweep_rows(dense, mask, gram)
         found = _objective(dense, swapped, gram)
         # rounding can make a swap look like a gain: a row whose error did not fall goes back
         better = found < error
@@ -101,7 +102,7 @@ def _shortlist(change: Tensor, mask: Tensor) -> Tensor:
     """
     best = torch.zeros_like(mask)
     for kind in (mask, ~mask):
-        best |= kind & keep_largest((-change).masked_fill(~kind, -torch.inf), SHORTLIST)
+        best |= keep_largest((-change).masked_fill(~kind, -torch.inf), SHORTLIST)
     chosen = keep_largest(best.to(change.dtype), 2 * SHORTLIST)
     return chosen.nonzero()[:, -1].view(*mask.shape[:-1], -1)
 

@@ -1,0 +1,30 @@
+"""One run of modelopt_sparse: --method NAME, quality=LEVEL, or reconstruct with --masks-of FOLDER. See worker.py."""
+
+import torch
+import worker
+from transformers import AutoModelForCausalLM
+
+import modelopt_sparse as mts
+
+
+def sparsify(model, batches, options):
+    given = {"pattern": options.pattern, "data_loader": batches, "progress": False}
+    if options.masks_of is not None:
+        masks = nonzeros(options.masks_of, mts.make_plan(model, "magnitude", pattern=options.pattern))
+        mts.sparsify(model, masks=masks, polish=True, reconstruct=True, **given)
+    elif options.method.startswith("quality="):
+        mts.sparsify(model, quality=options.method.removeprefix("quality="), **given)
+    else:
+        mts.sparsify(model, options.method, **given)
+    return mts.export(model)
+
+
+def nonzeros(folder, plan):
+    """Masks of the plan's layers, by parameter name: True where the sparse model in ``folder`` is not zero."""
+    sparse = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [target.layer.parameter_name for target in plan.layers]
+    return {name: sparse.get_parameter(name) != 0 for name in names}
+
+
+if __name__ == "__main__":
+    worker.main(sparsify)
