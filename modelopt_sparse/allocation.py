@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     surplus = sum(layer.zeros(layer.step) for layer in layers) - _budget(plan)
     while surplus < 0:
         for layer in sorted(layers, key=_Rounded.excess):
-            if surplus < 0 and layer.step < layer.last:
+            if layer.step < layer.last:
                 surplus += layer.move(1)
     lowered = True
     while lowered:
@@ -190,33 +191,25 @@ def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
     """
     dense: dict[str, Tensor] = {}
 
-    def before(item: LayerPlan) -> None:
+    def before(item: LayerPlan, *_: Any) -> None:
         if item.name in dense:
-            return  # pruned already, in a call that has not ended or that failed and was gone over
+            return  # pruned already, in a call that has not ended, or that failed and was gone over
         values = _values(item.layer)
         mask = item.layer.unmatrix(item.pattern.mask(_score(item, stats))).to(values.device)
         dense[item.name] = values.clone()
         values.masked_fill_(~mask, 0)
 
-    def after(item: LayerPlan) -> None:
+    def after(item: LayerPlan, *_: Any) -> None:
         if item.name in dense:
             _values(item.layer).copy_(dense[item.name])
             del dense[item.name]
 
-    def writing(function: Callable[[LayerPlan], None], item: LayerPlan) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            # a user's loop may run the model in inference mode, where nothing else may be written to
-            with torch.inference_mode(False), torch.no_grad():
-                function(item)
-
-        return hook
-
     with ExitStack() as hooks:
         for item in plan.layers:
-            hooks.callback(writing(after, item))
+            hooks.callback(after, item)
             for module in item.layer.observed:
-                hooks.enter_context(module.register_forward_pre_hook(writing(before, item)))
-                hooks.enter_context(module.register_forward_hook(writing(after, item)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, item)))
+                hooks.enter_context(module.register_forward_hook(partial(after, item)))
         yield
 
 

@@ -110,8 +110,8 @@ class SparsifyConfig:
         many iterations at most.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
-      allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared out over
-        the layers.
+      allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared
+        out over the layers.
       quality: "fast", "balanced" or "best" sets those of these options that are not given, and the method if none is.
       device: where blocks are calibrated and solved; default: where they are.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.

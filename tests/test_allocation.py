@@ -1,13 +1,18 @@
-"""Allocation: budgets, OWL and the even split against slow oracles, the search against models that were really pruned."""
+"""Allocation: budgets, OWL and the even split against slow oracles, the search against models really pruned."""
 
 import math
 import random
+import weakref
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
 from modelopt_sparse import allocation
@@ -376,6 +381,126 @@ def test_the_search_measures_on_samples_from_all_over_the_data(monkeypatch):
     assert set(positions[9:]) == {0, 3, 6}
 
 
+def test_a_forward_loop_is_measured_on_its_first_samples(monkeypatch):
+    monkeypatch.setattr(allocation, "SAMPLES", 6)
+    model = tiny_llama()
+    batches = token_batches(count=9)
+
+    def loop(model):
+        for batch in batches:
+            model(batch)
+
+    found = allocated(model, allocation="search", forward_loop=loop)
+    first = allocated(model, allocation="search", forward_loop=loop, pattern=0.6)
+    assert found.tried == first.tried
+    batches[3:] = token_batches(count=6, seed=5)  # other statistics, but the same calls are repeated
+    seen = []
+    with model.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        allocated(model, allocation="search", forward_loop=loop)
+    repeated = [x for before, x in pairwise(seen) if before is x]
+    assert {next(i for i, batch in enumerate(batches) if batch is x) for x in repeated} == {0, 1, 2}
+
+
+def test_what_hooks_of_the_user_do_to_the_arguments_is_done_once():
+    """The repeated calls get what the model was called with."""
+    batches = token_batches()
+    expected = allocated(tiny_llama(), allocation="search", data_loader=[batch + 1 for batch in batches])
+    model = tiny_llama()
+    with model.register_forward_pre_hook(lambda _, args: (args[0] + 1,)):
+        assert allocated(model, allocation="search", data_loader=batches).tried == expected.tried
+
+
+def test_weights_that_accelerate_keeps_elsewhere_are_pruned_there():
+    expected = allocated(tiny_llama(), allocation="search", data_loader=token_batches())
+    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    assert allocated(model, allocation="search", data_loader=token_batches()).tried == expected.tried
+
+
+class Fragile(nn.Module):
+    """NaN if its first block has lost too much."""
+
+    def __init__(self, nan_from: float):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)) for _ in range(3)))
+        self.nan_from = nan_from
+
+    def forward(self, x):
+        lost = 0.0
+
+        def count(layer, *_):
+            nonlocal lost
+            lost = max(lost, (layer.weight == 0).float().mean().item())
+
+        with self.blocks[0][0].register_forward_pre_hook(count):
+            x = self.blocks(x)
+        return x * (math.nan if lost > self.nan_from else 1)
+
+
+def test_a_plan_whose_model_gives_nan_is_never_chosen():
+    data = [torch.randn(4, 20)]
+    found = allocated(Fragile(0.59), allocation="search", pattern=0.6, data_loader=data)
+    tried = dict(found.tried)
+    assert tried["slope 0, balance 0"] == math.inf
+    assert math.isfinite(tried[found.description])
+
+
+def test_a_model_without_blocks_is_one_block():
+    model = nn.Module()
+    model.first, model.second = nn.Linear(8, 16), nn.Linear(16, 8)
+    model.forward = lambda x: model.second(model.first(x))
+    plan, _ = planned(model)
+    assert {item.block for item in plan.layers} == {""}
+    stats = {"first": Stats(1, torch.ones(8)), "second": Stats(1, torch.arange(16.0) ** 4)}
+    assert len(set(owl_sparsities(plan, stats).values())) == 1
+
+
+def test_logits_of_one_value_are_no_predictions():
+    class Regression(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+
+        def forward(self, x):
+            return SequenceClassifierOutput(logits=self.blocks(x))
+
+    found = allocated(Regression(), allocation="search", pattern=0.5, data_loader=[torch.randn(4, 8)])
+    assert found.measure == "relative squared error of the output"
+
+
+@pytest.mark.parametrize("kind", ["owl", "search"])
+def test_inputs_that_are_missing_or_not_finite_are_named(kind):
+    model = Fragile(1.0)
+    model.unused = nn.Linear(4, 4)
+    data = [torch.randn(4, 20)]
+    with pytest.raises(ValueError, match="layer 'unused' saw no calibration data"):
+        allocated(model, "magnitude", allocation=kind, include=["*"], pattern=0.5, data_loader=data)
+    with pytest.raises(ValueError, match=r"layer 'blocks.0.0': its input holds NaN or inf"):
+        allocated(model, "magnitude", allocation=kind, pattern=0.5, data_loader=[data[0] * math.inf])
+
+
+def test_an_output_that_cannot_be_compared_is_an_error():
+    data = [torch.randn(4, 20)]
+    with pytest.raises(ValueError, match="the dense model's output holds NaN or inf"):
+        allocated(Fragile(-1.0), allocation="search", pattern=0.5, data_loader=data)
+    model = Fragile(1.0)
+    model.register_forward_hook(lambda *_: {"tokens": torch.tensor([1])})
+    with pytest.raises(ValueError, match="gives no number but zero"):
+        allocated(model, allocation="search", pattern=0.5, data_loader=data)
+
+
+def test_statistics_hold_no_inputs():
+    model = tiny_llama()
+    early: list[weakref.ref] = []
+    alive: list[bool] = []
+    first, last = (model.model.layers[i].mlp.down_proj for i in (0, 1))
+    with (
+        first.register_forward_pre_hook(lambda _, args: early.append(weakref.ref(args[0]))),
+        last.register_forward_pre_hook(lambda *_: alive.append(early[-1]() is not None)),
+    ):
+        allocated(model, allocation="owl", data_loader=token_batches())
+    assert alive == [False] * 3
+
+
 def architectures():
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2))
@@ -404,25 +529,32 @@ def test_the_model_stays_what_it_was_to_the_bit(name, kind):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("calls", [4, 8, 13, 20])
-def test_the_model_stays_what_it_was_when_the_search_is_stopped(error, calls):
+@pytest.mark.parametrize("kind", [nn.Module, cpu_offload])
+def test_the_model_stays_what_it_was_when_the_search_is_stopped(error, kind, monkeypatch):
+    """Stopped inside of a layer, while it is pruned."""
     model = tiny_llama()
+    layer = model.model.layers[1].mlp.down_proj
     before = state_of(model)
-    count = 0
+    forward = layer.forward
+    pruned = 0
 
-    def stop(*_):
-        nonlocal count
-        count += 1
-        if count == calls:
+    def stop(x):
+        nonlocal pruned
+        pruned += int((layer.weight == 0).sum() > layer.weight.numel() / 2)
+        if pruned == 4:
             raise error
+        return forward(x)
 
-    with (
-        model.model.layers[1].mlp.down_proj.register_forward_pre_hook(stop),
-        pytest.raises(error if error is KeyboardInterrupt else ValueError),
-    ):
+    monkeypatch.setattr(layer, "forward", stop)
+    if kind is cpu_offload:
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(error if error is KeyboardInterrupt else ValueError):
         allocated(model, allocation="search", data_loader=token_batches(count=2))
-    assert_same_state(model, before)
     assert_no_hooks(model)
+    if kind is cpu_offload:
+        assert all(p.is_meta for p in model.parameters())
+        remove_hook_from_submodules(model)
+    assert_same_state(model, before)
 
 
 class Forgiving(nn.Module):
@@ -485,7 +617,7 @@ def test_one_layer_at_a_time_is_pruned_by_its_pattern():
 
 
 def test_block_shares_out_each_blocks_zeros_and_loses_less():
-    """Each block keeps its zeros; the sum of its layers' relative errors, by sorting, falls, and goes half of the way."""
+    """Each block keeps its zeros; the sum of its relative errors, by sorting, falls; it goes half of the way."""
     model = tiny_llama(num_hidden_layers=3)
     plan = mts.make_plan(model, "wanda", pattern="60%")
     stats = {item.name: Stats(1, torch.ones(item.shape[-1])) for item in plan.layers}

@@ -80,7 +80,7 @@ def gram_of(stats: Stats) -> Tensor:
 @pytest.mark.parametrize(("pattern", "columns"), [("2:4", 136), ("1:4", 8), ("4:8", 24), ("3:5", 135)])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sweep_takes_the_best_swap_of_each_group_from_left_to_right(pattern, columns, seed):
-    """136 and 135 columns are more than one block of them."""
+    """136 and 135 columns take two blocks."""
     weight, stats = problem(seed, 3, columns)
     nm = parse_pattern(pattern)
     assert isinstance(nm, NM)
@@ -109,7 +109,7 @@ def test_a_round_takes_the_best_swaps_of_each_rows_shortlist_one_after_the_other
     assert not torch.equal(start, torch.stack(expected))
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "4:8", "50% per row", "70% per matrix"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("start", STARTS)
 def test_ends_where_no_swap_gains(pattern, start):
     """All swaps of every row, of N:M within groups, are tried."""
@@ -179,7 +179,7 @@ def test_more_sweeps_leave_less_error(pattern):
 
 @pytest.mark.parametrize("pattern", [NM(1, 2), Unstructured(0.5, "row")])
 def test_a_row_whose_error_did_not_fall_goes_back(pattern):
-    """With a matrix that is not symmetric the swap of the first row, 2 for 1, looks like a gain of 11."""
+    """With a matrix that is not symmetric the first row's swap looks like a gain of 11 and costs 1."""
     weight, mask = torch.tensor([[1.0, 1.0], [1.0, 2.0]]), torch.tensor([[True, False], [True, False]])
     crooked = torch.tensor([[2.0, 3.0], [-3.0, 1.0]])
     expected = torch.tensor([[True, False], [False, True]])
