@@ -138,16 +138,30 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], run: Callable[[Layer]
     def changes() -> list[float]:
         return [float((now.float() - then.float()).norm()) for now, then in zip(run(layer), dense)]
 
-    dense = run(layer)
-    _reorder_columns(layer, columns)
-    torn = changes()
-    for maker, order in zip(fold.makers, rows):
-        _reorder_rows(maker, order)
-    whole = changes()
-    if all(b > 0 and a <= share * b for a, b, share in zip(whole, torn, SAME)):
-        return True
-    _reorder(fold, columns.argsort(), [order.argsort() for order in rows])
-    return False
+    before = [values.clone() for values in _values(fold)]
+    same = False
+    try:
+        dense = run(layer)
+        _reorder_columns(layer, columns)
+        torn = changes()
+        for maker, order in zip(fold.makers, rows):
+            _reorder_rows(maker, order)
+        same = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
+    finally:
+        if not same:  # or interrupted half way
+            for values, old in zip(_values(fold), before):
+                values.copy_(old)
+    return same
+
+
+def _values(fold: Fold) -> list[Tensor]:
+    """Everything that is reordered."""
+    found = [stored(layer.owner, layer.param).detach() for layer in (fold.taker.layer, *fold.makers)]
+    return found + [bias for layer in fold.makers if (bias := _bias(layer)) is not None]
+
+
+def _bias(layer: Layer) -> Tensor | None:
+    return None if getattr(layer.owner, "bias", None) is None else stored(layer.owner, "bias").detach()
 
 
 @torch.no_grad()
@@ -167,6 +181,5 @@ def _reorder_rows(layer: Layer, order: Tensor) -> None:
     values = stored(layer.owner, layer.param)
     matrix = layer.matrix(values.detach().clone())
     values.copy_(layer.unmatrix(matrix[order.to(matrix.device)]))
-    if getattr(layer.owner, "bias", None) is not None:
-        bias = stored(layer.owner, "bias")
-        bias.copy_(bias.detach().clone()[order.to(bias.device)])
+    if (bias := _bias(layer)) is not None:
+        bias.copy_(bias.clone()[order.to(bias.device)])

@@ -240,6 +240,27 @@ def test_a_block_of_which_nothing_was_solved_is_put_back():
     assert mts.report(model).layers[6].recipe == "permute+failing"
 
 
+@pytest.mark.parametrize("call", [2, 3])
+def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
+    """The first run of the block is the dense one, the second has its columns reordered alone, the third has both."""
+    model = tiny_llama()
+    method, config = resolve("wanda", None, {"data_loader": token_batches(), "permute": True, "progress": False})
+    plan, before, runs = plan_for(model, method, config), state_of(model), 0
+    with _calibrating(model):
+        block = next(item for item in walk(model, plan, config, Report()) if isinstance(item, DenseBlock))
+
+        def run(layer):
+            nonlocal runs
+            runs += 1
+            if runs == call:
+                raise KeyboardInterrupt
+            return block.run(layer)
+
+        with pytest.raises(KeyboardInterrupt):
+            list(permute(DenseBlock(block.folds, block.stats, run)))
+    assert_same_state(model, before)
+
+
 def test_patterns_without_groups_are_refused():
     with pytest.raises(ValueError, match=r"permute puts channels into better groups for N:M patterns"):
         mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
