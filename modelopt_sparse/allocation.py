@@ -17,15 +17,14 @@ from transformers import Cache
 
 from modelopt_sparse.calibration.batches import Call, TokenMasks
 from modelopt_sparse.calibration.record import flat_tensors
+from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs
-from modelopt_sparse.calibration.walk import _Walk
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.offload import offloaded_after_errors, stored
 from modelopt_sparse.patterns import Unstructured, count_zeros
 from modelopt_sparse.plan import LayerPlan, Plan
-from modelopt_sparse.report import Report
 
 HIGHEST = 0.99  # no layer is pruned whole
 GRID = 10_000  # sparsities have four decimals
@@ -59,15 +58,15 @@ def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allo
             f"allocation={config.allocation!r} looks at the inputs of layers and needs calibration data: give "
             "data_loader=, forward_loop=, or data= with tokenizer="
         )
-    walk = _Walk(model, plan, config, Report())
+    runner = Runner(model, plan, config)
     with torch.no_grad(), offloaded_after_errors(model):
         if config.allocation in SPARSITIES:
-            stats = _statistics(walk, _unstructured(plan))
+            stats = _statistics(runner, _unstructured(plan))
             return Allocation(allocate(plan, SPARSITIES[config.allocation](plan, stats)), config.allocation)
-        stats = _statistics(walk, plan.layers)
+        stats = _statistics(runner, plan.layers)
         hide = None if config.progress is None else not config.progress
         with tqdm(desc="search an allocation", unit="plan", disable=hide) as bar:
-            divergence = _Divergence(walk, stats, bar)
+            divergence = _Divergence(runner, stats, bar)
             return replace(search_plan(plan, stats, divergence), measure=divergence.title)
 
 
@@ -221,23 +220,23 @@ class _Divergence:
     forward_loop does as well, repeat each call with masked layers until ``SAMPLES`` samples have been seen.
     """
 
-    def __init__(self, walk: _Walk, stats: Mapping[str, Stats], bar: tqdm) -> None:
+    def __init__(self, runner: Runner, stats: Mapping[str, Stats], bar: tqdm) -> None:
         self.title = ""  # what the numbers are, known after a run
-        self._walk, self._stats, self._bar = walk, stats, bar
-        if walk.calls is not None:
-            walk.calls = _spread_out(walk.calls)
+        self._runner, self._stats, self._bar = runner, stats, bar
+        if runner.calls is not None:
+            runner.calls = _spread_out(runner.calls)
 
     def __call__(self, plans: Sequence[Plan]) -> list[float]:
         self._plans = plans
         self._totals, self._scale, self._samples = [0.0] * len(plans), 0.0, 0
         self._inside, self._problem = False, ""
-        model = self._walk.model
+        model = self._runner.model
         with (
             # prepended: what other hooks do to the arguments they will do again
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
         ):
-            self._walk._run_model(self._begin)
+            self._runner.run_model(self._begin)
         if self._problem or not self._scale:
             raise ValueError(f"allocation='search': {self._problem or 'the dense model gives no number but zero'}")
         self._bar.update(len(plans))
@@ -313,7 +312,7 @@ def _spread_out(calls: Sequence[Call]) -> list[Call]:
     return [calls[i * len(calls) // count] for i in range(count)]
 
 
-def _statistics(walk: _Walk, items: Sequence[LayerPlan]) -> dict[str, Stats]:
+def _statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
     """Square sums of the inputs of these layers in the dense model: one run over the data."""
     collector = Collector(needs={item.name: "square_sums" for item in items}, share=False)
 
@@ -321,8 +320,8 @@ def _statistics(walk: _Walk, items: Sequence[LayerPlan]) -> dict[str, Stats]:
         collector.see(layer, inputs, keep)
         collector.end_call()  # nothing is shared, so that no input has to stay alive
 
-    inputs = LayerInputs(items, walk._side_of, walk._blocks, see)
-    walk._run_model(inputs.begin, inputs=inputs)
+    inputs = LayerInputs(items, runner.side_of, runner.blocks, see)
+    runner.run_model(inputs.begin, inputs=inputs)
     stats = {name: found for (name,), found in collector.groups()}
     for item in items:
         if item.name not in stats or not stats[item.name].tokens:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from modelopt_sparse.calibration.walk import input_device
+from modelopt_sparse.calibration.run import input_device
 
 
 @dataclass(frozen=True)

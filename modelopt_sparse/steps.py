@@ -11,7 +11,7 @@ from torch import Tensor
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution
 from modelopt_sparse.methods.polish import Scaled, polish
-from modelopt_sparse.methods.refine import refine
+from modelopt_sparse.methods.refine import DAMPING, refine
 from modelopt_sparse.plan import LayerPlan
 from modelopt_sparse.report import StepReport
 
@@ -42,4 +42,4 @@ def improved(
 
 def _refined(weight: Tensor, solution: Solution, stats: Stats | None, target: LayerPlan, sweeps: int) -> Solution:
     assert stats is not None
-    return masked_solution(weight, refine(weight, solution.mask, stats, target.pattern, sweeps), stats)
+    return masked_solution(weight, refine(weight, solution.mask, stats, target.pattern, sweeps, DAMPING), stats)

@@ -307,3 +307,24 @@ def test_shortlist_has_the_least_changes_of_both_kinds():
     found = _shortlist(change, mask)
     assert found.shape == (5, 32)
     assert found.tolist() == [shortlist(c.tolist(), m) for c, m in zip(change, mask)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_damping_is_that_of_the_gram_matrix(pattern):
+    """As if every diagonal entry had been larger; with very much of it only the scores of single weights count."""
+    weight, stats = problem(0)
+    spelled = parse_pattern(pattern).with_scope("matrix")
+    start = start_mask("random", weight, stats, spelled)
+    larger = stats_of(gram_of(stats) + 0.3 * gram_of(stats).diagonal().diag())
+    assert torch.equal(refine(weight, start, stats, spelled, 3, damping=0.3), refine(weight, start, larger, spelled, 3))
+    assert not torch.equal(
+        refine(weight, start, stats, spelled, 3, damping=0.3), refine(weight, start, stats, spelled, 3)
+    )
+
+
+def test_very_much_damping_gives_wandas_mask():
+    weight, stats = problem(0)
+    pattern = parse_pattern("2:4")
+    start = start_mask("random", weight, stats, pattern)
+    found = refine(weight, start, stats, pattern, UNTIL_NONE_IMPROVES, damping=1e6)
+    assert torch.equal(found, start_mask("wanda", weight, stats, pattern))

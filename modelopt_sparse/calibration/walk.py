@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.blocks import Stack
-from modelopt_sparse.calibration.batches import (
-    Call,
-    PaddingError,
-    TokenMasks,
-    is_encoder_decoder,
-    load_calls,
-    map_tensors,
-    takes,
-    token_masks,
-)
+from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
-from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, Side, input_key
+from modelopt_sparse.calibration.run import Runner
+from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
 from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
@@ -87,9 +79,7 @@ def walk(
 class _Walk:
     def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> None:
         self.model, self.plan, self.config, self.report = model, plan, config, report
-        self.calls = None if config.forward_loop is not None else load_calls(config, model)
-        self._sides = _sides(model)
-        self._blocks = [block for stack in plan.stacks for block in stack.blocks]
+        self._runner = Runner(model, plan, config)
         home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
         # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
         self._block_of: dict[str, str | None] = {}
@@ -154,7 +144,7 @@ class _Walk:
             taker, block = _watched(lambda: chain.run(unit.position, 0), [layer.owner, *unit.blocks])[1]
             return taker, block
 
-        with self._resident(unit.blocks):
+        with self._runner.resident(unit.blocks):
             yield DenseBlock([fold for fold in folds if fold.taker.name in stats], stats, run)
 
     # reconstruction -------------------------------------------------------------------------------------------------
@@ -195,7 +185,7 @@ class _Walk:
         last = unit.position == len(chain.stack.blocks) - 1
         goes_on = options.target == "dense" and not last
         if parts or goes_on:
-            with self._resident(unit.blocks):
+            with self._runner.resident(unit.blocks):
                 for index in range(len(chain)):
                     outputs, goals = _watched(lambda i=index: chain.run(unit.position, i), [p.module for p in parts])
                     for part, goal in zip(parts, goals):
@@ -211,12 +201,12 @@ class _Walk:
             return _watched(lambda: chain.run(unit.position, index), [part.module])[1][0]
 
         keep = [self._keep(unit, chain.masks[index], goal) for index, goal in enumerate(parts[-1].goals)]
-        with self._resident(unit.blocks):
+        with self._runner.resident(unit.blocks):
             yield SolvedBlock(block, parts, keep, run)
 
     def _keep(self, unit: _Unit, masks: TokenMasks, goal: Tensor) -> Tensor | None:
         """Which tokens of a block's output are real."""
-        mask = getattr(masks, self._side_of(unit.blocks[0]))
+        mask = getattr(masks, self._runner.side_of(unit.blocks[0]))
         if mask is not None and goal.shape[:-1] != mask.shape:
             raise PaddingError(
                 f"block {unit.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
@@ -276,14 +266,14 @@ class _Walk:
                 finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
                 survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
 
-        inputs = LayerInputs(self.plan.layers, self._side_of, self._blocks, see)
+        inputs = LayerInputs(self.plan.layers, self._runner.side_of, self._runner.blocks, see)
 
         def begin(masks: TokenMasks) -> None:
             nonlocal begun
             begun += 1
             alive.clear()
             if begun == 1:
-                bar.reset(total=None if self.calls is None else len(self.calls))
+                bar.reset(total=None if self._runner.calls is None else len(self._runner.calls))
             else:
                 bar.update()
             if begun == 2:
@@ -297,7 +287,7 @@ class _Walk:
                 recorder.start()
                 hooks.callback(recorder.stop)
             digest = hashlib.sha256()
-            self._run_model(begin, inputs=inputs, digest=digest)
+            self._runner.run_model(begin, inputs=inputs, digest=digest)
         bar.update()
         self.report.calibration.update(calls=begun, sha256=digest.hexdigest())
         if begun == 0:
@@ -342,7 +332,7 @@ class _Walk:
         chain = None
         if problem is None:
             chain = Chain(recorder)
-            with self._resident(recorder.stack.blocks):
+            with self._runner.resident(recorder.stack.blocks):
                 problem = chain.problem()
         if problem is None:
             return chain
@@ -366,7 +356,7 @@ class _Walk:
         recorder = Recorder(stack)
         recorder.start()
         try:
-            self._run_model(recorder.begin, stop_after=stack.blocks[-1])
+            self._runner.run_model(recorder.begin, stop_after=stack.blocks[-1])
         finally:
             recorder.stop()
         return recorder
@@ -405,17 +395,17 @@ class _Walk:
     def _sum_up(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector
     ) -> list[tuple[list[str], Stats]]:
-        inputs = LayerInputs(targets, self._side_of, unit.blocks, collector.see)
+        inputs = LayerInputs(targets, self._runner.side_of, unit.blocks, collector.see)
         if chain is None:
 
             def begin(masks: TokenMasks) -> None:
                 collector.end_call()
                 inputs.begin(masks)
 
-            self._run_model(begin, inputs=inputs)
+            self._runner.run_model(begin, inputs=inputs)
             collector.end_call()
         else:
-            with self._resident(unit.blocks), inputs:
+            with self._runner.resident(unit.blocks), inputs:
                 for index in range(len(chain)):
                     inputs.begin(chain.masks[index])
                     chain.run(unit.position, index)
@@ -429,76 +419,9 @@ class _Walk:
             self._advance(unit, chain)
 
     def _advance(self, unit: _Unit, chain: Chain) -> None:
-        with self._resident(unit.blocks):
+        with self._runner.resident(unit.blocks):
             for index in range(len(chain)):
                 chain.advance(unit.position, index, chain.run(unit.position, index))
-
-    def _run_model(
-        self,
-        begin: Callable[[TokenMasks], None],
-        inputs: LayerInputs | None = None,
-        stop_after: nn.Module | None = None,
-        digest: "hashlib._Hash | None" = None,
-    ) -> None:
-        """Run the whole model over all of the data; ``begin`` is told of each call and its padding, and every input
-        tensor goes into ``digest``."""
-
-        def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if digest is not None:
-                for x in flat_tensors((args, kwargs)):
-                    digest.update(f"{x.dtype}{list(x.shape)}".encode())
-                    digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
-
-        with ExitStack() as hooks:
-            hooks.enter_context(_every_module_called())
-            hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
-            for block in self._blocks:
-                if self.config.device is not None and block is not self.model:
-                    hooks.enter_context(onloaded(block, self.config.device, resident=False))
-            if inputs is not None:
-                hooks.enter_context(inputs)
-            if self.config.forward_loop is not None:
-                self.config.forward_loop(self.model)
-                return
-            # hooks of accelerate clean up after their module's forward, so there the model always runs to its end
-            if stop_after is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules()):
-                hooks.enter_context(stop_after.register_forward_hook(_stop))
-            assert self.calls is not None
-            for index, call in enumerate(self.calls):
-                self._call_model(call, index)
-
-    def _call_model(self, call: Call, index: int) -> None:
-        device = input_device(self.model)
-        try:
-            self.model(
-                *map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs)
-            )
-        except _Stopped:
-            pass
-        except (PaddingError, SharingChanged, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
-            raise ValueError(
-                f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "
-                f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
-            ) from error
-
-    def _side_of(self, module: nn.Module) -> Side:
-        return self._sides.get(module, "decoder")
-
-    @contextmanager
-    def _resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Blocks ready to be run by themselves: moved to the execution device, if one was asked for, until the
-        context ends."""
-        device = self.config.device
-        with ExitStack() as hooks:
-            hooks.enter_context(_every_module_called())
-            for block in blocks if device is not None else ():
-                assert device is not None
-                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
-            yield
 
 
 def _watched(run: Callable[[], list[Tensor]], modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
@@ -515,82 +438,6 @@ def _watched(run: Callable[[], list[Tensor]], modules: Sequence[nn.Module]) -> t
 
 def _stacks_of(units: Sequence[_Unit]) -> list[Stack]:
     return list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
-
-
-def _sides(model: nn.Module) -> dict[nn.Module, Side]:
-    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
-    sides: dict[nn.Module, Side] = {}
-    for module in model.modules() if takes(model, "input_ids") else ():
-        if takes(module, "pixel_values") and not takes(module, "input_ids"):
-            sides.update(dict.fromkeys(module.modules(), "image"))
-    if is_encoder_decoder(model):
-        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator]
-    return sides
-
-
-@contextmanager
-def _every_module_called() -> Iterator[None]:
-    """nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside them
-    without calling these, and packs padded batches into nested tensors: switch it off."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-class _Stopped(Exception):
-    """The part of the model that was to run has run."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stopped
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where the model's inputs go: its first parameter that is not offloaded, or its first hook's device."""
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    for module in model.modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return torch.device("cpu")
-
-
-@contextmanager
-def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
-    """While entered, every call of the block runs on ``device`` and gives its outputs back where they came from.
-
-    ``resident``: the weights stay on the device in between; otherwise they move for each call. Blocks that accelerate
-    moves by itself, and blocks that are on the device already, are left alone.
-    """
-    home = input_device(block)
-    if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
-        yield
-        return
-
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        module.to(device)
-        return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        del args
-        if not resident:
-            module.to(home)
-        return map_tensors(lambda x: x.to(home), output)
-
-    # the outputs move before anybody else sees them: links between blocks are found by identity
-    with (
-        block.register_forward_pre_hook(before, with_kwargs=True),
-        block.register_forward_hook(after, prepend=True),
-    ):
-        try:
-            yield
-        finally:
-            block.to(home)
 
 
 def _no_bar(config: SparsifyConfig) -> bool | None:

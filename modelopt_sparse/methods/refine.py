@@ -22,11 +22,12 @@ from torch import Tensor
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.patterns import NM, Pattern, keep_largest
 
+DAMPING = 0.3  # what `sparsify` adds to the Gram matrix's diagonal, relative to it: swaps overfit without
 BLOCK = 128  # columns of groups that one product with the Gram matrix brings up to date
 SHORTLIST = 16  # columns to prune, and as many to restore, that a row chooses from; also its most swaps in a round
 
 
-def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps: int) -> Tensor:
+def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps: int, damping: float = 0.0) -> Tensor:
     """A mask ``[..., R, C]`` that holds the same pattern and leaves each row at most the error of the given one.
 
     ``weight`` is dense; the values of kept weights do not change. Needs ``stats.gram``, which may lack leading
@@ -36,6 +37,8 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
     assert stats.gram is not None
     work = torch.promote_types(weight.dtype, torch.float32)
     dense, gram = weight.to(work), stats.gram.to(work)
+    if damping:
+        gram = gram + damping * gram.diagonal(dim1=-2, dim2=-1).diag_embed()
     error = _objective(dense, mask, gram)
     for _ in range(sweeps):
         if isinstance(pattern, NM):

@@ -1,0 +1,177 @@
+"""Running a model, whole or block by block, over the calibration data."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_sparse.calibration.batches import (
+    Call,
+    PaddingError,
+    TokenMasks,
+    is_encoder_decoder,
+    load_calls,
+    map_tensors,
+    takes,
+    token_masks,
+)
+from modelopt_sparse.calibration.record import flat_tensors
+from modelopt_sparse.calibration.stats import LayerInputs, SharingChanged, Side
+from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.plan import Plan
+
+
+class Runner:
+    """A model with the blocks of its plan, and the data to run it on. ``calls`` is None for a forward_loop."""
+
+    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
+        self.model, self.config = model, config
+        self.calls = None if config.forward_loop is not None else load_calls(config, model)
+        self.blocks = [block for stack in plan.stacks for block in stack.blocks]
+        self._sides = _sides(model)
+
+    def run_model(
+        self,
+        begin: Callable[[TokenMasks], None],
+        inputs: LayerInputs | None = None,
+        stop_after: nn.Module | None = None,
+        digest: "hashlib._Hash | None" = None,
+    ) -> None:
+        """Run the whole model over all of the data; ``begin`` is told of each call and its padding, and every input
+        tensor goes into ``digest``."""
+
+        def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if digest is not None:
+                for x in flat_tensors((args, kwargs)):
+                    digest.update(f"{x.dtype}{list(x.shape)}".encode())
+                    digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
+
+        with ExitStack() as hooks:
+            hooks.enter_context(_every_module_called())
+            hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
+            for block in self.blocks:
+                if self.config.device is not None and block is not self.model:
+                    hooks.enter_context(onloaded(block, self.config.device, resident=False))
+            if inputs is not None:
+                hooks.enter_context(inputs)
+            if self.config.forward_loop is not None:
+                self.config.forward_loop(self.model)
+                return
+            # hooks of accelerate clean up after their module's forward, so there the model always runs to its end
+            if stop_after is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+                hooks.enter_context(stop_after.register_forward_hook(_stop))
+            assert self.calls is not None
+            for index, call in enumerate(self.calls):
+                self._call_model(call, index)
+
+    def _call_model(self, call: Call, index: int) -> None:
+        device = input_device(self.model)
+        try:
+            self.model(
+                *map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs)
+            )
+        except _Stopped:
+            pass
+        except (PaddingError, SharingChanged, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+            raise ValueError(
+                f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "
+                f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
+            ) from error
+
+    def side_of(self, module: nn.Module) -> Side:
+        return self._sides.get(module, "decoder")
+
+    @contextmanager
+    def resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Blocks ready to be run by themselves: moved to the execution device, if one was asked for, until the
+        context ends."""
+        device = self.config.device
+        with ExitStack() as hooks:
+            hooks.enter_context(_every_module_called())
+            for block in blocks if device is not None else ():
+                assert device is not None
+                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
+            yield
+
+
+def _sides(model: nn.Module) -> dict[nn.Module, Side]:
+    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
+    sides: dict[nn.Module, Side] = {}
+    for module in model.modules() if takes(model, "input_ids") else ():
+        if takes(module, "pixel_values") and not takes(module, "input_ids"):
+            sides.update(dict.fromkeys(module.modules(), "image"))
+    if is_encoder_decoder(model):
+        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator]
+    return sides
+
+
+@contextmanager
+def _every_module_called() -> Iterator[None]:
+    """nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside them
+    without calling these, and packs padded batches into nested tensors: switch it off."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Stopped(Exception):
+    """The part of the model that was to run has run."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where the model's inputs go: its first parameter that is not offloaded, or its first hook's device."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    for module in model.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return torch.device("cpu")
+
+
+@contextmanager
+def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
+    """While entered, every call of the block runs on ``device`` and gives its outputs back where they came from.
+
+    ``resident``: the weights stay on the device in between; otherwise they move for each call. Blocks that accelerate
+    moves by itself, and blocks that are on the device already, are left alone.
+    """
+    home = input_device(block)
+    if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
+        yield
+        return
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        module.to(device)
+        return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        if not resident:
+            module.to(home)
+        return map_tensors(lambda x: x.to(home), output)
+
+    # the outputs move before anybody else sees them: links between blocks are found by identity
+    with (
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after, prepend=True),
+    ):
+        try:
+            yield
+        finally:
+            block.to(home)
