@@ -30,8 +30,8 @@ class Reconstruct:
     """How blocks are reconstructed.
 
     epochs: passes over the calibration batches.
-    learning_rate: relative to the root mean square of the values that are tuned, for each tensor; falls to 0 as a
-      cosine.
+    learning_rate: relative to the root mean square of each tensor's kept values, divided by the root of how many of
+      them meet in one output; falls to 0 as a cosine.
     target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
       "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
     parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
@@ -40,7 +40,7 @@ class Reconstruct:
     """
 
     epochs: int = 4
-    learning_rate: float = 0.03
+    learning_rate: float = 0.4
     target: str = "dense"
     parts: str = "block"
     norms_and_biases: bool = True
@@ -48,8 +48,8 @@ class Reconstruct:
     def __post_init__(self) -> None:
         if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
             raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
-        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 1:
-            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 1]")
+        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
+            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
         for name, allowed in (("target", TARGETS), ("parts", PARTS)):
             if getattr(self, name) not in allowed:
                 given = getattr(self, name)
@@ -157,13 +157,27 @@ def _tune(
 
 
 def _optimizer(masters: Sequence[Tensor], masks: Sequence[Tensor | None], learning_rate: float) -> torch.optim.Adam:
-    """Adam with a learning rate for each tensor. One that is all zeros (a fresh bias) takes the smallest of the
-    others', as it says nothing of its own scale."""
+    """Adam with a learning rate for each tensor: ``learning_rate`` times the root mean square of its kept values,
+    divided by the root of how many of them meet in one output.
+
+    A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
+    rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
+    mean of the matrices' divisors; one that is all zeros (a fresh bias) says nothing of its own scale, and takes the
+    smallest rate of the others.
+    """
     kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
     sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
-    smallest = min((size for size in sizes if size), default=0.0)
-    groups = [{"params": [m], "lr": learning_rate * (size or smallest)} for m, size in zip(masters, sizes)]
-    return torch.optim.Adam(groups, betas=BETAS, eps=EPSILON)
+    meeting = [values.numel() / len(master) if master.dim() > 1 else 0.0 for master, values in zip(masters, kept)]
+    wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
+    usual = sum(wide) / len(wide) if wide else 1.0
+    rates = [
+        learning_rate * size / (math.sqrt(max(number, 1.0)) if number else usual)
+        for size, number in zip(sizes, meeting)
+    ]
+    least = min((rate for rate in rates if rate), default=0.0)
+    return torch.optim.Adam(
+        [{"params": [m], "lr": rate or least} for m, rate in zip(masters, rates)], betas=BETAS, eps=EPSILON
+    )
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -450,7 +450,7 @@ def test_a_model_without_blocks_is_one_block():
     model.forward = lambda x: model.second(model.first(x))
     plan, _ = planned(model)
     assert {item.block for item in plan.layers} == {""}
-    stats = {"first": Stats(1, torch.ones(8)), "second": Stats(1, torch.arange(16.0) ** 4)}
+    stats = {"first": Stats(1, torch.ones(8)), "second": Stats(1, torch.arange(16.0) ** 16)}  # outliers
     assert len(set(owl_sparsities(plan, stats).values())) == 1
 
 
