@@ -15,7 +15,7 @@ from modelopt_sparse.config import ALLOCATIONS
 
 RECIPES = {
     "`sparsegpt`": {"method": "sparsegpt"},
-    '`alps`, `reconstruct={"epochs": 4}`': {"method": "alps", "reconstruct": {"epochs": 4}},
+    "`alps`": {"method": "alps"},
 }
 
 
@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", type=int, default=128, metavar="N", help="calibration windows (128)")
     parser.add_argument("--heldout", type=int, default=100, metavar="N", help="held-out windows (100)")
+    parser.add_argument("--patterns", default="60%,70%", help="60%%,70%%")
     given = parser.parse_args()
 
     batches, heldout = windows("calibration.txt", given.calibration).split(8), windows("heldout.txt", given.heldout)
@@ -32,7 +33,7 @@ def main() -> None:
     )
     print(f"| pattern | recipe | {' | '.join(ALLOCATIONS)} |\n| --- | --- |{' ---: |' * len(ALLOCATIONS)}")
     dense = load()
-    for pattern in ("60%", "70%"):
+    for pattern in given.patterns.split(","):
         for name, recipe in RECIPES.items():
             print(f"| {pattern} | {name} |", end="", flush=True)
             for allocation in ALLOCATIONS:

@@ -6,6 +6,7 @@ All of them only move sparsity between layers: the model has as many zeros as it
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,18 +48,13 @@ class Allocation:
     measure: str | None = None
 
 
-def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig) -> Allocation:
+def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig, runner: Runner | None = None) -> Allocation:
     """Do what ``config.allocation``, "block", "owl" or "search", asks for. The model ends as it came, to the bit.
 
-    To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError without
-    data, and for layers that see none of it.
+    To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError for
+    layers that see no data. ``runner``: one that has loaded the data already.
     """
-    if config.data is None and config.data_loader is None and config.forward_loop is None:
-        raise ValueError(
-            f"allocation={config.allocation!r} looks at the inputs of layers and needs calibration data: give "
-            "data_loader=, forward_loop=, or data= with tokenizer="
-        )
-    runner = Runner(model, plan, config)
+    runner = runner or Runner(model, plan, config)
     with torch.no_grad(), offloaded_after_errors(model):
         if config.allocation in SPARSITIES:
             stats = _statistics(runner, _unstructured(plan))
@@ -224,7 +220,8 @@ class _Divergence:
         self.title = ""  # what the numbers are, known after a run
         self._runner, self._stats, self._bar = runner, stats, bar
         if runner.calls is not None:
-            runner.calls = _spread_out(runner.calls)
+            self._runner = copy(runner)
+            self._runner.calls = _spread_out(runner.calls)
 
     def __call__(self, plans: Sequence[Plan]) -> list[float]:
         self._plans = plans

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelopt_sparse.allocation import allocation_for
+from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
@@ -61,12 +62,14 @@ def sparsify(
     permuted: dict[str, Permuted] = {}
     undoing: list[Callable[[], None]] = []  # a block none of whose layers was solved is left as it was
     try:
+        runner = None
         if config.allocation != "uniform":
             with _calibrating(model):
-                allocation = allocation_for(model, plan, config)
+                runner = Runner(model, plan, config)  # a generator can be gone over once: the walk takes what it gave
+                allocation = allocation_for(model, plan, config, runner)
             plan = allocation.plan
             report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
-        with _calibrating(model), closing(walk(model, plan, config, report)) as walked:
+        with _calibrating(model), closing(walk(model, plan, config, report, runner)) as walked:
             for item in walked:
                 if isinstance(item, DenseBlock):
                     for found in permute(item):
@@ -225,10 +228,12 @@ def _uninterrupted() -> Iterator[None]:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
     """What only a model with values can be asked, still before any work."""
-    needing = [target.recipe for target in plan.layers if target.calibrated]
+    needing = [f"method {target.recipe!r}" for target in plan.layers if target.calibrated]
+    if config.allocation != "uniform":
+        needing.append(f"allocation={config.allocation!r}")
     if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
         raise ValueError(
-            f"method {needing[0]!r} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
+            f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
         )
     refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
     for target in plan.layers:

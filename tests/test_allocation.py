@@ -155,9 +155,11 @@ def test_allocate_says_what_is_wrong():
         allocate(plan, sparsities(plan))
     with pytest.raises(ValueError, match="unstructured"):
         planned(tiny_llama(), pattern="2:4", allocation="owl")
-    plan, config = planned(tiny_llama(), "magnitude", allocation="search")
-    with pytest.raises(ValueError, match="needs calibration data"):
-        allocation_for(tiny_llama(), plan, config)
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(ValueError, match="allocation='search' needs calibration data"):
+        mts.sparsify(model, "magnitude", pattern="60%", allocation="search")
+    assert_same_state(model, before)
 
 
 # OWL ----------------------------------------------------------------------------------------------------------------
@@ -639,3 +641,12 @@ def test_block_shares_out_each_blocks_zeros_and_loses_less():
         assert lost(whole) < lost(found) < lost(uniform)
         for item in items:
             assert found[item.name] == pytest.approx((whole[item.name] + 0.6) / 2)
+
+
+@pytest.mark.parametrize("kind", ["block", "owl", "search"])
+def test_a_generator_is_gone_over_once(kind):
+    first, second = tiny_llama(), tiny_llama()
+    mts.sparsify(first, "wanda", pattern="60%", allocation=kind, data_loader=token_batches(4), progress=False)
+    generator = (batch for batch in token_batches(4))
+    mts.sparsify(second, "wanda", pattern="60%", allocation=kind, data_loader=generator, progress=False)
+    assert_same_state(second, state_of(first))

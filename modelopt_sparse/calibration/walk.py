@@ -60,26 +60,26 @@ class _Survey:
 
 
 def walk(
-    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report
+    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, runner: Runner | None = None
 ) -> Generator[DenseBlock | Group | SolvedBlock, None, None]:
     """Yield the plan's layers group by group, with the statistics that they need; each block before its groups if
     channels are to be permuted, and after them if it is to be reconstructed.
 
     Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
-    usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags.
+    usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags. ``runner``:
+    one that has loaded the data already.
     """
     if not any(target.calibrated for target in plan.layers):
         for target in tqdm(plan.layers, desc="sparsify", unit="layer", disable=_no_bar(config)):
             yield Group([target], None)
         return
     with offloaded_after_errors(model):
-        yield from _Walk(model, plan, config, report).run()
+        yield from _Walk(model, plan, config, report, runner or Runner(model, plan, config)).run()
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> None:
-        self.model, self.plan, self.config, self.report = model, plan, config, report
-        self._runner = Runner(model, plan, config)
+    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, runner: Runner) -> None:
+        self.model, self.plan, self.config, self.report, self._runner = model, plan, config, report, runner
         home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
         # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
         self._block_of: dict[str, str | None] = {}
