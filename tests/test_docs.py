@@ -19,9 +19,9 @@ from transformers import GPTJConfig, GPTJForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import cli
-from modelopt_sparse.config import QUALITIES, REFUSED, RENAMED, SEQUENTIAL
+from modelopt_sparse.config import ALLOCATIONS, QUALITIES, REFUSED, RENAMED, SEQUENTIAL
 from modelopt_sparse.methods import ALIASES, METHODS
-from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.helpers import TESTBED, run_python, tiny_llama, token_batches
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -221,6 +221,24 @@ def test_compare_methods_prints_the_table(monkeypatch, capsys):
     order = ["dense", '`quality="balanced"`', "`alps`", "`sparsegpt`", "`wanda`", "`magnitude`"]
     for figures in ({name: float(value) for name, value in found.items()}, _readme_figures()):
         assert sorted(order, key=figures.__getitem__) == order
+
+
+@pytest.mark.slow
+def test_compare_allocations_prints_a_table():
+    ran = run_python("examples/compare_allocations.py", "--calibration", 8, "--heldout", 2, "--patterns", "60%")
+    assert ran.returncode == 0, ran.stderr
+    head, _, *rows = [line for line in ran.stdout.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in head.split("|")[3:-1]] == list(ALLOCATIONS)
+    for row in rows:
+        assert all(float(cell) > 0 for cell in row.split("|")[3:-1])
+    assert len(rows) == 2
+
+
+def test_the_benchmark_beside_others_starts():
+    """It needs their environments to run; its options show that it and what it imports are whole."""
+    ran = run_python("examples/benchmarks/accuracy.py", "--help")
+    assert ran.returncode == 0, ran.stderr
+    assert "--heldout-windows" in ran.stdout
 
 
 # links ------------------------------------------------------------------------------------------------------------
