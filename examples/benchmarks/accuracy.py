@@ -272,7 +272,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="environments and finished rows")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "accuracy", help="writes OUT.md and OUT.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="rows whose name has it")
+    parser.add_argument("--only", default="", metavar="A,B", help="rows whose name has one of these in it")
     parser.add_argument("--patterns", type=lambda text: text.split(","), default=PATTERNS, help="2:4,50%%")
     parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[0, 1, 2], help="0,1,2")
     parser.add_argument("--heldout-windows", type=int, metavar="N", help="evaluate on the first N windows only")
@@ -289,7 +289,8 @@ def main() -> int:
         shutil.rmtree(given.work / "rows", ignore_errors=True)
     torch.set_num_threads(given.threads)
     bench = Bench(given)
-    asked = [row for pattern in given.patterns for row in rows(pattern) if given.only.lower() in str(row).lower()]
+    wanted = given.only.lower().split(",")
+    asked = [row for pattern in given.patterns for row in rows(pattern) if any(x in str(row).lower() for x in wanted)]
     results: Results = {}
     for row in [Row("dense"), *filter(offered, asked)]:
         found: dict[int, dict[str, Any]] = {}
