@@ -38,7 +38,7 @@ class Quality:
 
 
 QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": 8}),
+    "fast": Quality("sparsegpt", {"polish": 3}),
     "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
     "best": Quality("alps", {"reconstruct": {"epochs": 16}}, {"permute": True}, {"allocation": "block"}),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from modelopt_sparse.methods.base import Solution, Stats, relative_error, written
 
 DAMPING = 0.01  # relative to the mean of the Gram matrix's diagonal
-SETTLED = 1e-7  # a row whose gradient has shrunk to this share of W H, in norm, is at its optimum
+SETTLED = 1e-7  # a row whose gradient has shrunk to this share of its first one, in norm, is at its optimum
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,28 @@ def polish(weight: Tensor, solution: Solution, state: Scaled, iterations: int) -
     """
     root = state.root_C.unsqueeze(-2)
     target, start = (x.to(root.dtype) * root for x in (weight, solution.weight))
-    found = refit(target, start, solution.mask, state.gram, iterations)
+    pull = (target - start) @ state.gram  # a large product, which the refit and the guard share
+    found = refit(target, start, solution.mask, state.gram, iterations, pull)
     values = written(found / root, solution.mask, weight.dtype)
-    better = squared_error(target, values.to(root.dtype) * root, state.gram) < squared_error(target, start, state.gram)
+    before = (pull * (target - start)).sum(-1, keepdim=True, dtype=torch.float64)
+    better = squared_error(target, values.to(root.dtype) * root, state.gram) < before
     values = torch.where(better, values, solution.weight)
     return Solution(values, solution.mask, relative_error(weight, values, state.stats), solution.notes)
 
 
-def refit(target: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int) -> Tensor:
+def refit(
+    target: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int, pull: Tensor | None = None
+) -> Tensor:
     """Minimize tr((T - Q) H (T - Q)^T) over Q supported on ``mask``, from ``start``, all ``[..., R, C]``.
 
     Conjugate gradients for all rows at once, with one product per iteration and step lengths per row, as every row is
-    a system of its own.
+    a system of its own. ``pull`` is (T - start) H, if it is known.
     """
     solution = start.clone()
-    residual = ((target - solution) @ gram).masked_fill(~mask, 0)
+    residual = ((target - start) @ gram if pull is None else pull).masked_fill(~mask, 0)
     direction = residual.clone()
     energy = residual.square().sum(-1, keepdim=True)
-    enough = SETTLED**2 * (target @ gram).square().sum(-1, keepdim=True)
+    enough = SETTLED**2 * energy
     for _ in range(iterations):
         if (energy <= enough).all():
             break
