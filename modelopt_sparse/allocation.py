@@ -22,6 +22,7 @@ from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
+from modelopt_sparse.methods import wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.offload import offloaded_after_errors, stored
 from modelopt_sparse.patterns import Unstructured, count_zeros
@@ -399,9 +400,7 @@ def _even_sparsities(plan: Plan, stats: Mapping[str, Stats]) -> dict[str, float]
 
 
 def _score(item: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:
-    """Wanda's |w| * ||x||, [..., R, C]."""
-    norm_C = stats[item.name].square_sums.sqrt().unsqueeze(-2)
-    return item.layer.matrix(_values(item.layer)).to(norm_C).abs() * norm_C
+    return wanda.score(item.layer.matrix(_values(item.layer)), stats[item.name].square_sums)
 
 
 def _values(layer: Layer) -> Tensor:

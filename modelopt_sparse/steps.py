@@ -1,6 +1,6 @@
 """What follows a method's solution of one layer: the dense values back, a refined mask, polished values.
 
-Each step is pure, and none leaves the layer worse by its own objective.
+Each step is pure. Refinement and polish leave no row worse by their own objectives; dense values may.
 """
 
 import time

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.patterns import parse_pattern
 from tests.helpers import correlated_inputs
 
 DAMPING = 0.01
@@ -34,3 +36,10 @@ def objective(weight: Tensor, pruned: Tensor, gram: Tensor) -> Tensor:
     """The error of each row."""
     delta = weight - pruned
     return torch.einsum("rc,cd,rd->r", delta, gram, delta)
+
+
+def solved(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
+    """What a method makes of it, with its default options."""
+    method = METHODS[name]
+    state = method.prepare(stats, method.options)
+    return method.solve(weight, state, parse_pattern(pattern).with_scope(method.scope), method.options)

@@ -2,22 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.base import Solution, Stats, relative_error
+from modelopt_sparse.methods.base import relative_error
 from modelopt_sparse.patterns import parse_pattern
-from tests.layer_problem import damped, exact_refit, objective, problem
+from tests.layer_problem import damped, exact_refit, objective, problem, solved
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
 
 pytestmark = pytest.mark.core
-
-
-def solved(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
-    method = METHODS[name]
-    state = method.prepare(stats, method.options)
-    return method.solve(weight, state, parse_pattern(pattern).with_scope(method.scope), method.options)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

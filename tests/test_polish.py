@@ -10,18 +10,12 @@ from modelopt_sparse.methods.base import Solution, Stats, relative_error
 from modelopt_sparse.methods.polish import Scaled, polish, refit, squared_error
 from modelopt_sparse.patterns import parse_pattern
 from tests.helpers import assert_bits, tiny_llama, token_batches
-from tests.layer_problem import DAMPING, damped, exact_refit, objective, problem
+from tests.layer_problem import DAMPING, damped, exact_refit, objective, problem, solved
 
 pytestmark = pytest.mark.core
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
 ITERATIONS = 30
-
-
-def solved(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
-    method = METHODS[name]
-    state = method.prepare(stats, method.options)
-    return method.solve(weight, state, parse_pattern(pattern).with_scope(method.scope), method.options)
 
 
 def polished(weight: Tensor, stats: Stats, solution: Solution) -> Solution:
