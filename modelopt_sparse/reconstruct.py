@@ -140,8 +140,8 @@ def _tune(
                     error = _squared_error(solved.run(part, i), part.goals[i], solved.keep[i])
                     # scaled so that neither its gradients nor those inside of the block leave float16's range
                     (error / max(energies[i], 1e-30) * part.goals[i].numel() ** 0.5).backward()
-                for (parameter, mask), master in zip(masks.items(), masters):
-                    master.grad = _taken_gradient(parameter, mask, master)
+                for parameter, master in zip(masks, masters):  # Adam is elementwise; `_write` leaves pruned places zero
+                    master.grad = _taken_gradient(parameter, master)
                 optimizer.step()
                 _write(masks, masters)
                 step += 1
@@ -184,12 +184,9 @@ def _schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def _taken_gradient(parameter: nn.Parameter, mask: Tensor | None, like: Tensor) -> Tensor | None:
+def _taken_gradient(parameter: nn.Parameter, like: Tensor) -> Tensor | None:
     gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return None
-    gradient = gradient.to(like.dtype)
-    return gradient if mask is None else gradient.masked_fill_(~mask, 0)
+    return None if gradient is None else gradient.to(like.dtype)
 
 
 @torch.no_grad()
