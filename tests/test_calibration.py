@@ -1458,7 +1458,8 @@ def test_stacks_that_take_turns(sequential):
 
 @pytest.mark.parametrize(("sequential", "runs"), [("block", 2), ("stage", 5), ("none", 2)])
 def test_how_often_a_block_runs(sequential, runs):
-    """Each batch once in the dense run, then two times (once for each stage, and once to go on); one check before."""
+    """The first batch in a dense run and for the self-check; then each of them two times (once for each stage, and once
+    to go on)."""
     model = tiny_llama(num_hidden_layers=3)
     calls = [0, 0, 0]
 
@@ -1466,20 +1467,29 @@ def test_how_often_a_block_runs(sequential, runs):
         calls[index] += 1
 
     for index, block in enumerate(model.model.layers):
-        block.register_forward_pre_hook(lambda *_, index=index: count(index))
+        block.register_forward_hook(lambda *_, index=index: count(index))
     mts.sparsify(model, data_loader=token_batches(4), sequential=sequential, progress=False)
-    once = 4 * 1 + 1
     goes_on = runs if sequential == "none" else runs - 1  # nothing is behind the last block
-    assert calls == [once + 4 * runs, once + 4 * runs, once + 4 * goes_on]
+    assert calls == [2 + 4 * runs, 2 + 4 * runs, 2 + 4 * goes_on]
 
 
-def test_the_record_of_a_later_stack_ends_at_its_last_block():
-    """What is behind the decoder runs in the dense run alone."""
+def test_later_stacks_are_recorded_without_what_is_behind_them():
+    """What is behind the decoder runs for every batch that is not like an earlier one, in the dense run alone."""
     architecture = ARCHITECTURES["t5"]
     model, calls = architecture.build(), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    mts.sparsify(model, data_loader=architecture.batches("right"), progress=False)
+    mts.sparsify(model, data_loader=architecture.batches("right") * 2, progress=False)
     assert len(calls) == 3
+
+
+def test_a_layer_that_only_a_later_batch_reaches_is_calibrated():
+    """The first batch reaches one expert alone; the others are like it, and would not be run as a whole."""
+    model = Stacked(block=Routed)
+    model.stem = nn.Identity()
+    x = vectors()[0].abs()
+    found = collected(model, STACKED, data_loader=[-x, torch.cat([x[:2], -x[2:]])])
+    assert found["blocks.0.experts.0"].tokens == 2 * len(x) - 2
+    assert found["blocks.0.experts.1"].tokens == 2
 
 
 def test_each_distinct_tensor_is_recorded_once():

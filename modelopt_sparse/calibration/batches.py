@@ -23,18 +23,21 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with everything in nested tuples, lists and mappings replaced."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_leaves(function, item) for item in value)
+    if isinstance(value, Mapping):
+        mapped = {key: map_leaves(function, item) for key, item in value.items()}
+        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
+    return function(value)
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor in nested tuples, lists and mappings replaced; anything else stays what it is."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, Mapping):
-        mapped = {key: map_tensors(function, item) for key, item in value.items()}
-        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
-    return value
+    return map_leaves(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
 
 def version(x: Tensor) -> int:

@@ -2,10 +2,13 @@
 
 A stack is chained: block i + 1 gets its hidden states from the output of block i, everything else (masks, rotary
 tables, encoder states) from its own record. What comes from where is seen by identity while the whole model runs.
+
+Where the later blocks of a call were given nothing but what the first ones were given too, further calls like it need
+not run through the stack: they are recorded up to there (mostly: up to the first block), and the rest is filled in.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType, NoneType
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.blocks import Stack
-from modelopt_sparse.calibration.batches import TokenMasks, map_tensors, version
+from modelopt_sparse.calibration.batches import TokenMasks, map_leaves, map_tensors, version
 
 CANDIDATES = 4  # stored tensors of one shape that a new one is compared with, newest first
 # what a call may hold beside tensors: anything else (a cache, an iterator) may change from one run to the next
@@ -29,22 +32,60 @@ class _FromPrevious:
     index: int
 
 
+_Call = tuple[tuple, dict[str, Any]]
+
+
 @dataclass
 class _Recorded:
     """One call of the model, as seen by the blocks."""
 
     masks: TokenMasks
-    calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _FromBlock:
+    """Stands in a template for leaf number ``leaf`` of what block ``position`` was given in the same call."""
+
+    position: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What the blocks behind the first ones are given, in all calls in which ``kinds`` of the first ones are the same.
+
+    ``kinds``: for each of the first blocks, the shape of every tensor and the value of everything else. A mask that is
+    there in one call and None in another, or of another length, makes another template. A tensor of a later block comes
+    from an earlier one if it was the same object; anything else counts as constant if the block before was given the
+    same.
+    """
+
+    kinds: list[list[Any]]
+    later: list[_Call]
+
+    def filled(self, first: list[_Call]) -> list[_Call]:
+        leaves = [_leaves(call) for call in first]
+        return [
+            map_leaves(lambda x: leaves[x.position][x.leaf] if isinstance(x, _FromBlock) else x, call)
+            for call in self.later
+        ]
 
 
 class Recorder:
     """Forward hooks on the blocks of one stack, to be entered while the whole model runs.
 
-    Afterwards ``problem`` says why the stack cannot be chained, or is None.
+    ``complete`` is called when all that the blocks of the current call are given is known, before the first block
+    whose call can be left out; it may stop the model. Afterwards ``problem`` says why the stack cannot be chained, or
+    is None.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, complete: Callable[[], None] = lambda: None) -> None:
         self.stack = stack
+        self._complete = complete
+        self._templates: list[_Template] = []
+        # for each block of the current call, the ids of the tensors that it was given; None for anything else
+        self._given: list[list[int | None]] = []
         self.records: list[_Recorded] = []
         self.problem: str | None = None
         self.first_output: list[Tensor] = []  # of the last block in the first call, for the self-check
@@ -78,26 +119,38 @@ class Recorder:
         self.stop()
         self.records.clear()
         self._pool.clear()
+        self._templates.clear()
         self.first_output = []
 
     def _end_call(self) -> None:
         if self._open and self.problem is None and len(self.records[-1].calls) != len(self.stack.blocks):
             called = len(self.records[-1].calls)
             self.problem = f"{called} of {len(self.stack.blocks)} blocks were called"
+        elif self._open and self.problem is None and self._given:
+            self._templates.append(_template(self.records[-1].calls, self._given))
         self._open = False
         self._previous = []
+        self._given = []
         self._stored.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the current call has to run on for this record."""
+        return self._open and self.problem is None and len(self.records[-1].calls) < len(self.stack.blocks)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.problem is not None or not self._open:
             return
         calls = self.records[-1].calls
         position = len(calls)
+        if position >= len(self.stack.blocks) and not self._given:
+            return  # filled in, but something else lets the model run on
         if position >= len(self.stack.blocks) or block is not self.stack.blocks[position]:
             self.problem = "blocks are not called once each, in order"
             self.records.clear()
             return
-        for value in _leaves((args, kwargs)):
+        leaves = _leaves((args, kwargs))
+        for value in leaves:
             if not isinstance(value, (Tensor, *CONSTANT)):
                 kind = type(value).__name__
                 self.problem = f"block {self.stack.names[position]!r} is given a {kind}, which may change as blocks run"
@@ -118,6 +171,15 @@ class Recorder:
         if position > 0 and links == 0:
             self.problem = f"block {self.stack.names[position]!r} does not take the output of the block before it"
             self.records.clear()
+            return
+        # an output of the block before is not held, so its id may be taken again
+        self._given.append([id(x) if id(x) in self._stored else None for x in leaves])
+        kinds = [_kinds(call) for call in calls]
+        template = next((item for item in self._templates if item.kinds == kinds), None)
+        if template is not None:
+            calls += template.filled(calls)
+            self._given = []
+            self._complete()
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         del args
@@ -186,36 +248,14 @@ class Chain:
         return None if same else "blocks run one by one do not give the model's own output"
 
     def _run(self, position: int, index: int, state: list) -> list[Tensor]:
-        def resolve(value: Any) -> Any:
-            if isinstance(value, _FromPrevious):
-                return state[value.index]
-            if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-                return type(value)(resolve(item) for item in value)
-            if isinstance(value, tuple):
-                return type(value)(*(resolve(item) for item in value))
-            if isinstance(value, dict):
-                return {key: resolve(item) for key, item in value.items()}
-            return value
-
-        args, kwargs = self._calls[index][position]
-        return flat_tensors(self.stack.blocks[position](*resolve(args), **resolve(kwargs)))
+        args, kwargs = map_leaves(
+            lambda x: state[x.index] if isinstance(x, _FromPrevious) else x, self._calls[index][position]
+        )
+        return flat_tensors(self.stack.blocks[position](*args, **kwargs))
 
     def _linked(self, position: int, index: int) -> set[int]:
-        found: set[int] = set()
-
-        def visit(value: Any) -> None:
-            if isinstance(value, _FromPrevious):
-                found.add(value.index)
-            elif isinstance(value, (tuple, list)):
-                for item in value:
-                    visit(item)
-            elif isinstance(value, dict):
-                for item in value.values():
-                    visit(item)
-
-        if position < len(self.stack.blocks):
-            visit(self._calls[index][position])
-        return found
+        call = self._calls[index][position] if position < len(self.stack.blocks) else ()
+        return {x.index for x in _leaves(call) if isinstance(x, _FromPrevious)}
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
@@ -225,15 +265,55 @@ def flat_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Whatever nested tuples, lists and mappings hold."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Mapping):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
+def _leaves(value: Any) -> list[Any]:
+    """Whatever nested tuples, lists and mappings hold, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, value)
+    return found
+
+
+def _kinds(call: _Call) -> list[Any]:
+    """What two calls of a block must have in common to be of one template: all but the values of tensors."""
+    args, kwargs = call
+    described = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in _leaves(call)]
+    return [len(args), list(kwargs), described]
+
+
+def _template(calls: list[_Call], given: list[list[int | None]]) -> _Template:
+    """What further calls follow from their first blocks, from as few of them as will do."""
+    depth = 1
+    while (later := _later(calls, given, depth)) is None:
+        depth += 1
+    return _Template([_kinds(call) for call in calls[:depth]], later)
+
+
+def _later(calls: list[_Call], given: list[list[int | None]], depth: int) -> list[_Call] | None:
+    """The calls of the blocks from ``depth`` on in terms of those before; None if they hold something of their own."""
+    known = {name: _FromBlock(i, j) for i in range(depth) for j, name in enumerate(given[i]) if name is not None}
+    constants = {path: leaf for path, leaf in _named_leaves(calls[depth - 1]) if not isinstance(leaf, Tensor)}
+    later = []
+    for call, names in zip(calls[depth:], given[depth:]):
+        sources: list[Any] = []
+        for (path, leaf), name in zip(_named_leaves(call), names):
+            if name in known:
+                sources.append(known[name])
+            elif isinstance(leaf, _FromPrevious) or _is_constant(leaf, constants.get(path, _FromPrevious)):
+                sources.append(leaf)
+            else:
+                return None
+        order = iter(sources)
+        later.append(map_leaves(lambda _, order=order: next(order), call))
+    return later
+
+
+def _named_leaves(call: _Call) -> list[tuple[tuple, Any]]:
+    args, kwargs = call
+    named = {**dict(enumerate(args)), **kwargs}
+    return [((name, i), leaf) for name, value in named.items() for i, leaf in enumerate(_leaves(value))]
+
+
+def _is_constant(leaf: Any, other: Any) -> bool:
+    return not isinstance(leaf, Tensor) and type(leaf) is type(other) and leaf == other
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -61,12 +61,21 @@ class Runner:
             if self.config.forward_loop is not None:
                 self.config.forward_loop(self.model)
                 return
-            # hooks of accelerate clean up after their module's forward, so there the model always runs to its end
-            if stop_after is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules()):
-                hooks.enter_context(stop_after.register_forward_hook(_stop))
+            if stop_after is not None and self.may_stop:
+                hooks.enter_context(stop_after.register_forward_hook(lambda *_: self.stop()))
             assert self.calls is not None
             for index, call in enumerate(self.calls):
                 self._call_model(call, index)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a call of the model can be ended early: not inside of a user's loop, nor under hooks of accelerate,
+        which clean up after their module's forward."""
+        return self.calls is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules())
+
+    def stop(self) -> None:
+        """End the current call of the model, from a hook."""
+        raise _Stopped
 
     def _call_model(self, call: Call, index: int) -> None:
         device = input_device(self.model)
@@ -126,10 +135,6 @@ def _every_module_called() -> Iterator[None]:
 
 class _Stopped(Exception):
     """The part of the model that was to run has run."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stopped
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -244,11 +244,23 @@ class _Walk:
 
     # before any weight changes --------------------------------------------------------------------------------------
 
-    def _survey(self, bar: tqdm) -> tuple[_Survey, dict[Stack, Recorder]]:
-        """One dense run over all of the data: call order, inputs that are not finite, layers that see no data; and the
-        record of every stack whose dense inputs will be used as they are."""
+    def _survey(self, bar: tqdm, *, whole: bool = False) -> tuple[_Survey, dict[Stack, Recorder]]:
+        """What dense runs show before any weight changes: call order, inputs that are not finite, layers that see no
+        data; and the record of every stack whose dense inputs will be used as they are.
+
+        Of calls that are like an earlier one, only what is in front of the blocks is run, unless ``whole`` is set or
+        a layer has seen no data up to then.
+        """
+
+        def complete() -> None:
+            if stops and not any(recorder.waiting for recorder in recorders.values()):
+                nonlocal stopped
+                stopped = True
+                self._runner.stop()
+
         survey = _Survey()
-        recorders = {stack: Recorder(stack) for stack in self.plan.stacks}
+        stops, stopped = self._runner.may_stop and not whole, False
+        recorders = {stack: Recorder(stack, complete) for stack in self.plan.stacks}
         leader: dict[tuple, str] = {}
         alive: list[Any] = []
         begun = 0
@@ -292,6 +304,8 @@ class _Walk:
         self.report.calibration.update(calls=begun, sha256=digest.hexdigest())
         if begun == 0:
             raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+        if stopped and any(item.calibrated and item.name not in survey.order for item in self.plan.layers):
+            return self._survey(bar, whole=True)
         self._forget_later_stacks(survey, recorders)
         self._check_survey(survey)
         return survey, recorders
@@ -353,7 +367,7 @@ class _Walk:
     def _record(self, stack: Stack | None) -> Recorder:
         """The record of a later stack, now that the parts before it are sparse."""
         assert stack is not None
-        recorder = Recorder(stack)
+        recorder = Recorder(stack, self._runner.stop if self._runner.may_stop else lambda: None)
         recorder.start()
         try:
             self._runner.run_model(recorder.begin, stop_after=stack.blocks[-1])

@@ -1,0 +1,168 @@
+"""What the blocks of a stack are given: recorded for the first calls, filled in for those that are like them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.blocks import Stack
+from modelopt_sparse.calibration.batches import TokenMasks
+from modelopt_sparse.calibration.record import Recorder
+from tests.architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.core
+
+
+def varied(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Each batch, one of its shape with other values and other padding, one without padding, and the first again."""
+    others = [{name: x + 1 if x.is_floating_point() else x.flip(-1) for name, x in batch.items()} for batch in batches]
+    full = [
+        {name: torch.full_like(x, x.dtype != torch.bool) if "mask" in name else x for name, x in batch.items()}
+        for batch in others
+    ]
+    return [batch for three in zip(batches, others, full) for batch in three] + batches
+
+
+@pytest.fixture
+def every_module_called():
+    """Without the fused path of nn.TransformerEncoder, as in calibration."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.usefixtures("every_module_called")
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.chained])
+def test_calls_that_are_filled_in_are_those_that_blocks_would_be_given(name):
+    """A recorder that stops the model as soon as it can, against one for each call, which sees all of its blocks."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    batches = varied(architecture.batches("right"))
+
+    for stack in mts.make_plan(model, "magnitude").stacks:
+        assert sum(blocks_run(model, stack, batches)) < len(batches) * len(stack.blocks)
+
+
+class Enough(Exception):
+    """The recorder has all it needs of a call."""
+
+
+def stop() -> None:
+    raise Enough
+
+
+def blocks_run(model: nn.Module, stack: Stack, batches: list[Any]) -> list[int]:
+    """How many blocks ran for each batch, under a recorder whose record is as right as one that saw all of them."""
+    quick = Recorder(stack, stop)
+    ran = [recorded(model, quick, batch) for batch in batches]
+    for batch, record in zip(batches, quick.records):
+        slow = Recorder(stack)
+        recorded(model, slow, batch)
+        assert_same_calls(record.calls, slow.records[0].calls)
+    return ran
+
+
+@torch.no_grad()
+def recorded(model: nn.Module, recorder: Recorder, batch: dict[str, Tensor]) -> int:
+    ran: list[int] = []
+    with ExitStack() as hooks:
+        for block in recorder.stack.blocks:
+            hooks.callback(block.register_forward_hook(lambda *_: ran.append(1)).remove)
+        recorder.start()
+        recorder.begin(TokenMasks())
+        with suppress(Enough):
+            model(**batch)
+        recorder.stop()
+    assert recorder.problem is None
+    return len(ran)
+
+
+def assert_same_calls(calls: Any, others: Any) -> None:
+    if isinstance(calls, Tensor):
+        torch.testing.assert_close(calls, others, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(calls, (tuple, list)):
+        assert len(calls) == len(others)
+        for one, other in zip(calls, others):
+            assert_same_calls(one, other)
+    elif isinstance(calls, dict):
+        assert list(calls) == list(others)
+        assert_same_calls(list(calls.values()), list(others.values()))
+    else:
+        assert calls == others
+
+
+# a stack of three blocks, whose second or third is given something of its own ------------------------------------
+
+
+class Given(nn.Module):
+    def __init__(self, extra: Callable[[int, Tensor, list[Tensor]], dict[str, Any]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Taking() for _ in range(3)])
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [x]
+        for index, block in enumerate(self.blocks):
+            outputs.append(block(outputs[-1], **self.extra(index, x, outputs)))
+        return outputs[-1]
+
+
+class Taking(nn.Module):
+    def forward(self, x: Tensor, **extra: Any) -> Tensor:
+        return x + sum(1.0 for value in extra.values() if value is not None)
+
+
+def ran_with(extra: Callable[[int, Tensor, list[Tensor]], dict[str, Any]], *batches: Tensor) -> list[int]:
+    model = Given(extra)
+    stack = Stack("blocks", tuple(f"blocks.{i}" for i in range(3)), tuple(model.blocks))
+    return blocks_run(model, stack, [{"x": x} for x in batches])
+
+
+ROW, LONGER = torch.arange(4.0)[None], torch.arange(6.0)[None]
+
+
+def test_one_call_is_enough_where_later_blocks_are_given_nothing_else():
+    table = torch.ones(3)
+    assert ran_with(lambda index, x, outputs: {"table": table}, ROW, ROW + 1, ROW + 2) == [3, 0, 0]
+
+
+def test_what_a_later_block_is_given_by_length_is_seen_for_each_length():
+    """Block 1 has a mask from five tokens on, which block 0 knows nothing of."""
+
+    def extra(index, x, outputs):
+        return {"mask": torch.ones(x.shape) if index == 1 and x.shape[1] > 4 else None}
+
+    assert ran_with(extra, ROW, LONGER, ROW, LONGER + 1) == [3, 3, 0, 2]
+
+
+def test_a_mask_that_appears_makes_another_template():
+    def extra(index, x, outputs):
+        return {"mask": torch.full(x.shape, index % 2) if x[0, 0] > 0 else None}
+
+    assert ran_with(extra, ROW, ROW + 1, ROW, ROW + 2) == [3, 3, 0, 2]
+
+
+def test_a_tensor_of_a_later_block_alone_is_recorded_in_each_call():
+    assert ran_with(lambda index, x, outputs: {"own": x * index} if index == 2 else {}, ROW, ROW + 1) == [3, 2]
+
+
+def test_a_constant_of_a_later_block_alone_is_recorded_in_each_call():
+    """It may depend on the data, as a number of tokens does."""
+    assert ran_with(lambda index, x, outputs: {"own": bool(x[0, 0] > 0) and index == 1}, ROW + 1, ROW) == [3, 3]
+
+
+def test_an_earlier_output_that_comes_back_is_not_the_output_before():
+    """Block 2 gets the output of block 0 again, which block 1 was given as the one before it."""
+
+    def extra(index, x, outputs):
+        return {"earlier": outputs[1] if index == 2 else None}
+
+    assert ran_with(extra, ROW, ROW + 1) == [3, 2]
