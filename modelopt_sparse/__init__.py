@@ -1,13 +1,14 @@
 """Make PyTorch and Hugging Face models sparse, keep them sparse, save, restore and export them."""
 
 from modelopt_sparse.checkpoint import load, report, restore, save
-from modelopt_sparse.config import Rule, SparsifyConfig
+from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.evaluate import Evaluation, evaluate
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.modules import attach_optimizer, named_masks, observe_gradient, set_mask
 from modelopt_sparse.patterns import NM, Unstructured
 from modelopt_sparse.plan import Plan, make_plan
 from modelopt_sparse.report import Report
+from modelopt_sparse.rules import Rule
 from modelopt_sparse.sparsify import export, sparsify
 from modelopt_sparse.verify import Verification, verify
 from modelopt_sparse.version import __version__

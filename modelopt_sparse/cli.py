@@ -21,8 +21,8 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
 from modelopt_sparse.checkpoint import empty_model, model_class
-from modelopt_sparse.config import QUALITIES
 from modelopt_sparse.methods import METHODS
+from modelopt_sparse.quality import QUALITIES
 from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.

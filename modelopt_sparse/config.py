@@ -1,7 +1,5 @@
 """Every option of `sparsify`, validated once, before any work."""
 
-import difflib
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,70 +8,20 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from modelopt_sparse.from_modelopt import MODE_RULES, parse_mode, translated
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.given import GivenMask
-from modelopt_sparse.patterns import NM, Pattern, parse_pattern
+from modelopt_sparse.patterns import Pattern, parse_pattern
+from modelopt_sparse.quality import quality_of
 from modelopt_sparse.reconstruct import Reconstruct
+from modelopt_sparse.rules import Rule, class_rules, parse_rules
+from modelopt_sparse.wording import nearest, unknown_option
 
 SEQUENTIAL = ("block", "stage", "none")
 ALLOCATIONS = ("uniform", "block", "owl", "search")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What ``quality=`` stands for: the method, if none is named, and the options that are not given otherwise; some of
-    them go with one kind of pattern only."""
-
-    method: str
-    options: Mapping[str, Any]
-    n_of_m: Mapping[str, Any] = field(default_factory=dict)
-    unstructured: Mapping[str, Any] = field(default_factory=dict)
-
-    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
-        by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
-        return {**self.options, **by_pattern}
-
-
-QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": 3}),
-    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
-    "best": Quality("alps", {"reconstruct": {"epochs": 16}}, {"permute": True}, {"allocation": "block"}),
-}
-
-# ModelOpt's keys -> ours, with the value translated where it differs
-RENAMED: dict[str, str] = {
-    "max_iter_data_loader": "max_batches",
-    "hessian_damp": "damping",
-    "col_block_size": "block_size",
-    "verbose": "progress",
-}
-# ModelOpt's and other keys that have no counterpart -> what to do instead
-REFUSED: dict[str, str] = {
-    "calib_size": "ModelOpt never reads it; use max_batches, or num_samples with text",
-    "row_block_size": "rows are independent and need no blocks; leave it out",
-    "checkpoint": "ModelOpt stores nothing there; leave it out",
-    "score_func": "it has no effect on sparsity; leave it out",
-    "loss_func": "it has no effect on sparsity; leave it out",
-    "deployment": "it has no effect on sparsity; leave it out",
-}
-# where `resolve_method` leaves the class rules of a ModelOpt mode list for `SparsifyConfig.make`
-MODE_RULES = "rules of the mode list"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Layers whose name matches ``glob`` (and whose type is ``type_name``, if given) get ``options``; None = dense."""
-
-    glob: str
-    options: Mapping[str, Any] | None
-    type_name: str | None = None
-
-    def matches(self, name: str, module: torch.nn.Module) -> bool:
-        of_type = self.type_name is None or self.type_name in (base.__name__ for base in type(module).__mro__)
-        return of_type and fnmatch.fnmatchcase(name, self.glob)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +105,13 @@ class SparsifyConfig:
             given = dict(config or {})
         else:
             raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
-        given = {**_translated(given), **_translated(more)}
+        given = {**translated(given), **translated(more)}
         if MODE_RULES in given:
             if given.get("rules"):
                 raise ValueError("rules are given both in the mode list and as an option; keep one")
             given["rules"] = given.pop(MODE_RULES)
         if given.get("quality") is not None:
-            quality = _quality(given["quality"], method)
+            quality = quality_of(given["quality"], method)
             # masks of the user's own settle which weights stay, and with them all that goes by pattern
             pattern = parse_pattern(given.get("pattern", DEFAULT_PATTERN)) if given.get("masks") is None else None
             given = {**quality.options_for(pattern), **given}
@@ -171,7 +119,7 @@ class SparsifyConfig:
         options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
         for key in given:
             if key not in known:
-                raise ValueError(_unknown(key, [*known, *method.options]))
+                raise ValueError(unknown_option(key, [*known, *method.options]))
         return cls(**_parsed(given), options=options)
 
     def _given(self) -> dict[str, Any]:
@@ -243,20 +191,9 @@ def resolve(
             raise ValueError(f"masks= takes the place of a method, and method={method!r} is given; keep one")
         method = GivenMask()
     elif method is None:
-        method = DEFAULT_METHOD if quality is None else _quality(quality).method
+        method = DEFAULT_METHOD if quality is None else quality_of(quality).method
     found, config = resolve_method(method, config)
     return found, SparsifyConfig.make(found, config, **options)
-
-
-def _quality(name: object, method: Method | None = None) -> Quality:
-    if not isinstance(name, str) or name not in QUALITIES:
-        raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
-    if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
-        raise ValueError(
-            f"quality={name!r} is for methods that learn from calibration data, which {method.name!r} does not; leave "
-            "it out, or the method, or give polish= and reconstruct= themselves"
-        )
-    return QUALITIES[name]
 
 
 def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
@@ -268,14 +205,14 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
     if isinstance(method, list):
         if len(method) != 1:
             raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
-        name, mode_config = (method[0], None) if isinstance(method[0], str) else _mode(method[0])
+        name, mode_config = (method[0], None) if isinstance(method[0], str) else parse_mode(method[0])
         found, config = resolve_method(name, config)
         if not mode_config:
             return found, config
         if config is not None and not isinstance(config, Mapping):
             kind = type(config).__name__
             raise TypeError(f"a mode list with class rules goes with a mapping as config, not with a {kind}")
-        return found, {**(config or {}), MODE_RULES: _class_rules(mode_config)}
+        return found, {**(config or {}), MODE_RULES: class_rules(mode_config)}
     if isinstance(method, str):
         name = ALIASES.get(method, method)
         if name in METHODS:
@@ -283,72 +220,6 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
         allowed = [*METHODS, *ALIASES]
         raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
     raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
-
-
-def parse_rules(rules: Any) -> tuple[Rule, ...]:
-    """``{glob: options}``, ``{class: {glob: options}}`` (ModelOpt), or a list of (glob, options) or Rules."""
-    if isinstance(rules, Mapping):
-        if any(str(key).startswith("nn.") for key in rules):
-            return _class_rules(rules)
-        rules = list(rules.items())
-    return tuple(_as_rule(rule) for rule in rules)
-
-
-def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
-    if isinstance(rule, (tuple, list)) and len(rule) == 2:
-        glob, options = rule
-        rule = Rule(glob, options, type_name)
-    if (
-        not isinstance(rule, Rule)
-        or not isinstance(rule.glob, str)
-        or not (rule.options is None or isinstance(rule.options, Mapping))
-    ):
-        raise TypeError(
-            f"rule {rule!r}: a rule is a glob of layer names with a mapping of options, or with None to leave the "
-            "layers dense"
-        )
-    return rule
-
-
-def _mode(entry: Any) -> tuple[str, Mapping[str, Any] | None]:
-    """ModelOpt's ``(name, mode config)``."""
-    if (
-        isinstance(entry, (tuple, list))
-        and len(entry) == 2
-        and isinstance(entry[0], str)
-        and (entry[1] is None or isinstance(entry[1], Mapping))
-    ):
-        return entry[0], entry[1]
-    raise TypeError(f"mode list entry {entry!r}: give a name, or a name with class rules, ('sparsegpt', {{...}})")
-
-
-def _class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``: there the last match wins, so the order turns."""
-    rules: list[Rule] = []
-    for class_name, globs in mode_config.items():
-        type_name = str(class_name).removeprefix("nn.")
-        if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
-            raise ValueError(
-                f"class rules go by classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none: "
-                "give globs of layer names as rules={...} without classes"
-            )
-        if globs is None or globs == {}:
-            globs = {"*": globs}
-        if not isinstance(globs, Mapping):
-            raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
-        rules += [_as_rule(item, type_name) for item in reversed(list(globs.items()))]
-        rules.append(Rule("*", None, type_name))  # what no glob of the class matches stays dense in ModelOpt
-    return tuple(rules)
-
-
-def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    for key, instead in REFUSED.items():
-        if key in given:
-            raise ValueError(f"option {key!r} is not taken over from ModelOpt: {instead}")
-    for old, new in RENAMED.items():
-        if old in given and new in given:
-            raise ValueError(f"options {old!r} and {new!r} mean the same; give one")
-    return {RENAMED.get(key, key): value for key, value in given.items()}
 
 
 def _parsed(given: dict[str, Any]) -> dict[str, Any]:
@@ -392,7 +263,7 @@ def _reconstruct(value: Any) -> Reconstruct | None:
     known = [item.name for item in fields(Reconstruct)]
     for key in value:
         if key not in known:
-            raise ValueError(f"reconstruct: {_unknown(key, known)}")
+            raise ValueError(f"reconstruct: {unknown_option(key, known)}")
     return Reconstruct(**value)
 
 
@@ -411,12 +282,3 @@ def _globs(key: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"{key}={value!r}: give a glob of layer names, or a list of them")
     return globs
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
-def _unknown(key: str, known: Sequence[str]) -> str:
-    return f"option {key!r} is not known{nearest(key, known)}; allowed are {', '.join(sorted(known))}"

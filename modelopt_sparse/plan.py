@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
-from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve, resolve_method
+from modelopt_sparse.config import SparsifyConfig, resolve, resolve_method
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
 from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.rules import Rule
+from modelopt_sparse.wording import nearest
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}

@@ -15,16 +15,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
-from modelopt_sparse import allocation
+from modelopt_sparse import allocation, divergence
 from modelopt_sparse.allocation import (
     allocate,
     allocation_for,
     block_sparsities,
-    masked,
     owl_sparsities,
     search_plan,
 )
 from modelopt_sparse.config import resolve
+from modelopt_sparse.divergence import masked
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.patterns import Unstructured, count_zeros
 from modelopt_sparse.plan import Plan, plan_for
@@ -372,7 +372,7 @@ def test_a_loop_that_generates_is_refused():
 
 
 def test_the_search_measures_on_samples_from_all_over_the_data(monkeypatch):
-    monkeypatch.setattr(allocation, "SAMPLES", 6)
+    monkeypatch.setattr(divergence, "SAMPLES", 6)
     model = tiny_llama()
     batches = token_batches(count=9)
     seen = []
@@ -384,7 +384,7 @@ def test_the_search_measures_on_samples_from_all_over_the_data(monkeypatch):
 
 
 def test_a_forward_loop_is_measured_on_its_first_samples(monkeypatch):
-    monkeypatch.setattr(allocation, "SAMPLES", 6)
+    monkeypatch.setattr(divergence, "SAMPLES", 6)
     model = tiny_llama()
     batches = token_batches(count=9)
 

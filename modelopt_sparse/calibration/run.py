@@ -117,7 +117,7 @@ def _sides(model: nn.Module) -> dict[nn.Module, Side]:
         if takes(module, "pixel_values") and not takes(module, "input_ids"):
             sides.update(dict.fromkeys(module.modules(), "image"))
     if is_encoder_decoder(model):
-        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator]
+        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator] - not on nn.Module
     return sides
 
 
