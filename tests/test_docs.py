@@ -236,9 +236,10 @@ def test_compare_allocations_prints_a_table():
     assert len(rows) == 2
 
 
-def test_the_benchmark_beside_others_starts():
-    """It needs their environments to run; its options show that it and what it imports are whole."""
-    ran = run_python("examples/benchmarks/accuracy.py", "--help")
+@pytest.mark.parametrize("script", ["accuracy.py", "cpu_speed.py"])
+def test_benchmarks_beside_others_start(script):
+    """They need the others' environments to run; the options show that they and what they import are whole."""
+    ran = run_python(f"examples/benchmarks/{script}", "--help")
     assert ran.returncode == 0, ran.stderr
     assert "--heldout-windows" in ran.stdout
 

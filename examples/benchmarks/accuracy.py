@@ -10,9 +10,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from measure import SEQ_LEN, cpp_headers, cut, load, measure
-from safetensors.torch import save_file
+from tools import TITLES, Failed, Tools, last_line, machine
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -32,22 +31,11 @@ TESTBED = HERE.parent / "testbed"
 PATTERNS = ("2:4", "4:8", "50%", "60%", "70%")
 RUN = 128  # windows of one calibration run
 OTHER = 100  # windows of the other domain
-TORCH = "torch==2.13.0"  # first and by its exact version: a range would take gigabytes of CUDA packages
-REQUIREMENTS = {
-    # transformers as its extra "hf" bounds it; requests is imported without being declared
-    "modelopt": ("nvidia-modelopt==0.47.0", "transformers>=5,<5.15", "accelerate>=1.0.0", "requests"),
-    "llmcompressor": ("llmcompressor==0.14.0.1",),
-}
-TITLES = {"dense": "dense", "ours": "modelopt_sparse", "modelopt": "ModelOpt", "llmcompressor": "llm-compressor"}
 HEAD = (
     "| pattern | method | perplexity | KL | KL share | C++ perplexity | C++ KL | layers | zeros | holds "
     "| seconds | CPU seconds | peak MiB | loaded MiB |"
 )
 COLUMNS = HEAD.count("|") - 1
-
-
-class Failed(Exception):
-    """A row that could not be made; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,7 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.model, self.work, self.threads = given.model.resolve(), given.work.resolve(), given.threads
+        self.tools = Tools(self.work, self.threads)
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         windows = cut(tokenizer, given.calibration.read_text(encoding="utf-8"))
         if len(windows) < RUN * (max(given.seeds) + 1):
@@ -118,7 +107,7 @@ class Bench:
             raise self.broken[tool]  # a package index that cannot be reached is asked once
         if tool not in self.loaded:
             try:
-                self.loaded[tool] = self._worker(tool, 0, self.work / "loaded" / tool)
+                self.loaded[tool] = self.tools.run(tool, self.model, self.calibration[0], self.work / "loaded" / tool)
             except Failed as error:
                 self.broken[tool] = error
                 raise
@@ -146,51 +135,7 @@ class Bench:
         if row.masks_of is not None:
             self.result(row.masks_of, seed)
             arguments += ["--masks-of", str(self._place(row.masks_of, seed))]
-        return self._worker(row.tool, seed, place, *arguments)
-
-    def _worker(self, tool: str, seed: int, place: Path, *arguments: str) -> dict[str, Any]:
-        """Run the tool's script on the windows of a seed; what it cost. The log stays in the folder ``place``."""
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        python, windows = self._python(tool), place / "windows"
-        save_file({"windows": self.calibration[seed].contiguous()}, windows)
-        script = [python, str(HERE / f"run_{tool}.py"), str(self.model), str(windows), str(place)]
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",  # one of the peers would take a GPU if there were one
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(self.threads),
-        }
-        run([*script, "--threads", str(self.threads), *arguments], place / "log.txt", environment)
-        return json.loads((place / "cost.json").read_text(encoding="utf-8"))
-
-    def _python(self, tool: str) -> str:
-        """The interpreter of the tool's environment, made if it is not there or was made for other versions."""
-        if tool == "ours":
-            return sys.executable
-        folder = self.work / f"venv-{tool}"
-        python, made_for = str(folder / "bin" / "python"), folder / "made-for.json"
-        wanted = json.dumps([TORCH, *REQUIREMENTS[tool]])
-        if not made_for.exists() or made_for.read_text(encoding="utf-8") != wanted:
-            print(f"installing {', '.join(REQUIREMENTS[tool])}", file=sys.stderr)
-            log = self.work / f"venv-{tool}.txt"
-            run([sys.executable, "-m", "venv", "--clear", str(folder)], log)
-            for packages in ((TORCH,), REQUIREMENTS[tool]):
-                run([python, "-m", "pip", "install", "--quiet", *packages], log)
-            made_for.write_text(wanted, encoding="utf-8")
-        return python
-
-
-def run(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
-    """Run a command with its output in a file; Failed with the output's last line if it fails."""
-    with log.open("w", encoding="utf-8") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=log.parent)
-    if done.returncode != 0:
-        raise Failed(last_line(log.read_text(encoding="utf-8")) or f"exit code {done.returncode}")
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        return self.tools.run(row.tool, self.model, self.calibration[seed], place, *arguments)
 
 
 def digest(*things: Any) -> str:
@@ -256,12 +201,6 @@ def table(lines: list[list[str]], given: argparse.Namespace, bench: Bench) -> st
         text += [f"- {TITLES[tool]}: {', '.join(' '.join(item) for item in cost['versions'].items())}"]
     text += [f"- {machine()}; {given.threads} threads; {datetime.date.today().isoformat()}"]
     return "\n".join(text) + "\n"
-
-
-def machine() -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{cpu[1] if cpu else 'unknown CPU'}, {os.cpu_count()} cores, {memory:.0f} GiB of memory"
 
 
 def arguments() -> argparse.Namespace:

@@ -1,0 +1,159 @@
+"""How long SparseGPT at 2:4 takes on the CPU: this library, NVIDIA ModelOpt and llm-compressor in turns, in one run.
+
+Two jobs: the testbed with 128 x 512 tokens, and a random Llama of 4 blocks, 1,024 wide, with 64 x 512 tokens. Every
+tool runs ``--rounds`` times, one after the other; a ratio is between fastest runs. The floor is what the arithmetic of
+this library's way would take at the rate of large float32 products, which the same run measures.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from measure import cut, load, measure
+from tools import TITLES, Failed, Tools, machine
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).resolve().parent
+TESTBED = HERE.parent / "testbed"
+TOOLS = ("ours", "modelopt", "llmcompressor")
+WINDOWS = {"testbed": 128, "wide": 64}
+HEAD = "| job | tool | seconds | CPU seconds | times ours | peak MiB | beside the loaded model MiB | perplexity | KL |"
+
+
+def wide(folder: Path, tokenizer: Any) -> Path:
+    """A random Llama of 4 blocks: 1,024 wide, MLP 2,816, 16 heads, 8 of keys and values."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=4, max_position_embeddings=1024, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]:
+    """Seconds that the products take at ``rate`` operations a second: each block run twice (the last one once),
+    attention without its causal half, the lower half of one Gram matrix for each input that layers share, and the
+    solver's updates."""
+    config, blocks = model.config, model.model.layers
+    hidden, wide = config.hidden_size, config.intermediate_size
+    weights = sum(p.numel() for name, p in blocks[0].named_parameters() if p.dim() == 2)
+    runs = 2 * len(blocks) - 1
+    attention = 2 * tokens * length * config.num_attention_heads * config.head_dim  # half of two products
+    operations = {
+        "forward": runs * (2 * tokens * weights + attention),
+        "Gram": len(blocks) * tokens * (3 * hidden**2 + wide**2),
+        "solve": sum(2 * p.numel() * p.shape[1] / 2 for p in blocks.parameters() if p.dim() == 2),
+    }
+    return {name: count / rate for name, count in operations.items()}
+
+
+def product_rate() -> float:
+    """Operations a second of the fastest of ten float32 products of 2,048 x 2,048."""
+    a = torch.randn(2048, 2048)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(times)
+
+
+def job(name: str, folder: Path, windows: Tensor, heldout: Tensor, tools: Tools, rounds: int) -> dict[str, Any]:
+    """Costs of every round by tool, what the sparse models are worth, and the floor."""
+    dense = load(folder)
+    loaded = {tool: tools.run(tool, folder, windows, tools.work / name / "loaded") for tool in TOOLS}
+    runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in TOOLS}
+    for index in range(rounds):
+        for tool in TOOLS:
+            place = tools.work / name / tool
+            cost = tools.run(tool, folder, windows, place, "--method", "sparsegpt", "--pattern", "2:4")
+            runs[tool].append(cost)
+            print(f"{name}, round {index}, {TITLES[tool]}: {cost['seconds']:.1f} s", file=sys.stderr, flush=True)
+    worth = {}
+    for tool in TOOLS:
+        found = measure(tools.work / name / tool, dense, "2:4", {"heldout": heldout})
+        if not found["holds"] or found["layers_with_zeros"] != found["layers"]:
+            raise SystemExit(f"{name}: {TITLES[tool]} left layers that are not 2:4, so its time says nothing")
+        worth[tool] = found["heldout"]
+    rate = product_rate()
+    return {
+        "job": name,
+        "windows": len(windows),
+        "runs": runs,
+        "loaded": loaded,
+        "heldout": worth,
+        "rate": rate,
+        "floor": floor(dense, windows.numel(), windows.shape[1], rate),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    fastest = {tool: min(run["seconds"] for run in runs) for tool, runs in found["runs"].items()}
+    made = []
+    for tool, runs in found["runs"].items():
+        peak = max(run["peak_mib"] for run in runs)
+        cpu = min(run["cpu_seconds"] for run in runs)
+        cells = [found["job"], TITLES[tool], f"{fastest[tool]:.1f}", f"{cpu:.1f}"]
+        cells += [f"{fastest[tool] / fastest['ours']:.2f}", f"{peak:.0f}"]
+        cells += [f"{peak - found['loaded'][tool]['peak_mib']:.0f}"]
+        cells += [f"{found['heldout'][tool]['perplexity']:.2f}", f"{found['heldout'][tool]['kl']:.4f}"]
+        made.append(f"| {' | '.join(cells)} |")
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["floor"].items())
+    total = sum(found["floor"].values())
+    made.append(f"| {found['job']} | floor of ours: {parts} s | {total:.1f} |" + " |" * (HEAD.count("|") - 4))
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=lambda text: text.split(","), default=[*WINDOWS], help="testbed,wide")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--heldout-windows", type=int, metavar="N", default=50, help="evaluate on the first N windows")
+    parser.add_argument("--work", type=Path, default=HERE / ".work", help="environments")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "cpu_speed", help="writes OUT.md and OUT.json")
+    given = parser.parse_args()
+    if unknown := set(given.jobs) - set(WINDOWS):
+        parser.error(f"--jobs {','.join(sorted(unknown))}: allowed are {','.join(WINDOWS)}")
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: at least 1")
+
+    torch.set_num_threads(given.threads)
+    tools = Tools(given.work.resolve(), given.threads)
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    calibration, heldout = (
+        cut(tokenizer, (TESTBED / f"{name}.txt").read_text(encoding="utf-8"), count)
+        for name, count in (("calibration", max(WINDOWS.values())), ("heldout", given.heldout_windows))
+    )
+    found = []
+    for name in given.jobs:
+        folder = TESTBED / "tiny-llama" if name == "testbed" else wide(tools.work / "random-llama", tokenizer)
+        try:
+            found.append(job(name, folder, calibration[: WINDOWS[name]], heldout, tools, given.rounds))
+        except Failed as error:
+            raise SystemExit(f"{name}: {error}") from error
+    text = [HEAD, "| --- | --- |" + " ---: |" * (HEAD.count("|") - 3)]
+    text += [line for one in found for line in lines(one)]
+    text += ["", f"- SparseGPT, 2:4, float32, batches of 8 windows; fastest of {given.rounds} rounds, largest peak"]
+    text += [f"- {one['job']}: products at {one['rate'] / 1e9:.0f} GFLOP/s" for one in found]
+    for tool, cost in found[0]["loaded"].items():
+        text += [f"- {TITLES[tool]}: {', '.join(' '.join(item) for item in cost['versions'].items())}"]
+    text += [f"- {machine()}; {given.threads} threads; {datetime.date.today().isoformat()}"]
+    print("\n".join(text))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    record = {"machine": machine(), "threads": given.threads, "jobs": found}
+    given.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    sys.exit(main())
