@@ -116,6 +116,7 @@ def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_adding_a_batch_does_not_wait_for_the_device():
     rows = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
     total = add_product(None, rows)

@@ -58,7 +58,7 @@ def add_upper(gram: Tensor, rows: Tensor, multiply: Callable[[Tensor, Tensor], T
     columns = rows.shape[-1]
     for first in range(0, columns, strip):
         part = slice(first, first + strip)
-        gram[..., part, first:] += multiply(rows[..., part].mT, rows[..., first:])
+        gram[..., part, first:].add_(multiply(rows[..., part].mT, rows[..., first:]))
 
 
 def mirror(gram: Tensor, strip: int) -> None:
