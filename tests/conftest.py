@@ -8,9 +8,20 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # without a GPU, Triton kernels run in Triton's interpreter, on the CPU; it asks when it is first imported, which
+    # transformers does
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)

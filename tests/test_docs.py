@@ -244,6 +244,33 @@ def test_benchmarks_beside_others_start(script):
     assert "--heldout-windows" in ran.stdout
 
 
+@pytest.mark.slow
+def test_the_speed_benchmark_times_every_stage(tmp_path):
+    """On a tiny model: each stage took time, no more than all of them, and the Gram products that it timed are those of
+    the model's four inputs per block."""
+    ran = run_python(
+        "examples/benchmarks/solve_speed.py", "--device", "cpu", "--tiny", "--layers", 1, "--out", tmp_path / "a.json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    stages = ["forward", "gram", "factorize", "solve", "polish"]
+    assert list(found["seconds"]) == [*stages, "other"]
+    assert list(found["floor_seconds"]) == stages
+    assert all(found[kind][stage] > 0 for kind in ("seconds", "floor_seconds") for stage in stages)
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall_seconds"])
+    assert found["seconds"]["other"] > 0
+    hidden, wide = found["model"]["hidden_size"], found["model"]["intermediate_size"]
+    assert found["gram_operations"] == 2 * found["tokens"] * (3 * hidden**2 + wide**2)
+    assert [row.split("|")[1].strip() for row in ran.stdout.splitlines()[2:9]] == [*stages, "other", "all"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_speed_benchmark_wants_a_gpu():
+    ran = run_python("examples/benchmarks/solve_speed.py")
+    assert ran.returncode == 1
+    assert ran.stderr == "solve_speed.py: no CUDA device; --device cpu --tiny tries the script out on a small model\n"
+
+
 # links ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks, version
+from modelopt_sparse.calibration.gram import add_product, completed
 from modelopt_sparse.layers import CONV, Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan import LayerPlan
@@ -164,24 +165,18 @@ class _Sum:
         self.gram: Tensor | None = None
 
     def add(self, rows: Tensor, *, gram: bool) -> None:
-        rows = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
+        rows = rows.detach()
         self.tokens += rows.shape[-2]
         if gram:
-            if self.gram is None:
-                self.gram = rows.new_zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
-            if self.gram.dim() != rows.dim():  # one attention, called with one input for q, k and v and with several
-                self.gram = self.gram + rows.mT @ rows
-            elif rows.dim() == 2:
-                self.gram.addmm_(rows.mT, rows)
-            else:
-                self.gram.baddbmm_(rows.mT, rows)
+            self.gram = add_product(self.gram, rows)
         else:
-            squares = rows.square().sum(-2)
+            squares = rows.to(torch.promote_types(rows.dtype, torch.float32)).square().sum(-2)
             self.square_sums = squares if self.square_sums is None else self.square_sums + squares
 
     def stats(self) -> Stats:
         if self.gram is not None:
-            return Stats(self.tokens, self.gram.diagonal(dim1=-2, dim2=-1).clone(), self.gram)
+            gram = completed(self.gram)
+            return Stats(self.tokens, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
         assert self.square_sums is not None
         return Stats(self.tokens, self.square_sums)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
-from modelopt_sparse.patterns import NM, Pattern, Unstructured, count_zeros, keep_largest
+from modelopt_sparse.methods.eliminate import eliminate
+from modelopt_sparse.patterns import NM, Pattern
 
 MAX_DAMPING = 1.0
 
@@ -71,7 +72,7 @@ class SparseGPT(Method):
             inverse_bb = torch.linalg.solve_triangular(upper_bb, eye, upper=True)
             drift = (pruned[..., :start] - dense[..., :start]) @ state.upper[..., :start, start:end]
             current = dense[..., start:end] - drift @ inverse_bb
-            pruned[..., start:end], mask[..., start:end] = _eliminate(current, inverse_bb, pattern, start)
+            pruned[..., start:end], mask[..., start:end] = eliminate(current, inverse_bb, pattern, start)
         pruned = written(pruned, mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats), state.notes)
 
@@ -105,47 +106,3 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) -> tuple[Tensor, Tensor]:
-    """Sweep one block of columns: weights ``[..., R, b]`` and R_bb ``[..., b, b]`` -> (pruned weights, mask).
-
-    Works on transposed copies, so that a column of the block is contiguous. An N:M group is chosen on the weights as
-    compensated so far; an unstructured block is chosen as a whole when the sweep enters it.
-    """
-    block = current.shape[-1]
-    values = current.mT.contiguous()  # [..., b, R]
-    pivot_b = inverse.diagonal(dim1=-2, dim2=-1)
-    mask = torch.empty_like(values, dtype=torch.bool)
-    if isinstance(pattern, NM):
-        step = pattern.m
-    else:
-        step = min(16, block)  # a group only bounds how far single-column updates reach
-        score = current.square() / pivot_b.square().unsqueeze(-2)
-        mask[:] = _choose_block(score, pattern, start).mT
-    for first in range(0, block, step):
-        last = min(first + step, block)
-        if isinstance(pattern, NM):
-            score = values[..., first:last, :].mT.square() / pivot_b[..., None, first:last].square()
-            mask[..., first:last, :] = pattern.mask(score).mT
-        errors = torch.empty_like(values[..., first:last, :])
-        for j in range(first, last):
-            column = values[..., j, :]
-            error = column.masked_fill(mask[..., j, :], 0) / pivot_b[..., j, None]
-            values[..., j + 1 : last, :] -= inverse[..., j, j + 1 : last, None] * error.unsqueeze(-2)
-            errors[..., j - first, :] = error
-        values[..., last:, :] -= inverse[..., first:last, last:].mT @ errors
-    return values.masked_fill(~mask, 0).mT, mask.mT
-
-
-def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
-    """Mask of one column block; the blocks' zeros add up to the exact count of the row or the matrix."""
-    *_, rows, block = score.shape
-    per_column = 1 if pattern.scope == "row" else rows
-
-    def zeros_up_to(column: int) -> int:
-        return count_zeros(pattern.sparsity, per_column * column)
-
-    zeros = zeros_up_to(start + block) - zeros_up_to(start)
-    flat = score if pattern.scope == "row" else score.flatten(-2)
-    return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)

@@ -1,0 +1,141 @@
+"""Sums of X^T X: the strips against the plain product, which rows go where, and what CUDA makes of half precision."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration import gram as grams
+from modelopt_sparse.calibration.gram import add_product, add_upper, completed, mirror, on_tensor_cores
+from tests.helpers import assert_bits, tiny_llama, token_batches
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    """Rows whose products and sums no float32 rounds, so that results are equal to the bit or wrong."""
+    return torch.randint(-9, 10, shape).float()
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize(("columns", "strip"), [(12, 4), (13, 4), (13, 1), (5, 8), (7, 7), (1, 1), (0, 4)])
+def test_strips_add_up_to_the_plain_product(columns, strip, lead):
+    """Two batches on one sum, strips that do and do not divide the columns."""
+    batches = [whole_numbers(*lead, tokens, columns) for tokens in (20, 7)]
+    total = torch.zeros(*lead, columns, columns)
+    for rows in batches:
+        add_upper(total, rows, torch.matmul, strip)
+    mirror(total, strip)
+    assert torch.equal(total, batches[0].mT @ batches[0] + batches[1].mT @ batches[1])
+
+
+def test_strips_leave_out_what_is_below_them():
+    rows = whole_numbers(20, 12)
+    total = torch.zeros(12, 12)
+    sizes = []
+
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        sizes.append((left.shape[0], right.shape[1]))
+        return left @ right
+
+    add_upper(total, rows, multiply, 4)
+    assert sizes == [(4, 12), (4, 8), (4, 4)]
+    for first in (4, 8):
+        assert not total[first:, first - 4 : first].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_on_the_cpu_rows_are_multiplied_in_float32(dtype, lead):
+    batches = [torch.randn(*lead, tokens, 6).to(dtype) for tokens in (20, 7)]
+    total = None
+    for rows in batches:
+        total = add_product(total, rows)
+    assert total is not None
+    expected = torch.zeros(*lead, 6, 6)
+    for rows in batches:
+        expected = (
+            torch.baddbmm(expected, rows.float().mT, rows.float())
+            if lead
+            else expected.addmm(rows.float().mT, rows.float())
+        )
+    assert_bits(completed(total), expected)
+
+
+def test_float64_rows_are_summed_in_float64():
+    rows = torch.randn(20, 6, dtype=torch.float64)
+    torch.testing.assert_close(add_product(None, rows), rows.T @ rows, rtol=1e-14, atol=0)
+
+
+def test_sums_for_one_input_and_for_several_become_several():
+    shared, own = whole_numbers(9, 4), whole_numbers(3, 5, 4)
+    expected = shared.T @ shared + own.mT @ own
+    assert torch.equal(add_product(add_product(None, shared), own), expected)
+    assert torch.equal(add_product(add_product(None, own), shared), expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "as_they_are"),
+    [
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float16, True),
+        ("cuda", torch.float32, False),
+        ("cuda", torch.float64, False),
+        ("cpu", torch.bfloat16, False),
+        ("cpu", torch.float16, False),
+    ],
+)
+def test_only_half_precision_on_cuda_goes_to_tensor_cores(device, dtype, as_they_are):
+    assert on_tensor_cores(torch.device(device), dtype) is as_they_are
+
+
+def test_float16_stays_out_of_float16_sums(monkeypatch):
+    """Squares of 300 exceed what float16 can hold."""
+
+    class Matmul:
+        allow_fp16_accumulation = True
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Matmul)
+    assert not on_tensor_cores(torch.device("cuda"), torch.float16)
+    assert on_tensor_cores(torch.device("cuda"), torch.bfloat16)
+
+
+# on CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lead", "columns"), [((), 96), ((3,), 96), ((), 77), ((), grams.LARGE + 200)])
+def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
+    """Against float64. Sums or a result in half precision would be a hundred times further off."""
+    first, second = (torch.randn(*lead, tokens, columns, device="cuda").to(dtype) for tokens in (3000, 700))
+    total = completed(add_product(add_product(None, first), second))
+    assert total.dtype == torch.float32
+    exact = first.double().mT @ first.double() + second.double().mT @ second.double()
+    assert (total - exact).abs().max() < 2e-5 * exact.abs().max()
+    if columns >= grams.LARGE:
+        assert torch.equal(total[grams.STRIP :, : grams.STRIP], total[: grams.STRIP, grams.STRIP :].mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_adding_a_batch_does_not_wait_for_the_device():
+    rows = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    total = add_product(None, rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        add_product(total, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "50%"])
+def test_a_model_on_cuda_is_as_good_as_on_the_cpu(pattern, dtype):
+    """Statistics, factorization and kernel together: the same recipe, the pattern, and errors as large as there."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = tiny_llama().to(torch.device(device), dtype)  # type: ignore[arg-type]
+        mts.sparsify(model, "sparsegpt", pattern=pattern, data_loader=token_batches(), progress=False)
+        mts.verify(model, pattern)
+        found[device] = [layer.error for layer in mts.report(model).layers]
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=0.2)
