@@ -15,6 +15,10 @@ def whole_numbers(*shape: int) -> Tensor:
     return torch.randint(-9, 10, shape).float()
 
 
+def add(total: Tensor, left: Tensor, right: Tensor) -> None:
+    total += left @ right
+
+
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize(("columns", "strip"), [(12, 4), (13, 4), (13, 1), (5, 8), (7, 7), (1, 1), (0, 4)])
 def test_strips_add_up_to_the_plain_product(columns, strip, lead):
@@ -22,7 +26,7 @@ def test_strips_add_up_to_the_plain_product(columns, strip, lead):
     batches = [whole_numbers(*lead, tokens, columns) for tokens in (20, 7)]
     total = torch.zeros(*lead, columns, columns)
     for rows in batches:
-        add_upper(total, rows, torch.matmul, strip)
+        add_upper(total, rows, add, strip)
     mirror(total, strip)
     assert torch.equal(total, batches[0].mT @ batches[0] + batches[1].mT @ batches[1])
 
@@ -32,11 +36,11 @@ def test_strips_leave_out_what_is_below_them():
     total = torch.zeros(12, 12)
     sizes = []
 
-    def multiply(left: Tensor, right: Tensor) -> Tensor:
+    def noted(part: Tensor, left: Tensor, right: Tensor) -> None:
         sizes.append((left.shape[0], right.shape[1]))
-        return left @ right
+        add(part, left, right)
 
-    add_upper(total, rows, multiply, 4)
+    add_upper(total, rows, noted, 4)
     assert sizes == [(4, 12), (4, 8), (4, 4)]
     for first in (4, 8):
         assert not total[first:, first - 4 : first].any()
@@ -58,6 +62,21 @@ def test_on_the_cpu_rows_are_multiplied_in_float32(dtype, lead):
             else expected.addmm(rows.float().mT, rows.float())
         )
     assert_bits(completed(total), expected)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_of_a_large_matrix_the_upper_half_is_computed(lead):
+    """Above and below the number of columns from which that pays; with a shared input added in between."""
+    large, strip = grams.STRIPS["cpu"]
+    for columns in (large - 1, large + 40):
+        batches = [whole_numbers(*lead, 3, columns), whole_numbers(3, columns), whole_numbers(*lead, 2, columns)]
+        total = None
+        for rows in batches:
+            total = add_product(total, rows)
+        assert total is not None
+        missing = columns >= large
+        assert total[..., strip:, :strip].equal(total[..., :strip, strip:].mT) is not missing
+        assert torch.equal(completed(total), sum(rows.mT @ rows for rows in batches))
 
 
 def test_float64_rows_are_summed_in_float64():
@@ -103,7 +122,7 @@ def test_float16_stays_out_of_float16_sums(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("lead", "columns"), [((), 96), ((3,), 96), ((), 77), ((), grams.LARGE + 200)])
+@pytest.mark.parametrize(("lead", "columns"), [((), 96), ((3,), 96), ((), 77), ((), grams.STRIPS["cuda"][0] + 200)])
 def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
     """Against float64. Sums or a result in half precision would be a hundred times further off."""
     first, second = (torch.randn(*lead, tokens, columns, device="cuda").to(dtype) for tokens in (3000, 700))
@@ -111,8 +130,9 @@ def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
     assert total.dtype == torch.float32
     exact = first.double().mT @ first.double() + second.double().mT @ second.double()
     assert (total - exact).abs().max() < 2e-5 * exact.abs().max()
-    if columns >= grams.LARGE:
-        assert torch.equal(total[grams.STRIP :, : grams.STRIP], total[: grams.STRIP, grams.STRIP :].mT)
+    large, strip = grams.STRIPS["cuda"]
+    if columns >= large:
+        assert torch.equal(total[strip:, :strip], total[:strip, strip:].mT)
 
 
 @pytest.mark.gpu

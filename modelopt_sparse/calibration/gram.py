@@ -12,29 +12,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LARGE = 4096  # columns from which only the upper half of the matrix is computed on a CUDA device
-STRIP = 1024  # rows of it that one product makes
+# by device: columns from which only the upper half of the matrix is computed, and rows of it that one product makes
+STRIPS = {"cuda": (4096, 1024), "cpu": (1024, 256)}
 
 
 def add_product(gram: Tensor | None, rows: Tensor) -> Tensor:
     """gram + X^T X ``[..., C, C]`` for rows X ``[..., T, C]``; in place where the shapes are equal.
 
-    Of a large matrix on a CUDA device what is below its strips may be missing until `completed`. Nothing waits for the
-    device.
+    Of a large matrix what is below its strips may be missing until `completed`. Nothing waits for a CUDA device.
     """
-    if on_tensor_cores(rows.device, rows.dtype):
-        if gram is not None and gram.dim() != rows.dim():
-            return gram + _product(rows.mT, rows)
-        if gram is None:
-            gram = rows.new_zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1], dtype=torch.float32)
-        add_upper(gram, rows, _product, _strip(gram))
-        return gram
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    work = torch.promote_types(rows.dtype, torch.float32)
+    add = _add_half_precision
+    if not on_tensor_cores(rows.device, rows.dtype):
+        rows, add = rows.to(work), _add
+    square = (*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
     if gram is None:
-        gram = rows.new_zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
+        gram = rows.new_zeros(square, dtype=work)
     if gram.dim() != rows.dim():  # one attention, called with one input for q, k and v and with several
-        return gram + rows.mT @ rows
-    return gram.addmm_(rows.mT, rows) if rows.dim() == 2 else gram.baddbmm_(rows.mT, rows)
+        return gram + add_product(None, rows)
+    add_upper(gram, rows, add, _strip(gram))
+    return gram
 
 
 def completed(gram: Tensor) -> Tensor:
@@ -52,13 +49,13 @@ def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def add_upper(gram: Tensor, rows: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], strip: int) -> None:
+def add_upper(gram: Tensor, rows: Tensor, add: Callable[[Tensor, Tensor, Tensor], None], strip: int) -> None:
     """Add X^T X to ``gram``, in strips of rows that begin at the diagonal: about half the work if they are narrow, and
-    no more than a strip of it is held besides the sum."""
+    no more than a strip of it is held besides the sum. ``add(sum, left, right)`` adds a product in place."""
     columns = rows.shape[-1]
     for first in range(0, columns, strip):
         part = slice(first, first + strip)
-        gram[..., part, first:].add_(multiply(rows[..., part].mT, rows[..., first:]))
+        add(gram[..., part, first:], rows[..., part].mT, rows[..., first:])
 
 
 def mirror(gram: Tensor, strip: int) -> None:
@@ -70,9 +67,17 @@ def mirror(gram: Tensor, strip: int) -> None:
 
 def _strip(gram: Tensor) -> int:
     columns = gram.shape[-1]
-    return STRIP if gram.is_cuda and columns >= LARGE else max(columns, 1)
+    large, strip = STRIPS["cuda" if gram.is_cuda else "cpu"]
+    return strip if columns >= large else max(columns, 1)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32, of half-precision matrices on a CUDA device."""
-    return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dim() == 2:
+        total.addmm_(left, right)
+    else:
+        total.baddbmm_(left, right)
+
+
+def _add_half_precision(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The product in float32 of half-precision matrices on a CUDA device."""
+    total.add_((torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32))
