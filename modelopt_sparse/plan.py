@@ -27,7 +27,8 @@ HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), 
 # what a solver holds at its peak beside statistics and masks, at most, in numbers of its working precision
 WORKSPACE_WEIGHTS = 10  # times the weights
 WORKSPACE_GRAMS = 4  # times the Gram matrix
-RECONSTRUCTION = 5  # copies of a block's weights: the optimizer's, their gradients, two moments, the best so far
+# copies of a block's weights: the optimizer's, their gradients, two moments, the best so far, a graph's masked ones
+RECONSTRUCTION = 6
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
