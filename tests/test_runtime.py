@@ -1,7 +1,6 @@
 """2:4 execution, as far as a CPU can show it: packing, refusals, reports, the rule that decides, and the way back.
 
-The kernels need a GPU (test_runtime_gpu.py). Here a backend of the CUTLASS format stands in for them, whose packing is
-torch's own and whose product is that of the unpacked weight.
+The kernels need a GPU (test_runtime_gpu.py); unpacking.py stands in for them here.
 """
 
 import copy
@@ -27,7 +26,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import checkpoint
 from modelopt_sparse.plan import HARDWARE
 from modelopt_sparse.runtime import backends, convert, tune
-from modelopt_sparse.runtime.backends import BACKENDS, Algorithm, CuSparseLt, Cutlass
+from modelopt_sparse.runtime.backends import Algorithm, CuSparseLt, Cutlass
 from modelopt_sparse.runtime.convert import Place, Settings
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_negative_zeros
@@ -35,65 +34,14 @@ from modelopt_sparse.runtime.product import Choice, as_numbers, choice_for
 from modelopt_sparse.runtime.quantize import LARGEST, quantize_rows, relative_squared_error, rescaled
 from modelopt_sparse.runtime.tune import Timing, TimingCache, decide
 from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.unpacking import CPU, Unpacking, chain, installed, packed_by, place_for, pruned
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16]
-
-
-class Unpacking(Cutlass):
-    """The CUTLASS format on any device; its product is float32's with the unpacked weight, and it keeps what it saw."""
-
-    name = "unpacking"
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, ...], Algorithm]] = []
-
-    def unavailable(self, device):
-        return ""
-
-    def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=backends.DEFAULT):
-        assert x.is_contiguous()
-        assert x.shape[0] % self.multiples(packed.dtype).tokens == 0
-        assert x.dtype == packed.dtype
-        self.calls.append((tuple(x.shape), algorithm))
-        product = x.double() @ self.unpack(packed, metadata, 2 * packed.shape[1]).double().t()
-        return (product if bias is None else product + bias.double()).to(out_dtype or x.dtype)
 
 
 @pytest.fixture
 def backend(monkeypatch) -> Unpacking:
-    made = Unpacking()
-    monkeypatch.setitem(BACKENDS, made.name, made)
-    torch.compiler.reset()  # it counts how often it compiled a function, whichever test asked for it
-    return made
-
-
-def place_for(backend: backends.Backend, timer=None) -> Place:
-    def not_to_be_timed(calls):
-        raise AssertionError("nothing was to be timed")
-
-    return Place(CPU, backend, "a CPU", timer or not_to_be_timed, 0, ("cublas",))
-
-
-def packed_by(backend, model: nn.Module, timer=None, **options) -> Any:
-    """What to_semi_structured does, on the CPU."""
-    place = place_for(backend, timer)
-    convert.convert(model, Settings.of(options), lambda device: place)
-    return model
-
-
-def chain(*layers: nn.Module) -> Any:
-    return nn.Sequential(*layers)
-
-
-def pruned(rows: int, columns: int, dtype=torch.bfloat16, bias: bool = True, seed: int = 0) -> Any:
-    """A Linear [rows, columns] whose weight is 2:4."""
-    generator = torch.Generator().manual_seed(seed)
-    layer = nn.Linear(columns, rows, bias=bias)
-    with torch.no_grad():
-        weight = torch.randn(rows, columns, generator=generator)
-        layer.weight.copy_(weight.masked_fill(~mts.NM(2, 4).mask(weight.abs()), 0))
-    return layer.to(dtype).eval()
+    return installed(monkeypatch)
 
 
 def llama(**changes) -> Any:
@@ -214,6 +162,7 @@ INPUTS = {
     "batches": lambda x: x,
     "permuted": lambda x: x.transpose(0, 1),
     "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "strided, whole eights": lambda x: x.flatten(0, 1).repeat(4, 2)[:, ::2],
     "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
     "nothing": lambda x: x[:0],
     "four dimensions": lambda x: x.unflatten(1, (1, -1)),
