@@ -10,8 +10,9 @@ import itertools
 import json
 import math
 import pickle
+import re
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_n
 from modelopt_sparse.runtime.product import Choice, as_numbers, choice_for
 from modelopt_sparse.runtime.quantize import LARGEST, quantize_rows, relative_squared_error, rescaled
 from modelopt_sparse.runtime.tune import Timing, TimingCache, decide
-from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.unpacking import CPU, Unpacking, chain, installed, packed_by, place_for, pruned
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -549,6 +550,14 @@ def test_masks_are_to_be_exported_first():
 def test_wrong_options_are_refused(options, wrong):
     with pytest.raises(ValueError, match=wrong):
         mts.to_semi_structured(llama(), **options)
+
+
+def test_the_page_lists_every_option_with_its_default():
+    page = (ROOT / "docs" / "semi-structured.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
+    assert {name: value.strip("`").replace('"', "") for name, value in rows} == {
+        item.name: str(item.default) for item in fields(Settings)
+    }
 
 
 def test_options_are_put_in_order():

@@ -26,7 +26,7 @@ def misfit(weight: Tensor) -> str:
         return "its weight holds NaN or inf"
     if columns % 4:
         return f"not 2:4: {columns} input channels are not a multiple of 4"
-    nonzeros_RG = (weight != 0).view(rows, -1, 4).sum(-1)
+    nonzeros_RG = (weight != 0).view(rows, -1, 4).sum(-1, dtype=torch.uint8)
     breaking_R = (nonzeros_RG > 2).any(-1)
     if not breaking_R.any():
         return ""
@@ -40,6 +40,8 @@ def misfit(weight: Tensor) -> str:
 
 def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str:
     """Why a backend takes no weight [R, C] packed as ``dtype``, or ""."""
+    if dtype not in backend.dtypes:
+        return f"dtype: {backend.name} has no kernel for {dtype}"
     rows, columns, _ = backend.multiples(dtype)
     if shape[0] % rows or shape[1] % columns:
         return f"shape: {shape[0]} x {shape[1]} is no multiple of the {rows} x {columns} that {backend.name} takes"
