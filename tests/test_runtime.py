@@ -32,7 +32,7 @@ from modelopt_sparse.runtime.convert import Place, Settings
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_negative_zeros
 from modelopt_sparse.runtime.product import Choice, as_numbers, choice_for
-from modelopt_sparse.runtime.quantize import LARGEST, quantize_rows, relative_squared_error, rescaled
+from modelopt_sparse.runtime.quantize import LARGEST, SUMS, quantize_rows, relative_squared_error, rescaled
 from modelopt_sparse.runtime.tune import Timing, TimingCache, decide
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.unpacking import CPU, Unpacking, chain, installed, packed_by, place_for, pruned
@@ -164,6 +164,7 @@ INPUTS = {
     "permuted": lambda x: x.transpose(0, 1),
     "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "strided, whole eights": lambda x: x.flatten(0, 1).repeat(4, 2)[:, ::2],
+    "unaligned, whole eights": lambda x: torch.cat([x.flatten()] * 2)[1 : 1 + 8 * 64].view(8, 64),
     "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
     "nothing": lambda x: x[:0],
     "four dimensions": lambda x: x.unflatten(1, (1, -1)),
@@ -907,6 +908,29 @@ def test_cusparselt_is_asked_for_its_search_and_what_it_found_is_passed_on(monke
     CuSparseLt().multiply(packed, None, x, None, torch.int32, Algorithm(5, 4, 2))
     how = {"transpose_result": True, "alg_id": 5, "split_k": 4, "split_k_mode": 2}
     assert seen.pop() == ((64, 8), {"bias": None, "out_dtype": torch.int32, **how})
+
+
+EVERY_KERNEL = [(kernels, dtype) for kernels in (CuSparseLt(), Cutlass()) for dtype in kernels.dtypes]
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), EVERY_KERNEL, ids=lambda value: getattr(value, "name", str(value)))
+def test_torch_takes_the_arguments(kernels, dtype):
+    """On meta tensors: torch's own checks of dtypes and shapes, and the shape and dtype that it gives back."""
+    rows, columns = 64, 256
+    out_dtype = SUMS.get(dtype)
+    with torch.device("meta"):
+        x = torch.empty(16, columns, dtype=dtype)
+        bias = None if out_dtype else torch.empty(rows, dtype=dtype)
+        if kernels.name == "cutlass":
+            width = columns // 32 if dtype == torch.int8 else columns // 16
+            metadata = torch.empty(rows, width, dtype=torch.int32 if dtype == torch.int8 else torch.int16)
+            packed = torch.empty(rows, columns // 2, dtype=dtype)
+        else:
+            packed, metadata = torch.empty(rows, columns * 5 // 8, dtype=dtype), None
+        for given in {None, bias}:
+            out = kernels.multiply(packed, metadata, x, given, out_dtype, FAST)
+            assert (tuple(out.shape), out.dtype) == ((16, rows), out_dtype or dtype)
+            assert out.is_contiguous()
 
 
 def test_cusparselt_weights_are_read_through_an_identity(monkeypatch):

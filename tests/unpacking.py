@@ -26,6 +26,7 @@ class Unpacking(Cutlass):
 
     def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=backends.DEFAULT):
         assert x.is_contiguous()
+        assert x.data_ptr() % 16 == 0
         assert x.shape[0] % self.multiples(packed.dtype).tokens == 0
         assert x.dtype == packed.dtype
         self.calls.append((tuple(x.shape), algorithm))

@@ -310,6 +310,7 @@ def main() -> None:
     given = arguments()
     if not torch.cuda.is_available():
         raise SystemExit("semi_structured.py: 2:4 kernels run on CUDA devices (Ampere or later) and there is none here")
+    torch.cuda.set_device(given.device)  # timers and graphs go by the current device
     results = measure(given, mts.to_semi_structured, dict(TIMERS))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -90,23 +90,24 @@ def time_layer(
     dense_set: list[Any] = _copies((weight,), 2 * cache_bytes)
     sparse_set: list[Any] = _copies(packed, 2 * cache_bytes)
     found = []
-    for count in sorted(tokens):
-        generator = torch.Generator(weight.device).manual_seed(count)
-        x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
-        dense: dict[str, float] = {}
-        for library in libraries:
-            with blas_library(library):
-                dense[library] = timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
-        sparse: dict[Algorithm, float] = {}
-        for algorithm in _candidates(x, packed, scales, bias, backend):
-            how: dict[str, Any] = {
-                "rows": weight.shape[0],
-                "backend": backend.name,
-                "choices": (Choice(0, True, algorithm),),
-            }
-            sparse[algorithm] = timer([partial(multiply, x, *one, scales, None, bias, **how) for one in sparse_set])
-        library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
-        found.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
+    with _current(weight.device):
+        for count in sorted(tokens):
+            generator = torch.Generator(weight.device).manual_seed(count)
+            x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+            dense: dict[str, float] = {}
+            for library in libraries:
+                with blas_library(library):
+                    dense[library] = timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
+            sparse: dict[Algorithm, float] = {}
+            for algorithm in _candidates(x, packed, scales, bias, backend):
+                how: dict[str, Any] = {
+                    "rows": weight.shape[0],
+                    "backend": backend.name,
+                    "choices": (Choice(0, True, algorithm),),
+                }
+                sparse[algorithm] = timer([partial(multiply, x, *one, scales, None, bias, **how) for one in sparse_set])
+            library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
+            found.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
     return found
 
 
@@ -119,6 +120,11 @@ def _candidates(
     if scales is None:
         return backend.search(values, metadata, x, bias, None)
     return backend.search(values, metadata, quantize_rows(x, values.dtype)[0], None, SUMS[values.dtype])
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one, which timers and graphs go by."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
