@@ -9,6 +9,8 @@ from modelopt_sparse.patterns import NM, Unstructured
 from modelopt_sparse.plan import Plan, make_plan
 from modelopt_sparse.report import Report
 from modelopt_sparse.rules import Rule
+from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured
+from modelopt_sparse.runtime.report import SpeedReport
 from modelopt_sparse.sparsify import export, sparsify
 from modelopt_sparse.verify import Verification, verify
 from modelopt_sparse.version import __version__
@@ -22,6 +24,7 @@ __all__ = [
     "Rule",
     "Solution",
     "SparsifyConfig",
+    "SpeedReport",
     "Stats",
     "Unstructured",
     "Verification",
@@ -38,7 +41,10 @@ __all__ = [
     "report",
     "restore",
     "save",
+    "semi_structured_report",
     "set_mask",
     "sparsify",
+    "to_dense",
+    "to_semi_structured",
     "verify",
 ]

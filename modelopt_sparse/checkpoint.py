@@ -35,6 +35,8 @@ from modelopt_sparse.format import (
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
 from modelopt_sparse.report import Report, attach_report, attached_report, library_versions
+from modelopt_sparse.runtime.convert import loading_place, pack_onto
+from modelopt_sparse.runtime.linear import refuse_packed
 
 SHOWN = 20  # problems that an error spells out
 
@@ -174,6 +176,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     untouched. Masks that the model has are replaced by those of the folder.
     """
     folder = checked_path(folder)
+    refuse_packed(model, "restored into")
     description = read_description(folder)
     problems = []
     if description.model_class != dense_class(model).__name__:
@@ -200,14 +203,19 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     return model
 
 
-def load(folder: str | Path, **options: Any) -> nn.Module:
+def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
     """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
 
     ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The dtype is the stored one unless given, the class
     the one named in config.json.
+
+    ``semi_structured=True``, or the options of `to_semi_structured`, packs the layers for 2:4 kernels on the one CUDA
+    device that ``device_map`` names (default: the current one). They are packed one by one on the way there, so that
+    the dense model is in the CPU's memory alone; the layers carry no masks.
     Raises ValueError listing everything that is wrong with the folder.
     """
     folder = checked_path(folder)
+    packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     description = read_description(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -232,6 +240,9 @@ def load(folder: str | Path, **options: Any) -> nn.Module:
             problems += _breaches(name, parameters[name].detach(), mask)
     if problems:
         raise ValueError(_listed(head, problems))
+    if packing is not None:
+        attach_report(model, description.report)
+        return pack_onto(model, *packing)
     _attach(model, masks, description)
     return model
 

@@ -1,4 +1,4 @@
-"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report`. Thin over the public API."""
+"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed`. Thin over the public API."""
 
 import json
 import re
@@ -232,6 +232,32 @@ def verify(
 def report(folder: Folder, as_json: Json = False) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     found = mts.report(folder)
+    typer.echo(found.to_json() if as_json else found)
+
+
+@app.command()
+def speed(
+    folder: Folder,
+    tokens: Annotated[str, typer.Option(help="Token counts that matter, for example 1,64,2048.")],
+    timing: Annotated[str, typer.Option(help="eager: as called from Python. graph: as in a CUDA graph.")] = "eager",
+    quantize: Annotated[
+        str | None, typer.Option(help="fp8 or int8: 2:4 in 8 bits. Default: the weights' dtype.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="JSON file that timings are kept in.")] = None,
+    device: Annotated[str, typer.Option(help="The CUDA device to time on.")] = "cuda",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Time the layers in DIR, dense against 2:4, on this GPU. Shows which would run 2:4, and why others stay dense."""
+    if wrong := [count for count in tokens.split(",") if not count.strip().isdecimal()]:
+        raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is no number of tokens; write for example 1,64,2048")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
+    options = {"tune": tuple(map(int, tokens.split(","))), "timing": timing, "quantize": quantize, "cache": cache}
+    given = {} if DTYPES[dtype] is None else {"dtype": DTYPES[dtype]}
+    model = mts.load(folder, semi_structured=options, device_map=device, trust_remote_code=trust_remote_code, **given)
+    found = mts.semi_structured_report(model)
     typer.echo(found.to_json() if as_json else found)
 
 

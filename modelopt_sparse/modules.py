@@ -179,7 +179,7 @@ def dense_class(module: nn.Module) -> Any:
 
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, SparseModule):
-        _drop_bound_forward(module)
+        drop_bound_forward(module)
         if "forward" in module.__dict__:
             raise ValueError(
                 f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
@@ -188,7 +188,7 @@ def _swap(module: nn.Module) -> None:
         object.__setattr__(module, "__class__", _sparse_class(type(module)))
 
 
-def _drop_bound_forward(module: nn.Module) -> None:
+def drop_bound_forward(module: nn.Module) -> None:
     """Remove the class's own forward from an instance, where accelerate leaves it bound: it would outlive the class."""
     if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
         del module.__dict__["forward"]
@@ -240,7 +240,7 @@ def remove_masks(module: nn.Module) -> None:
                 delattr(child, name + SUFFIX)
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
             child.__dict__.pop("gradient_observers", None)
-            _drop_bound_forward(child)
+            drop_bound_forward(child)
             # what others have put on top since (a class by fully_shard, a forward in the instance) stands on the sparse
             # class, which then stays as well; without a mask it does nothing
             if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:

@@ -20,6 +20,7 @@ from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
 from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.rules import Rule
+from modelopt_sparse.runtime.linear import refuse_packed
 from modelopt_sparse.wording import nearest
 
 # runtime -> (rows, columns) that a 2:4 weight must be multiples of
@@ -164,6 +165,7 @@ def make_plan(
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """The plan of a resolved method and a validated config."""
+    refuse_packed(model, "pruned")
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
     stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.observed)})

@@ -18,6 +18,7 @@ from modelopt_sparse.offload import stored
 from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.plan import plan_for, table
 from modelopt_sparse.report import Report, attached_report
+from modelopt_sparse.runtime.linear import refuse_packed
 
 SHOWN = 5  # layers that an error spells out
 
@@ -68,6 +69,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     """
     asked = None if pattern is None else parse_pattern(pattern)
     if isinstance(model, nn.Module):
+        refuse_packed(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
 
         def read(layer: Layer, /) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse import cli
+from modelopt_sparse import checkpoint, cli
+from modelopt_sparse.runtime.convert import Settings
 from tests.helpers import TESTBED, assert_same_state, run_python, state_of, tiny_llama
+from tests.unpacking import installed, place_for
 
 pytestmark = pytest.mark.core
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-COMMANDS = ("sparsify", "plan", "eval", "verify", "report")
+COMMANDS = ("sparsify", "plan", "eval", "verify", "report", "speed")
 
 
 @dataclass(frozen=True)
@@ -601,6 +604,50 @@ def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
     loaded = mts.load(out, trust_remote_code=True)
     assert type(loaded).__name__ == "OwnModel"
     assert len(dict(mts.named_masks(loaded))) == 4
+
+
+# speed --------------------------------------------------------------------------------------------------------------
+
+
+def test_speed_needs_a_gpu_and_says_so_in_one_line(run, sparse, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("speed", sparse, "--tokens", "1,64")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "modelopt-sparse: semi_structured packs layers for a CUDA device and there is none here: load the model dense"
+    ]
+
+
+@pytest.mark.parametrize("tokens", ["1,,64", "1;64", "-1", "many"])
+def test_speed_refuses_what_is_no_number_of_tokens(run, sparse, tokens):
+    done = run("speed", sparse, f"--tokens={tokens}")
+    assert done.code == 2
+    assert f"--tokens {tokens}: " in done.err
+    assert "is no number of tokens; write for example 1,64,2048" in done.err
+
+
+def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monkeypatch):
+    """On the CPU, with a stand-in for the kernels and for the clock: dense takes 3 us, 2:4 takes 2."""
+    model: Any = tiny_llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4)
+    mts.save(mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False), tmp_path / "sparse")
+    backend = installed(monkeypatch)
+    asked = []
+
+    def loading_place(device_map, options):
+        asked.append((device_map, options))
+        place = place_for(backend, lambda calls: 3e-6 if calls[0].func is torch.nn.functional.linear else 2e-6)
+        return Settings.of(options), place
+
+    monkeypatch.setattr(checkpoint, "loading_place", loading_place)
+    command = ("speed", tmp_path / "sparse", "--tokens", "1, 64", "--device", "cuda:1", "--timing", "graph")
+    done = run(*command)
+    assert (done.code, done.err) == (0, "")
+    assert "us at 1     us at 64" in done.out
+    assert "3.0 -> 2.0" in done.out
+    assert "14 of 15 layers run 2:4 on a CPU" in done.out
+    found = json.loads(run(*command, "--json").out)
+    assert len(found["layers"]) == 15
+    assert asked == [("cuda:1", {"tune": (1, 64), "timing": "graph", "quantize": None, "cache": None})] * 2
 
 
 # help, and processes ------------------------------------------------------------------------------------------------

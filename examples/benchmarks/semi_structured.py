@@ -1,0 +1,322 @@
+"""2:4 against dense on this GPU: each layer shape of an 8B Llama, and a random model of its shape end to end.
+
+    python examples/benchmarks/semi_structured.py
+
+prints two tables and writes OUT.md and OUT.json. README.md beside this file says what is measured. Needs a CUDA device.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import modelopt_sparse as mts
+from modelopt_sparse.report import library_versions
+from modelopt_sparse.runtime.quantize import quantize_rows
+from modelopt_sparse.runtime.tune import TIMERS, Timer
+
+HERE = Path(__file__).resolve().parent
+SHAPES = {  # of Llama-3-8B: rows x columns
+    "q_proj, o_proj": (4096, 4096),
+    "k_proj, v_proj": (1024, 4096),
+    "gate_proj, up_proj": (14336, 4096),
+    "down_proj": (4096, 14336),
+}
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+BATCHES = (1, 16, 64, 256)
+FORMATS = ("bfloat16", "fp8", "int8")
+ANY = 1e-9  # a min_speedup that packs whatever can be packed
+Pack = Callable[..., Any]
+
+
+class Failed(Exception):
+    """A measurement that could not be made here; the text is one line."""
+
+
+# one layer ----------------------------------------------------------------------------------------------------------
+
+
+def sparse_linear(rows: int, columns: int, device: str) -> nn.Linear:
+    """A bfloat16 Linear [rows, columns] whose weight is 2:4."""
+    layer = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight.masked_fill_(~mts.NM(2, 4).mask(layer.weight.abs()), 0)
+    return layer
+
+
+def measure_layer(name: str, given: argparse.Namespace, kind: str, pack: Pack, timer: Timer) -> list[dict[str, Any]]:
+    """Seconds of one shape at each token count: dense bfloat16, dense in the same 8-bit format where torch has it, and
+    2:4. Raises Failed if the layer cannot be packed."""
+    rows, columns = SHAPES[name]
+    layer = sparse_linear(rows, columns, given.device)
+    weight = layer.weight.detach()
+    quantize = None if kind == "bfloat16" else kind
+    try:
+        pack(layer, tune=given.tokens, timing=given.timing, quantize=quantize, min_speedup=ANY)
+    except ValueError as error:
+        raise Failed(one_line(error)) from error
+    (entry,) = mts.semi_structured_report(layer).layers
+    if not entry.timings:
+        raise Failed(entry.reason)
+    dense_8_bits = dict.fromkeys(given.tokens)
+    if kind == "fp8":
+        dense_8_bits = {count: dense_fp8(weight, count, timer) for count in given.tokens}
+    return [
+        {
+            "layer": name,
+            "shape": f"{rows} x {columns}",
+            "format": kind,
+            "tokens": timing.tokens,
+            "dense": timing.dense,
+            "dense_library": timing.dense_library,
+            "dense_8_bits": dense_8_bits[timing.tokens],
+            "sparse": timing.sparse,
+            "algorithm": list(timing.algorithm),
+            "speedup": timing.speedup,
+            "bytes": entry.bytes,
+            "dense_bytes": entry.dense_bytes,
+            "weight_error": entry.weight_error,
+            "output_error": entry.output_error,
+        }
+        for timing in entry.timings
+    ]
+
+
+def dense_fp8(weight: Tensor, tokens: int, timer: Timer) -> float | None:
+    """Seconds of the dense layer in fp8, scales per row and per token, rounding of the input included; None if torch
+    has no such product here."""
+    codes, scales = quantize_rows(weight, torch.float8_e4m3fn)
+    x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    cache = torch.cuda.get_device_properties(weight.device).L2_cache_size if weight.is_cuda else 0
+    copies = min(max(-(-2 * cache // codes.nbytes), 1), 64)
+    weights = [codes] + [codes.clone() for _ in range(copies - 1)]
+
+    def call(one: Tensor) -> Tensor:
+        x_codes, x_scales = quantize_rows(x, torch.float8_e4m3fn)
+        return torch._scaled_mm(x_codes, one.t(), x_scales, scales.t(), out_dtype=x.dtype)
+
+    try:
+        return timer([partial(call, one) for one in weights])
+    except RuntimeError as error:
+        print(f"dense fp8 at {tokens} tokens: {one_line(error)}", file=sys.stderr)
+        return None
+
+
+# the model ----------------------------------------------------------------------------------------------------------
+
+
+def random_llama(layers: int, device: str, **changes: Any) -> Any:
+    """A Llama-3-8B of random weights with so many decoder layers, bfloat16, its block layers 2:4, in plain modules."""
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rope_theta": 500000.0,
+    }
+    config = LlamaConfig(**{**shape, "num_hidden_layers": layers, **changes})
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    return mts.sparsify(model, "magnitude", pattern="2:4", enforce=False, progress=False)
+
+
+def prefill(model: Any, tokens: int) -> Callable[[], Any]:
+    """A call that takes one prompt of so many tokens and gives the logits of its last one."""
+    ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
+    return lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+
+def decode(model: Any, batch: int, context: int) -> Callable[[], Any]:
+    """A call that takes the next token of each of ``batch`` sequences after ``context`` tokens, again and again."""
+    ids = torch.ones(batch, context, dtype=torch.long, device=model.device)
+    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    one = ids[:, :1]
+
+    def call() -> Tensor:
+        logits = model(input_ids=one, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        cache.crop(-1)
+        return logits
+
+    return call
+
+
+def variants(given: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """Ways to run the model -> options of to_semi_structured; None is dense."""
+    counts = tuple(sorted({*given.tokens, *given.batches}))
+    found: dict[str, dict[str, Any] | None] = {"dense": None, "2:4": {}}
+    found["2:4 where faster"] = {"tune": counts, "keep_both": True}
+    for kind in given.formats:
+        if kind != "bfloat16":
+            found[f"2:4 {kind}"] = {"quantize": kind}
+    return found
+
+
+def measure_model(model: Any, given: argparse.Namespace, pack: Pack, timer: Timer) -> dict[str, Any]:
+    """Seconds of a prompt and of a decoding step, and the bytes of all weights, for each way to run the model; a text
+    where it failed."""
+    found: dict[str, Any] = {}
+    for name, options in variants(given).items():
+        progress(name)
+        try:
+            if options is not None:
+                pack(model, **options)
+                _refuse_dense(model, options)
+            found[name] = timed_model(model, given, timer)
+        except (ValueError, RuntimeError) as error:  # what this GPU, or its memory, does not take
+            found[name] = one_line(error)
+        mts.to_dense(model)  # rounded weights stay rounded, which changes no time
+        gc.collect()
+    return found
+
+
+def _refuse_dense(model: Any, options: dict[str, Any]) -> None:
+    report = mts.semi_structured_report(model)
+    if not report.packed and "tune" not in options:
+        raise ValueError(f"no layer was packed: {next(layer.reason for layer in report.layers)}")
+
+
+def timed_model(model: Any, given: argparse.Namespace, timer: Timer) -> dict[str, Any]:
+    seconds = {}
+    with torch.inference_mode():
+        for tokens in given.tokens:
+            seconds[f"prompt of {tokens}"] = timer([prefill(model, tokens)])
+        for batch in given.batches:
+            seconds[f"step of {batch} x 1 after {given.context}"] = timer([decode(model, batch, given.context)])
+    report = getattr(model, "semi_structured_report", None)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    if report is not None:
+        held = report.bytes + sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() < 2)
+    return {"seconds": seconds, "bytes": held}
+
+
+# tables -------------------------------------------------------------------------------------------------------------
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def layer_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| layer | shape | format | tokens | dense us | dense 8 bits us | 2:4 us | dense / 2:4 |",
+        "| --- | --- | --- |" + " ---: |" * 5,
+    ]
+    for row in rows:
+        start = f"| {row['layer']} | {row['shape']} | {row['format']} |"
+        if "failed" in row:
+            lines.append(f"{start} failed: {row['failed'].replace('|', '/')} | | | | |")
+            continue
+        eight = "" if row["dense_8_bits"] is None else f"{row['dense_8_bits'] * 1e6:.1f}"
+        figures = f"{row['dense'] * 1e6:.1f} | {eight} | {row['sparse'] * 1e6:.1f} | {row['speedup']:.2f}"
+        lines.append(f"{start} {row['tokens']} | {figures} |")
+    return "\n".join(lines)
+
+
+def model_table(found: dict[str, Any]) -> str:
+    made = {name: one for name, one in found.items() if isinstance(one, dict)}
+    lines = [f"| ms | {' | '.join(found)} |", "| --- |" + " ---: |" * len(found)]
+    works = list(next(iter(made.values()))["seconds"]) if made else []
+    for work in works:
+        cells = [f"{made[name]['seconds'][work] * 1e3:.2f}" if name in made else "-" for name in found]
+        lines.append(f"| {work} | {' | '.join(cells)} |")
+    sizes = [f"{made[name]['bytes'] / 2**30:.2f}" if name in made else "-" for name in found]
+    lines.append(f"| GiB of weights | {' | '.join(sizes)} |")
+    lines += ["", *(f"- {name} failed: {one}" for name, one in found.items() if not isinstance(one, dict))]
+    return "\n".join(lines).rstrip()
+
+
+def text(results: dict[str, Any]) -> str:
+    parts = [layer_table(results["layers"])] if results["layers"] else []
+    if results["model"]:
+        parts.append(f"Llama-3-8B of {results['settings']['layers']} decoder layers, random weights:")
+        parts.append(model_table(results["model"]))
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    parts.append(f"- {results['device']}; timing {results['settings']['timing']}\n- {versions}\n- {results['date']}")
+    return "\n\n".join(parts) + "\n"
+
+
+# the run ------------------------------------------------------------------------------------------------------------
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def counts(given: str) -> tuple[int, ...]:
+    found = tuple(sorted({int(count) for count in given.split(",")}))
+    if found[0] < 1:
+        raise ValueError(given)
+    return found
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=counts, default=TOKENS, help="rows of a layer's input, tokens of a prompt")
+    parser.add_argument("--batches", type=counts, default=BATCHES, help="sequences of a decoding step")
+    parser.add_argument("--context", type=int, default=512, help="tokens before a decoding step")
+    parser.add_argument("--formats", type=lambda text: tuple(text.split(",")), default=("bfloat16", "fp8"))
+    parser.add_argument("--layers", type=int, default=32, help="decoder layers of the model; 0 leaves it out")
+    parser.add_argument("--timing", choices=tuple(TIMERS), default="eager", help="of single layers")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results" / "semi_structured", help="writes OUT.md, OUT.json"
+    )
+    found = parser.parse_args(given)
+    if unknown := set(found.formats) - set(FORMATS):
+        parser.error(f"--formats {','.join(sorted(unknown))}: allowed are {','.join(FORMATS)}")
+    return found
+
+
+def measure(given: argparse.Namespace, pack: Pack, timers: dict[str, Timer], **changes: Any) -> dict[str, Any]:
+    """All results: rows of layers, the model's times, and what they were made with."""
+    rows: list[dict[str, Any]] = []
+    for name, (height, width) in SHAPES.items():
+        for kind in given.formats:
+            progress(f"{name} {kind}")
+            try:
+                rows += measure_layer(name, given, kind, pack, timers[given.timing])
+            except Failed as error:
+                rows.append({"layer": name, "shape": f"{height} x {width}", "format": kind, "failed": str(error)})
+    model = None
+    if given.layers:
+        progress("model")
+        llama = random_llama(given.layers, given.device, **changes)
+        model = measure_model(llama, given, pack, timers["eager"])
+    return {
+        "device": torch.cuda.get_device_name(given.device) if torch.cuda.is_available() else given.device,
+        "versions": {
+            **library_versions(),
+            "CUDA": str(torch.version.cuda),
+            "cuSPARSELt": str(torch.backends.cusparselt.version()),
+        },
+        "date": datetime.date.today().isoformat(),
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
+        "layers": rows,
+        "model": model,
+    }
+
+
+def main() -> None:
+    given = arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("semi_structured.py: 2:4 kernels run on CUDA devices (Ampere or later) and there is none here")
+    torch.cuda.set_device(given.device)  # timers and graphs go by the current device
+    results = measure(given, mts.to_semi_structured, dict(TIMERS))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    given.out.with_suffix(".md").write_text(text(results), encoding="utf-8")
+    print(text(results), end="")
+
+
+if __name__ == "__main__":
+    main()

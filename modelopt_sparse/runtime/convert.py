@@ -1,0 +1,458 @@
+"""`to_semi_structured` and `to_dense`: which layers are packed 2:4, one after the other, and the way back."""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.layers import find_layers
+from modelopt_sparse.modules import named_masks
+from modelopt_sparse.report import library_versions
+from modelopt_sparse.runtime.backends import BACKENDS, Backend, choose_backend, library_version
+from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
+from modelopt_sparse.runtime.packing import DTYPES, NotPackable, misfit, pack, shape_misfit
+from modelopt_sparse.runtime.product import ALWAYS_SPARSE
+from modelopt_sparse.runtime.quantize import FORMATS, quantize_rows, relative_squared_error
+from modelopt_sparse.runtime.report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
+from modelopt_sparse.runtime.tune import (
+    LIBRARIES,
+    TIMERS,
+    Timer,
+    Timing,
+    TimingCache,
+    decide,
+    time_layer,
+    timing_key,
+)
+from modelopt_sparse.wording import nearest
+
+SHOWN = 5  # layers that an error spells out
+ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
+ERROR_SEED = 20_240_813  # of those inputs: none that weights are likely to have been drawn with
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `to_semi_structured`, checked."""
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    strict: bool = False
+    tune: tuple[int, ...] | None = None
+    timing: str = "eager"
+    min_speedup: float = 1.05
+    keep_both: bool = False
+    quantize: str | None = None
+    backend: str | None = None
+    cache: str | Path | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Settings":
+        known = [item.name for item in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(
+                    f"option {key!r} of to_semi_structured is not known{nearest(key, known)}; "
+                    f"allowed are {', '.join(known)}"
+                )
+        given = dict(options)
+        for key in ("include", "exclude"):
+            if isinstance(given.get(key), str):
+                given[key] = (given[key],)
+            if given.get(key) is not None:
+                given[key] = tuple(given[key])
+        if isinstance(given.get("tune"), int) and not isinstance(given["tune"], bool):
+            given["tune"] = (given["tune"],)
+        if given.get("tune") is not None:
+            given["tune"] = _token_counts(given["tune"])
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if self.timing not in TIMERS:
+            raise ValueError(f"timing {self.timing!r} is not known: allowed are {', '.join(TIMERS)}")
+        if not self.min_speedup > 0:
+            raise ValueError(f"min_speedup {self.min_speedup}: it must be above 0; 1.05 asks for 5 % more speed")
+        if self.quantize is not None and self.quantize not in FORMATS:
+            raise ValueError(f"quantize {self.quantize!r} is not known: allowed are {', '.join(FORMATS)}, or None")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is not known: allowed are {', '.join(BACKENDS)}, or None")
+        if self.tune is None:
+            for key in ("keep_both", "cache"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
+        if self.keep_both and self.quantize:
+            raise ValueError("keep_both with quantize would give one token other values than two: choose one of them")
+
+    @property
+    def packed_dtype(self) -> torch.dtype | None:
+        return None if self.quantize is None else FORMATS[self.quantize]
+
+
+def _token_counts(given: Any) -> tuple[int, ...]:
+    counts: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
+    if wrong or not counts:
+        raise ValueError(f"tune {given!r}: give token counts from 1, for example tune=(1, 64, 2048)")
+    return tuple(sorted(set(counts)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that layers are packed for, what multiplies there, and how it is timed."""
+
+    device: torch.device
+    backend: Backend
+    title: str
+    timer: Timer
+    cache_bytes: int
+    libraries: Sequence[str] = LIBRARIES
+
+    @classmethod
+    def of(cls, device: torch.device, settings: Settings) -> "Place":
+        backend = choose_backend(device, settings.backend)
+        properties = torch.cuda.get_device_properties(device)
+        if settings.quantize == "fp8" and (reason := _no_fp8(device, backend)):
+            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
+        return cls(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
+
+
+def _no_fp8(device: torch.device, backend: Backend) -> str:
+    if torch.float8_e4m3fn not in backend.dtypes:
+        return f'{backend.name} has no fp8; quantize="int8" runs with it'
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
+    return ""
+
+
+# the public functions -----------------------------------------------------------------------------------------------
+
+
+def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
+    """Pack every Linear layer that is exactly 2:4 for Sparse Tensor Cores, in place, and return the model.
+
+    For inference, on the CUDA device where the model is, and the last thing to do to it: packed layers stay in their
+    dtype (float16 or bfloat16) and on their device. `to_dense` is the way back, `semi_structured_report` says how each
+    layer runs and why others stay dense. Nothing is packed that does not unpack bit for bit.
+
+    ``tune=(1, 64, 2048)`` times each layer, dense against 2:4, on these token counts, and leaves dense what 2:4 does
+    not make at least ``min_speedup`` (1.05) times as fast at every one of them; without it every 2:4 layer is packed.
+    ``timing`` is "eager", with the cost of launching from Python, or "graph", as in a CUDA graph. ``keep_both=True``
+    keeps both forms where each wins at some counts, for 1.56 times the dense memory. ``cache`` names a JSON file that
+    timings are kept in. ``quantize="fp8"`` or "int8" also rounds packed layers to 8 bits; the report has the error.
+    ``include`` and ``exclude`` are globs of layer names. A layer named in full in ``include``, with ``strict=True`` all
+    that it matches, must be packable. ``backend`` is "cusparselt" or "cutlass"; by default the first that runs here.
+
+    Raises ValueError with the model untouched for unknown options, a model that is not on a CUDA device, sparse modules
+    (export first), and layers that had to be packable.
+    """
+    settings = Settings.of(options)
+    _refuse_masks(model)
+    _refuse_without_cuda(model)
+    convert(model, settings, cache(lambda device: Place.of(device, settings) if device.type == "cuda" else None))
+    return model
+
+
+def to_dense(model: nn.Module) -> nn.Module:
+    """Turn packed layers back into plain nn.Linear, in place, and return the model.
+
+    Weights are those that were packed, bit for bit; of quantized layers the rounded ones. They are new Parameters, on
+    the device of the layer. A model without packed layers comes back as it is.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, SemiStructuredLinear):
+            unpack_module(module)
+    if hasattr(model, ATTRIBUTE):
+        delattr(model, ATTRIBUTE)
+    return model
+
+
+def semi_structured_report(model: nn.Module) -> SpeedReport:
+    """How the layers of a model run since `to_semi_structured`, or ``load(folder, semi_structured=True)``.
+
+    Raises ValueError if neither was called on it.
+    """
+    found = getattr(model, ATTRIBUTE, None)
+    if found is None:
+        raise ValueError(f"this {type(model).__name__} carries no report of 2:4: call to_semi_structured on it first")
+    return found
+
+
+def loading_place(device_map: Any, given: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
+    """The options of `to_semi_structured` that `load` was given, and the one CUDA device that a ``device_map`` names,
+    None being the current one. Raises ValueError for what cannot be, before any weight is read."""
+    settings = Settings.of({} if isinstance(given, bool) else given)
+    named = (
+        list(device_map.values()) if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
+    )
+    try:
+        (device,) = {torch.device(name) for name in named}
+    except (RuntimeError, TypeError, ValueError):  # "auto", or several
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(
+            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; to spread a "
+            "model over several, load it dense with that device_map, export it and call to_semi_structured on it"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return settings, Place.of(device, settings)
+
+
+def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
+    """Pack a model that is on the CPU for another device, one layer there at a time, and move the rest after it."""
+    convert(model, settings, lambda _: place)
+    return model.to(place.device)
+
+
+# conversion ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A weight of the model: the plain Linear that holds it alone, or why it stays dense."""
+
+    name: str
+    module: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reason: str = ""
+
+    @property
+    def entry(self) -> LayerSpeed:
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return LayerSpeed(self.name, self.shape, _short(self.dtype), DENSE, size, size, self.reason)
+
+
+def convert(
+    model: nn.Module,
+    settings: Settings,
+    place_of: Callable[[torch.device], Place | None],
+) -> SpeedReport:
+    """Pack what can be packed, layer by layer, and leave the report on the model.
+
+    ``place_of`` says where a weight on a device is packed for, or None if nowhere. Whatever may be refused is found
+    before the first layer changes. A run that breaks off (out of memory, Ctrl-C) leaves the layers up to then packed,
+    the rest dense, and the report of that.
+    """
+    candidates = list(_candidates(model, settings, place_of))
+    _check_asked_for(model, candidates, settings)
+    report = SpeedReport(
+        layers=[_record(name, module) for name, module in _packed(model)],
+        settings={key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+        versions=library_versions(),
+    )
+    timings = TimingCache(settings.cache)
+    waiting = [candidate.entry for candidate in candidates]
+    try:
+        for index, candidate in enumerate(candidates):
+            if not candidate.reason:
+                place = place_of(candidate.module.get_parameter("weight").device)
+                assert place is not None
+                report.device = place.title
+                report.versions["backend"] = library_version(place.backend)
+                with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
+                    waiting[index] = _convert_layer(candidate, settings, place, timings)
+    finally:
+        report.layers += waiting
+        setattr(model, ATTRIBUTE, report)
+    _check_still_packed(report, settings)
+    return report
+
+
+def _candidates(
+    model: nn.Module, settings: Settings, place_of: Callable[[torch.device], Place | None]
+) -> Iterator[_Candidate]:
+    layers, others = find_layers(model)
+    uncalled = dict(_read_without_a_call(model))
+    for layer in layers:
+        weight = layer.parameter
+        reason = _not_wanted(layer.name, settings)
+        if not reason and layer.twins:
+            reason = "tied: another module holds the same weight"
+        if not reason:
+            reason = uncalled.get(layer.owner, "") or _not_eligible(layer.owner, weight, settings, place_of)
+        yield _Candidate(layer.name, layer.owner, tuple(weight.shape), weight.dtype, reason)
+    for item in others:
+        if not isinstance(item.module, SemiStructuredLinear):
+            dtype = next(p.dtype for p in item.module.parameters(recurse=False) if tuple(p.shape) == item.shape)
+            reason = _not_wanted(item.name, settings) or item.reason
+            yield _Candidate(item.name, item.module, item.shape, dtype, reason)
+
+
+def _not_wanted(name: str, settings: Settings) -> str:
+    for glob in settings.exclude:
+        if fnmatch.fnmatchcase(name, glob):
+            return f"excluded by {glob!r}"
+    if settings.include is not None and not any(fnmatch.fnmatchcase(name, glob) for glob in settings.include):
+        return "not in include"
+    return ""
+
+
+def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Linear layers whose parent reads the weight behind their back, where a packed one cannot be read."""
+    for module in model.modules():
+        why = f"{type(module).__name__} reads the weight without calling the layer"
+        if isinstance(module, nn.TransformerEncoderLayer):
+            yield from ((module.linear1, why), (module.linear2, why))
+        elif "mamba" in type(module).__name__.lower():
+            yield from ((child, why) for name, child in module.named_children() if name == "dt_proj")
+
+
+def _not_eligible(
+    module: Any, weight: nn.Parameter, settings: Settings, place_of: Callable[[torch.device], Place | None]
+) -> str:
+    """Why a layer's weight stays dense, from the cheap questions to the look at every weight; or ""."""
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, not a plain nn.Linear"
+    own = module.__dict__.get("forward")
+    if own is not None and not hasattr(module, "_hf_hook") and getattr(own, "__func__", None) is not nn.Linear.forward:
+        return "its forward was replaced on the instance"
+    if is_sharded(weight):
+        return "sharded over processes (DTensor)"
+    if (place := place_of(weight.device)) is None:
+        return f"on {weight.device}, not on a CUDA device"
+    if weight.dtype not in DTYPES:
+        return (
+            f"dtype: {_short(weight.dtype)}, the kernels take {' and '.join(map(_short, DTYPES))}: cast the model first"
+        )
+    if module.bias is not None and module.bias.dtype != weight.dtype:  # type: ignore[union-attr]
+        return f"dtype: its bias is {_short(module.bias.dtype)}, its weight {_short(weight.dtype)}"  # type: ignore
+    packed_dtype = settings.packed_dtype or weight.dtype
+    return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
+
+
+def _check_asked_for(model: nn.Module, candidates: Sequence[_Candidate], settings: Settings) -> None:
+    """Raise ValueError for globs that match nothing, and for layers that were to be packed and cannot be."""
+    names = [candidate.name for candidate in candidates] + [name for name, _ in _packed(model)]
+    for glob in [*(settings.include or ()), *settings.exclude]:
+        if not fnmatch.filter(names, glob):
+            raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
+    refused = [item for item in candidates if item.reason and _must_be_packed(item.name, settings)]
+    if refused:
+        named = "; ".join(f"{item.name}: {item.reason}" for item in refused[:SHOWN])
+        more = f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
+        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {named}{more}")
+
+
+def _must_be_packed(name: str, settings: Settings) -> bool:
+    if name in (settings.include or ()):
+        return True
+    return settings.strict and not _not_wanted(name, settings)
+
+
+def _check_still_packed(report: SpeedReport, settings: Settings) -> None:
+    """What only packing itself can find, of layers that had to be packed."""
+    for layer in report.layers:
+        if layer.runs == DENSE and not layer.timings and layer.reason and _must_be_packed(layer.name, settings):
+            raise ValueError(f"layer {layer.name!r} cannot be packed 2:4: {layer.reason}")
+
+
+def _convert_layer(candidate: _Candidate, settings: Settings, place: Place, timings: TimingCache) -> LayerSpeed:
+    """Pack one layer, or leave it dense, and say which; its dense weight is gone before the next one is read."""
+    module = candidate.module
+    weight = module.get_parameter("weight").detach().to(place.device)
+    bias = None if module.bias is None else module.bias.detach().to(place.device)
+    codes, scales = weight, None
+    if settings.packed_dtype is not None:
+        codes, scales = quantize_rows(weight, settings.packed_dtype)
+    try:
+        packed = pack(codes, place.backend)
+    except NotPackable as reason:
+        return replace(candidate.entry, reason=str(reason))
+    measured: list[Timing] = []
+    choices = ALWAYS_SPARSE
+    if settings.tune is not None:
+        key = timing_key(place.title, place.backend, settings.timing, weight, codes.dtype, bias)
+        known = timings.get(key, settings.tune)
+        if known is None:
+            known = time_layer(
+                settings.tune,
+                weight,
+                bias,
+                packed,
+                scales,
+                place.backend,
+                place.timer,
+                place.cache_bytes,
+                place.libraries,
+            )
+            timings.put(key, known)
+        measured = known
+        decided = decide(measured, settings.min_speedup, settings.keep_both)
+        if decided is None:
+            return replace(candidate.entry, reason=_slower(measured, settings), timings=tuple(measured))
+        choices = decided
+    both = not all(choice.sparse for choice in choices)
+    pack_module(module, packed, scales, place.backend, choices, keep_dense=both)
+    assert isinstance(module, SemiStructuredLinear)
+    module.record = replace(
+        candidate.entry,
+        runs=BOTH if both else SPARSE,
+        bytes=module.weight_bytes,
+        backend=place.backend.name,
+        packed_dtype=_short(codes.dtype),
+        timings=tuple(measured),
+        notes=tuple(_notes(codes)),
+        **({} if scales is None else _errors(module, weight, bias, codes, scales)),
+    )
+    return module.record
+
+
+def _slower(timings: Sequence[Timing], settings: Settings) -> str:
+    lost = [str(timing.tokens) for timing in timings if timing.speedup < settings.min_speedup]
+    return f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
+
+
+def _notes(weight: Tensor) -> Iterator[str]:
+    if weight.dtype in DTYPES and (count := int(((weight == 0) & torch.signbit(weight)).sum())):
+        yield f"{count} weights were -0.0 and are +0.0 now"
+
+
+def _errors(module: nn.Module, weight: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor) -> dict[str, float]:
+    generator = torch.Generator(weight.device).manual_seed(ERROR_SEED)
+    x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return {
+        "weight_error": relative_squared_error(codes.float() * scales, weight),
+        "output_error": relative_squared_error(module(x), wanted),
+    }
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[str, SemiStructuredLinear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, SemiStructuredLinear))
+
+
+def _record(name: str, module: SemiStructuredLinear) -> LayerSpeed:
+    return replace(module.record, name=name)
+
+
+def _refuse_masks(model: nn.Module) -> None:
+    if names := [name for name, _ in named_masks(model)]:
+        raise ValueError(
+            f"{len(names)} weights are held by masks ({names[0]!r} first), which packed weights cannot be: call "
+            "modelopt_sparse.export(model) first"
+        )
+
+
+def _refuse_without_cuda(model: nn.Module) -> None:
+    devices = {parameter.device for parameter in model.parameters() if parameter.dim() >= 2}
+    if any(device.type == "cuda" for device in devices) or any(_packed(model)):
+        return
+    where = ", ".join(sorted(map(str, devices))) or "no device, for it has no weights"
+    raise ValueError(
+        f"2:4 kernels run on CUDA devices and this {type(model).__name__} is on {where}: move it with "
+        'model.to("cuda") first, or load it with modelopt_sparse.load(folder, semi_structured=True)'
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
