@@ -57,12 +57,14 @@ def _settle(target: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> 
     *lead, _, _ = target.shape
     rho = target.new_full((*lead, 1, 1), FIRST_RHO)
     settled = torch.zeros_like(rho, dtype=torch.bool)
-    inverse = _inverse(gram, rho)
+    inverse: Tensor | None = None
     correlation = target @ gram
     dual = torch.zeros_like(target)
     mask = checked = pattern.mask(target.abs())
     sparse = target.masked_fill(~mask, 0)
     for iteration in range(1, iterations + 1):
+        if inverse is None:
+            inverse = _inverse(gram, rho)
         ridge = (correlation - dual + rho * sparse) @ inverse
         lifted = ridge + dual / rho
         mask = torch.where(settled, mask, pattern.mask(lifted.abs()))
@@ -77,11 +79,14 @@ def _settle(target: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> 
             break
         growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, 1.1))
         rho = torch.where(settled, rho, (rho * growth).clamp_max(MAX_RHO))
-        inverse = _inverse(gram, rho)
+        inverse = None  # given up before the next one is made: it is as large as the Gram matrix
     return sparse, mask
 
 
 def _inverse(gram: Tensor, rho: Tensor) -> Tensor:
     """(H + rho I)^-1; with a unit diagonal and rho of at least FIRST_RHO it is well conditioned."""
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram + rho * identity))
+    damped = gram.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(rho.squeeze(-1))
+    factor = torch.linalg.cholesky(damped)
+    del damped
+    return torch.cholesky_inverse(factor)
