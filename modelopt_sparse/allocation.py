@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import Cache
 
 from modelopt_sparse.calibration.batches import Call, TokenMasks
+from modelopt_sparse.calibration.experts import filled, pooled
 from modelopt_sparse.calibration.record import flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs
@@ -332,7 +333,13 @@ def _statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
                 f"layer {item.name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
                 "model in bfloat16 or float32"
             )
-    return stats
+    minimum, how = runner.config.min_tokens, runner.config.experts
+    # what all tokens would be to an expert is not worth a run here: the pool is close
+    how = "pool" if how == "all_tokens" else how
+    return {
+        name: found if found.counts is None else filled(found, minimum, how, pooled(found), None)
+        for name, found in stats.items()
+    }
 
 
 class _Rounded:

@@ -18,6 +18,7 @@ from modelopt_sparse.reconstruct import Reconstruct
 
 SEQUENTIAL = ("block", "stage", "none")
 ALLOCATIONS = ("uniform", "block", "owl", "search")
+EXPERTS = ("pool", "all_tokens", "weight_only")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
 
@@ -99,6 +100,9 @@ class SparsifyConfig:
         ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
         batches of ``batch_size``.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
+      min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
+      experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
+        "all_tokens" solves them as if every token were routed to them; "weight_only" by their weights alone.
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
@@ -135,6 +139,8 @@ class SparsifyConfig:
     seq_len: int | None = None
     batch_size: int = 8
     count_padding: bool = False
+    min_tokens: int = 128
+    experts: str = "pool"
     sequential: str = "block"
     permute: bool = False
     update: bool = True
@@ -192,9 +198,12 @@ class SparsifyConfig:
             raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
         if self.sequential not in SEQUENTIAL:
             raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
-        for name in ("max_batches", "num_samples", "seq_len", "batch_size"):
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts={self.experts!r}: allowed are {', '.join(map(repr, EXPERTS))}")
+        for name in ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            open_ = value is None and name != "min_tokens"
+            if not open_ and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive whole number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: must be a whole number")

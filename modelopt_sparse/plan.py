@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
 from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve, resolve_method
+from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
@@ -189,6 +190,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
         )
 
+    for item in planned:
+        kind = item.layer.kind
+        if config.experts == "all_tokens" and isinstance(kind, RoutedKind) and not kind.sees_all_tokens:
+            raise ValueError(
+                f"layer {item.name!r}: {item.type} is given rows that are sorted by expert already, so that "
+                "experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
+            )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
     if not planned:
@@ -338,7 +346,10 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
         if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
             found[head] = "output head"
         for name, child in module.named_children():
-            has_experts = any(other.startswith("experts") for other, _ in module.named_children())
+            has_experts = any(
+                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
+                for other, beside in module.named_children()
+            )
             is_gate = name in ("gate", "router", "wg") and has_experts
             if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
                 found.update((inner, "MoE router") for inner in child.modules())

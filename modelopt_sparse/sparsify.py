@@ -88,7 +88,8 @@ def sparsify(
                     first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
                     with _naming(target):
                         solution, later = improved(target, job.weight, solution, item.stats, job.scaled, config)
-                    entry = LayerReport.of(target, solution, item.stats, [first, *later], permuted.get(target.name))
+                    steps = [first, *later]
+                    entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
                     else:

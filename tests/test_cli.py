@@ -213,6 +213,8 @@ VALUES = {
     "seq_len": "16",
     "batch_size": "2",
     "count_padding": "true",
+    "min_tokens": "5",
+    "experts": "all_tokens",
     "sequential": "stage",
     "device": "cpu",
     "enforce": "false",

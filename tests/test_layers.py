@@ -338,16 +338,16 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
         ("attention.in_proj_weight", "attention.in_proj_weight"),
         ("attention.out_proj", "attention.out_proj.weight"),
     ]
-    fused = "fused expert weights are not supported yet"
+    outside = "fused experts outside of transformers' experts interface"
     assert {item.name: item.reason for item in others} == {
         "embed": "embedding",
         "up": "no adapter for ConvTranspose1d.weight",
         "attention.bias_k": "no adapter for MultiheadAttention.bias_k",
         "attention.bias_v": "no adapter for MultiheadAttention.bias_v",
         "router": "MoE router",
-        "experts.gate_up_proj": fused,
-        "experts.down_proj": fused,
-        "more": fused,
+        "experts.gate_up_proj": f"no adapter for Grouped.gate_up_proj: {outside}",
+        "experts.down_proj": f"no adapter for Grouped.down_proj: {outside}",
+        "more": f"no adapter for ParallelExperts.weight: {outside}",
     }
 
 

@@ -1,6 +1,6 @@
 """Statistics of layer inputs, summed up while a part of the model runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks, version
+from modelopt_sparse.calibration.experts import ExpertSum
+from modelopt_sparse.experts import Route, RoutedKind
 from modelopt_sparse.layers import CONV, Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan import LayerPlan
@@ -36,6 +38,8 @@ class LayerInputs:
         for target in targets:
             for observed in target.layer.observed:
                 self._layers.setdefault(observed, []).append(target.layer)
+        self._token_of: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
+        self._routers = {target.layer.router for target in targets if target.layer.router is not None}
         self._side_of = side_of
         self._blocks = blocks
         self._see = see
@@ -52,11 +56,18 @@ class LayerInputs:
             self._hooks.enter_context(block.register_forward_pre_hook(self._on_block, with_kwargs=True))
         for module in self._layers:
             self._hooks.enter_context(module.register_forward_pre_hook(self._on_layer, with_kwargs=True))
+        for router in self._routers:
+            self._hooks.enter_context(router.register_forward_hook(self._on_router))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
         self._foreign = []
+        self._token_of.clear()
+
+    def _on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
+        del args
+        self._token_of[router] = output[1]
 
     def _on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         del block
@@ -93,9 +104,11 @@ class LayerInputs:
         if mask is None:
             return None
         mask = mask.to(x.device)
+        if layer.router is not None:
+            return mask.flatten()[self._token_of[layer.router]]
         if layer.kind is not CONV:  # a convolution's rows are patches
-            if x.shape[:-1] == mask.shape:
-                return mask
+            if _without_ones(x.shape[:-1]) == _without_ones(mask.shape):  # DeepSeek's latents are [B, 1, S, C]
+                return mask.view(x.shape[:-1])
             if x.dim() == 2 and x.shape[0] == mask.numel():
                 return mask.flatten()
         raise self._unmatched(layer, x, f"the token mask has shape {list(mask.shape)}")
@@ -108,16 +121,24 @@ class LayerInputs:
         )
 
 
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
-    The first layer to see an input leads its group. With ``share=False`` every layer sums for itself.
+    The first layer to see an input leads its group. With ``share=False`` every layer sums for itself. ``everyone``:
+    layer name -> experts that are to see all tokens, whatever is routed to them, in place of the routing.
     """
 
-    def __init__(self, *, needs: dict[str, str], share: bool) -> None:
+    def __init__(
+        self, *, needs: Mapping[str, str], share: bool, everyone: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         self._needs = needs  # layer name -> what its method needs
+        self._everyone = everyone
         self._share = share
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, _Sum | ExpertSum] = {}
         self._leader_of: dict[str, str] = {}
         self._seen: dict[tuple, str] = {}  # input -> leader, in this call of the model
         self._inputs_of: dict[str, list[tuple]] = {}  # layer name -> its inputs in this call of the model
@@ -130,10 +151,28 @@ class Collector:
             raise SharingChanged
         self._inputs_of.setdefault(layer.name, []).append(key)
         self._alive.append(inputs)
-        if leader == layer.name:
+        if leader != layer.name:
+            return
+        if isinstance(layer.kind, RoutedKind):
+            total = self._sums.get(leader) or ExpertSum.empty(layer, inputs[0], gram=self._gram_needed())
+            assert isinstance(total, ExpertSum)
+            self._sums[leader] = total
+            for route in self._routes(layer, layer.kind, inputs, keep):
+                total.add(route)
+        else:
             total = self._sums.setdefault(leader, _Sum())
+            assert isinstance(total, _Sum)
             for rows in layer.kind.rows(layer.owner, inputs, keep):
                 total.add(rows, gram=self._gram_needed())
+
+    def _routes(
+        self, layer: Layer, kind: RoutedKind, inputs: tuple[Tensor, ...], keep: Tensor | None
+    ) -> Iterator[Route]:
+        if self._everyone is None:
+            yield from kind.routes(layer.owner, inputs, keep)
+            return
+        for expert in self._everyone[layer.name]:
+            yield Route(expert, kind.all_tokens(layer.owner, inputs, keep, expert))
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
+from modelopt_sparse.calibration.experts import few, filled, pooled
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
@@ -373,6 +374,7 @@ class _Walk:
             groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True))
         except SharingChanged:
             groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False))
+        groups = [(names, self._filled(unit, targets, chain, names, stats)) for names, stats in groups]
         if goes_on:
             assert chain is not None
             self._advance(unit, chain)
@@ -391,6 +393,21 @@ class _Walk:
                     "varied data, or exclude it"
                 )
         return [*groups, *(([name], None) for name in without_data)]
+
+    def _filled(
+        self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, names: list[str], stats: Stats
+    ) -> Stats:
+        """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more run."""
+        config = self.config
+        if stats.counts is None or not stats.tokens or not (experts := few(stats, config.min_tokens)):
+            return stats
+        everyone = None
+        if config.experts == "all_tokens":
+            own = [target for target in targets if target.name in names]
+            needs = {target.name: "square_sums" if stats.gram is None else "gram" for target in own}
+            collector = Collector(needs=needs, share=False, everyone=dict.fromkeys(names, experts))
+            ((_, everyone),) = self._sum_up(unit, own, chain, collector)
+        return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
 
     def _sum_up(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector

@@ -22,16 +22,19 @@ class Stats:
     """What calibration sums up for one distinct layer input: sums, never averages, so that they merge by ``+``.
 
     ``tokens`` counts input rows; ``square_sums`` ``[..., C]`` is sum over tokens of x**2; ``gram`` ``[..., C, C]`` is
-    X^T X, kept only where a method needs it. Both are float32 or float64.
+    X^T X, kept only where a method needs it. Both are float32 or float64. ``counts`` ``[E]`` says how many of the rows
+    each expert of a mixture got; None for all other layers.
     """
 
     tokens: int
     square_sums: Tensor
     gram: Tensor | None = None
+    counts: Tensor | None = None
 
     def __add__(self, other: "Stats") -> "Stats":
         gram = None if self.gram is None or other.gram is None else self.gram + other.gram
-        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram)
+        counts = None if self.counts is None or other.counts is None else self.counts + other.counts
+        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram, counts)
 
 
 @dataclass(frozen=True)
