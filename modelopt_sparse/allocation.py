@@ -321,7 +321,7 @@ def _statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
 
     inputs = LayerInputs(items, runner.side_of, runner.blocks, see)
     runner.run_model(inputs.begin, inputs=inputs)
-    stats = {name: found for (name,), found in collector.groups()}
+    stats = {name: found for (name,), found in collector.groups() if isinstance(found, Stats)}  # nothing is kept
     for item in items:
         if item.name not in stats or not stats[item.name].tokens:
             raise ValueError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
 from modelopt_sparse.methods import ALIASES, METHODS
@@ -103,6 +104,8 @@ class SparsifyConfig:
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
         "all_tokens" solves them as if every token were routed to them; "weight_only" by their weights alone.
+      memory_limit: bytes, or text such as "16GB", that statistics and solvers of a mixture's experts may take at a
+        time: tokens are kept, and as many experts solved together as fit. Default: all experts of a layer.
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
@@ -141,6 +144,7 @@ class SparsifyConfig:
     count_padding: bool = False
     min_tokens: int = 128
     experts: str = "pool"
+    memory_limit: int | None = None
     sequential: str = "block"
     permute: bool = False
     update: bool = True
@@ -200,7 +204,7 @@ class SparsifyConfig:
             raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
         if self.experts not in EXPERTS:
             raise ValueError(f"experts={self.experts!r}: allowed are {', '.join(map(repr, EXPERTS))}")
-        for name in ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens"):
+        for name in ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit"):
             value = getattr(self, name)
             open_ = value is None and name != "min_tokens"
             if not open_ and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -372,6 +376,13 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
         given["reconstruct"] = _reconstruct(given["reconstruct"])
     if given.get("allocation", "") is None:
         given["allocation"] = "uniform"
+    if isinstance(given.get("memory_limit"), str):
+        try:
+            given["memory_limit"] = convert_file_size_to_int(given["memory_limit"])
+        except ValueError:
+            raise ValueError(
+                f"memory_limit={given['memory_limit']!r}: give bytes, or a number with a unit, such as '16GB'"
+            ) from None
     if given.get("masks") is not None:
         given["masks"] = _masks(given["masks"])
     for key in ("include", "exclude"):

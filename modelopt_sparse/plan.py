@@ -4,17 +4,17 @@ import difflib
 import fnmatch
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
 from modelopt_sparse.config import Rule, SparsifyConfig, nearest, resolve, resolve_method
-from modelopt_sparse.experts import RoutedKind
+from modelopt_sparse.experts import UP, RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
@@ -33,7 +33,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]; ``needs`` is what the method
-    and the ``steps`` after it have to know of its input."""
+    and the ``steps`` after it have to know of its input; ``at_once`` is how many experts of a mixture are solved
+    together under a memory limit, None if all are."""
 
     name: str
     type: str
@@ -45,6 +46,7 @@ class LayerPlan:
     needs: str
     steps: tuple[str, ...]
     layer: Layer = field(repr=False, compare=False)
+    at_once: int | None = None
 
     @property
     def recipe(self) -> str:
@@ -186,9 +188,8 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         if needs == "nothing" and config.permute and isinstance(pattern, NM):
             needs = "square_sums"
-        planned.append(
-            LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
-        )
+        item = LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
+        planned.append(replace(item, at_once=_at_once(item, config)))
 
     for item in planned:
         kind = item.layer.kind
@@ -219,6 +220,32 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             "pattern such as '2:4', or leave permute out"
         )
     return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
+
+
+def _at_once(item: LayerPlan, config: SparsifyConfig) -> int | None:
+    """How many experts of a mixture the memory limit leaves room for; None if it leaves room for all."""
+    if config.memory_limit is None or not isinstance(item.layer.kind, RoutedKind):
+        return None
+    each = sum(_numbers(item)) * _width(item)
+    if each > config.memory_limit:
+        raise ValueError(
+            f"layer {item.name!r}: statistics and solver of one expert take {each:,} bytes, more than "
+            f"memory_limit={config.memory_limit:,}: raise it, or use a method that needs no Gram matrix"
+        )
+    fit = config.memory_limit // each
+    return None if fit >= item.shape[0] else fit
+
+
+def _numbers(item: LayerPlan) -> tuple[int, int]:
+    """How many numbers the statistics of one of a layer's matrices hold, and its solver beside them at its peak."""
+    *_, rows, columns = item.shape
+    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
+    return needed, WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed
+
+
+def _width(item: LayerPlan) -> int:
+    """Bytes of a number: statistics and solvers work in float32 or better."""
+    return max(4, item.layer.parameter.element_size())
 
 
 def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
@@ -361,28 +388,43 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+
+
 def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
     statistics: dict[str, int] = {}
     tuned: dict[str, int] = {}
+    kept: dict[str, int] = {}
     workspace = 0
+    tokens = None if config.data is None else config.num_samples * (config.seq_len or default_seq_len(model))
+    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
     for item in planned:
-        *lead, rows, columns = item.shape
-        width = max(4, item.layer.parameter.element_size())  # statistics and solvers work in float32 or better
-        matrices = torch.Size(lead).numel()
-        needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
+        width, (needed, solver) = _width(item), _numbers(item)
+        matrices = torch.Size(item.shape[:-2]).numel()
         together = item.name if item.block is None else item.block
-        statistics[together] = statistics.get(together, 0) + width * matrices * needed
+        if item.at_once is None:
+            statistics[together] = statistics.get(together, 0) + width * matrices * needed
+            workspace = max(workspace, width * matrices * solver)
+        else:  # Gram matrices are formed as experts are solved, and square sums are all that is held of the others
+            sums = matrices * item.shape[-1] if item.needs != "nothing" else 0
+            statistics[together] = statistics.get(together, 0) + width * sums
+            workspace = max(workspace, width * item.at_once * (needed + solver))
+            if tokens is not None and chosen is not None and item.needs == "gram":
+                rows = tokens * item.shape[-1] * (1 if item.layer.kind is UP else chosen)
+                kept[together] = kept.get(together, 0) + rows * item.layer.parameter.element_size()
         tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
-        workspace = max(workspace, width * matrices * (WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed))
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
-    if config.data is not None and hidden is not None and any(item.calibrated for item in planned):
-        tokens = config.num_samples * (config.seq_len or default_seq_len(model))
+    if kept:
+        memory["routed_tokens_of_one_block"] = max(kept.values())
+    if tokens is not None and hidden is not None and any(item.calibrated for item in planned):
         copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
         memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
     return memory

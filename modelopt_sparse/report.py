@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from modelopt_sparse.calibration.experts import KeptStats
 from modelopt_sparse.channels import Permuted
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats
@@ -78,12 +79,13 @@ class LayerReport:
         cls,
         target: LayerPlan,
         solution: Solution,
-        stats: Stats | None,
+        stats: Stats | KeptStats | None,
         steps: list[StepReport],
         config: SparsifyConfig,
         permuted: Permuted | None = None,
     ) -> "LayerReport":
-        error_from = "weights" if stats is None else "square_sums" if stats.gram is None else "gram"
+        formed = isinstance(stats, KeptStats) or (stats is not None and stats.gram is not None)
+        error_from = "weights" if stats is None else "gram" if formed else "square_sums"
         counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
         notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
         return cls(

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from modelopt_sparse.allocation import allocation_for
+from modelopt_sparse.calibration.experts import KeptStats, part_of
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
-from modelopt_sparse.methods.base import Solution
+from modelopt_sparse.methods.base import Solution, Stats, output_energy
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
+from modelopt_sparse.parts import Part, joined, some_experts
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import (
@@ -80,15 +82,7 @@ def sparsify(
                     _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
                     continue
-                for job in _prepared(item, config):
-                    target = job.target
-                    with _naming(target):
-                        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
-                    _check_solution(target, job.weight, solution)
-                    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
-                    with _naming(target):
-                        solution, later = improved(target, job.weight, solution, item.stats, job.scaled, config)
-                    steps = [first, *later]
+                for target, solution, steps in _solutions(item, config):
                     entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
@@ -97,7 +91,7 @@ def sparsify(
                         _attach(model, target, solution, entry, config=config, report=report)
                     if config.reconstruct is not None:
                         masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
-                    del job, solution
+                    del solution
                 del item  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
@@ -124,6 +118,38 @@ def export(model: nn.Module) -> nn.Module:
     return model
 
 
+def _solutions(group: Group, config: SparsifyConfig) -> Iterator[tuple[LayerPlan, Solution, list[StepReport]]]:
+    """The layers of one group, solved, and what each step left of them."""
+    (only, *_) = group.targets
+    if only.at_once is not None:  # experts share no input with other layers
+        yield only, *joined(_solved_parts(only, group.stats, config))
+        return
+    assert not isinstance(group.stats, KeptStats)
+    for job in _prepared(group.targets, group.stats, config):
+        yield job.target, *_solved(job, group.stats, config)
+
+
+def _solved_parts(target: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[Part]:
+    """A few experts at a time."""
+    assert target.at_once is not None
+    for start in range(0, target.shape[0], target.at_once):
+        experts = range(start, min(start + target.at_once, target.shape[0]))
+        part, own = some_experts(target, experts), part_of(stats, experts)
+        (job,) = _prepared([part], own, config, experts)
+        yield Part(*_solved(job, own, config), output_energy(job.weight, own))
+
+
+def _solved(job: "_Job", stats: Stats | None, config: SparsifyConfig) -> tuple[Solution, list[StepReport]]:
+    target = job.target
+    with _naming(target):
+        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
+    _check_solution(target, job.weight, solution)
+    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
+    with _naming(target):
+        solution, later = improved(target, job.weight, solution, stats, job.scaled, config)
+    return solution, [first, *later]
+
+
 @dataclass(frozen=True)
 class _Job:
     """A layer that is ready to be solved: its dense weight as a matrix, and the state its group shares."""
@@ -135,20 +161,26 @@ class _Job:
     began: float
 
 
-def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
-    """The layers of one group; those with the same method and options share one prepared state."""
+def _prepared(
+    targets: Sequence[LayerPlan], stats: Stats | None, config: SparsifyConfig, experts: range | None = None
+) -> Iterator[_Job]:
+    """Layers with one input, or some ``experts`` of one; those with the same method and options share one prepared
+    state."""
     states: list[tuple[LayerPlan, Any]] = []
-    scaled = cache(lambda damping: Scaled.of(group.stats, damping))
-    for target in group.targets:
+    scaled = cache(lambda damping: Scaled.of(stats, damping))
+    for target in targets:
         began = time.perf_counter()
         layer = target.layer
-        device = config.device if group.stats is None else group.stats.square_sums.device
+        device = config.device if stats is None else stats.square_sums.device
+        values = stored(layer.owner, layer.param).detach()
+        if experts is not None:
+            values = values[experts.start : experts.stop]
         # a copy: a method that writes to its input does not reach the model
-        weight = layer.matrix(stored(layer.owner, layer.param).detach().to(device, copy=True))
+        weight = layer.matrix(values.to(device, copy=True))
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:
             with _naming(target):
-                shared = [target.method.prepare(group.stats, target.options)]
+                shared = [target.method.prepare(stats, target.options)]
             states.append((target, shared[0]))
         yield _Job(target, weight, shared[0], partial(scaled, target.options.get("damping", DAMPING)), began)
 

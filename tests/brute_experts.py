@@ -4,6 +4,7 @@ Knows nothing of how the package sees routing: each model's mixture is written d
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,21 @@ def chosen_experts(module: Any, args: tuple, kwargs: dict) -> Rows:
             yield "down_proj", expert, token, made
 
 
-def llama4(module: Any, args: tuple, kwargs: dict) -> Rows:
+def all_experts(module: Any, args: tuple, kwargs: dict) -> Rows:
+    """As if every token were routed to every expert."""
+    hidden = (*args, *kwargs.values())[0]
+    return chosen_experts(module, (hidden, torch.arange(len(module.gate_up_proj)).expand(len(hidden), -1)), {})
+
+
+def llama4(module: Any, args: tuple, kwargs: dict, everyone: bool = False) -> Rows:
     """The same of Llama4TextMoe: one expert for each token, whose input is scaled by the sigmoid of its logit."""
     hidden = (*args, *kwargs.values())[0].flatten(0, -2)
     for token in range(len(hidden)):
         logits = module.router.weight.double() @ hidden[token].double()
-        expert = int(logits.argmax())
-        x = hidden[token].double() / (1 + (-logits[expert]).exp())
-        yield "experts.gate_up_proj", expert, token, x
-        yield "experts.down_proj", expert, token, split_halves(x @ module.experts.gate_up_proj[expert].double())
+        for expert in range(len(logits)) if everyone else [int(logits.argmax())]:
+            x = hidden[token].double() / (1 + (-logits[expert]).exp())
+            yield "experts.gate_up_proj", expert, token, x
+            yield "experts.down_proj", expert, token, split_halves(x @ module.experts.gate_up_proj[expert].double())
 
 
 def jetmoe_mlp(module: Any, args: tuple, kwargs: dict) -> Rows:
@@ -105,8 +112,12 @@ VISITS: dict[str, Visit] = {
 
 
 @torch.no_grad()
-def brute_experts(model: nn.Module, batches: Iterable[dict[str, Tensor]], within: list[str]) -> tuple[Seen, dict]:
-    """Gram matrices [E, C, C] and row counts by parameter name, without padding; and the counts [E] of each expert."""
+def brute_experts(
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], within: list[str], *, everyone: bool = False
+) -> tuple[Seen, dict]:
+    """Gram matrices [E, C, C] and row counts by parameter name, without padding; and the counts [E] of each expert.
+
+    ``everyone``: as if every token were routed to every expert."""
     seen, counts = Seen(), {}
     real: Any = None
 
@@ -128,7 +139,9 @@ def brute_experts(model: nn.Module, batches: Iterable[dict[str, Tensor]], within
         kind = type(module).__name__.removeprefix("Sparse")
         visit = VISITS.get(kind)
         if kind.endswith("Experts") and kind != "Llama4TextExperts" and hasattr(module, "gate_up_proj"):
-            visit = chosen_experts
+            visit = all_experts if everyone else chosen_experts
+        if everyone and kind == "Llama4TextMoe":
+            visit = partial(llama4, everyone=True)
         if visit is not None and any(path.startswith(f"{block}.") for block in within):
             handles.append(hook_for(path, module, visit))
     for batch in batches:

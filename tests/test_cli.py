@@ -215,6 +215,7 @@ VALUES = {
     "count_padding": "true",
     "min_tokens": "5",
     "experts": "all_tokens",
+    "memory_limit": "8GB",
     "sequential": "stage",
     "device": "cpu",
     "enforce": "false",

@@ -5,6 +5,7 @@ Shape letters: E experts, C columns.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,37 @@ class ExpertSum:
         return Stats(sum(self.counts), self.sums, counts=counts)
 
 
-def few(stats: Stats, minimum: int) -> list[int]:
+@dataclass
+class KeptRows:
+    """The rows that are routed to each expert, kept until Gram matrices are formed of a few experts at a time; and
+    their square sums ``[E, C]``. Rows that experts share are held once, in the dtype that they came in."""
+
+    counts: list[int]
+    square_sums: Tensor
+    routes: list[list[Route]]
+
+    @classmethod
+    def empty(cls, layer: Layer, like: Tensor) -> "KeptRows":
+        sums = ExpertSum.empty(layer, like, gram=False)
+        return cls(sums.counts, sums.sums, [[] for _ in sums.counts])
+
+    def add(self, route: Route) -> None:
+        rows = route.rows.detach().to(self.square_sums.dtype)
+        self.counts[route.expert] += len(rows)
+        self.square_sums[route.expert] += rows.square().sum(0)
+        self.routes[route.expert].append(route)
+
+    def stats(self) -> "KeptStats":
+        return KeptStats(self)
+
+    def gram(self, expert: int, total: Tensor) -> None:
+        """Add the Gram matrix of one expert to ``total`` ``[C, C]``."""
+        for route in self.routes[expert]:
+            rows = route.rows.detach().to(total.dtype)
+            total.addmm_(rows.mT, rows)
+
+
+def few(stats: "Stats | KeptStats", minimum: int) -> list[int]:
     """The experts that got fewer than ``minimum`` rows."""
     return [] if stats.counts is None else (stats.counts < minimum).nonzero().flatten().tolist()
 
@@ -82,3 +113,64 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
             if gram is not None and everyone.gram is not None:
                 gram[expert] = everyone.gram[expert]
     return stats
+
+
+@dataclass(frozen=True)
+class KeptStats:
+    """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs. Experts with fewer than
+    ``minimum`` rows are filled as ``how`` says, see `filled`."""
+
+    rows: KeptRows
+    minimum: int = 0
+    how: str = "pool"
+    everyone: KeptRows | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.rows.counts)
+
+    @property
+    def counts(self) -> Tensor:
+        return torch.tensor(self.rows.counts)
+
+    @property
+    def square_sums(self) -> Tensor:
+        return self.rows.square_sums
+
+    def part(self, experts: range) -> Stats:
+        """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
+        stats = _formed(self.rows, experts)
+        if not few(stats, self.minimum):
+            return stats
+        everyone = None if self.everyone is None else _formed(self.everyone, experts)
+        return filled(stats, self.minimum, self.how, self._pool, everyone)
+
+    @cached_property
+    def _pool(self) -> Stats:
+        columns = self.rows.square_sums.shape[-1]
+        total = self.rows.square_sums.new_zeros(columns, columns)
+        if self.how == "pool":  # the others need no Gram matrix of it
+            for expert in range(len(self.rows.counts)):
+                self.rows.gram(expert, total)
+        return Stats(self.tokens, self.rows.square_sums.sum(0), total)
+
+
+def _formed(rows: KeptRows, experts: range) -> Stats:
+    columns = rows.square_sums.shape[-1]
+    gram = rows.square_sums.new_zeros(len(experts), columns, columns)
+    for place, expert in enumerate(experts):
+        rows.gram(expert, gram[place])
+    counts = torch.tensor([rows.counts[expert] for expert in experts])
+    return Stats(int(counts.sum()), gram.diagonal(dim1=-2, dim2=-1).clone(), gram, counts)
+
+
+def part_of(stats: Stats | KeptStats | None, experts: range) -> Stats | None:
+    """The statistics of some experts of a layer, which follow each other."""
+    if stats is None:
+        return None
+    if isinstance(stats, KeptStats):
+        return stats.part(experts)
+    assert stats.counts is not None
+    own = slice(experts.start, experts.stop)
+    gram = None if stats.gram is None else stats.gram[own]
+    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])

@@ -1,6 +1,6 @@
 """Statistics of layer inputs, summed up while a part of the model runs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks, version
-from modelopt_sparse.calibration.experts import ExpertSum
+from modelopt_sparse.calibration.experts import ExpertSum, KeptRows, KeptStats
 from modelopt_sparse.experts import Route, RoutedKind
 from modelopt_sparse.layers import CONV, Layer
 from modelopt_sparse.methods.base import Stats
@@ -129,16 +129,23 @@ class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
     The first layer to see an input leads its group. With ``share=False`` every layer sums for itself. ``everyone``:
-    layer name -> experts that are to see all tokens, whatever is routed to them, in place of the routing.
+    layer name -> experts that are to see all tokens, whatever is routed to them, in place of the routing. ``kept``:
+    layers of experts whose Gram matrices are formed later.
     """
 
     def __init__(
-        self, *, needs: Mapping[str, str], share: bool, everyone: Mapping[str, Sequence[int]] | None = None
+        self,
+        *,
+        needs: Mapping[str, str],
+        share: bool,
+        kept: Collection[str] = (),
+        everyone: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._needs = needs  # layer name -> what its method needs
+        self._kept = kept
         self._everyone = everyone
         self._share = share
-        self._sums: dict[str, _Sum | ExpertSum] = {}
+        self._sums: dict[str, _Sum | ExpertSum | KeptRows] = {}
         self._leader_of: dict[str, str] = {}
         self._seen: dict[tuple, str] = {}  # input -> leader, in this call of the model
         self._inputs_of: dict[str, list[tuple]] = {}  # layer name -> its inputs in this call of the model
@@ -154,25 +161,29 @@ class Collector:
         if leader != layer.name:
             return
         if isinstance(layer.kind, RoutedKind):
-            total = self._sums.get(leader) or ExpertSum.empty(layer, inputs[0], gram=self._gram_needed())
-            assert isinstance(total, ExpertSum)
-            self._sums[leader] = total
-            for route in self._routes(layer, layer.kind, inputs, keep):
-                total.add(route)
+            self._add_routed(layer, layer.kind, inputs, keep)
         else:
             total = self._sums.setdefault(leader, _Sum())
             assert isinstance(total, _Sum)
             for rows in layer.kind.rows(layer.owner, inputs, keep):
                 total.add(rows, gram=self._gram_needed())
 
-    def _routes(
-        self, layer: Layer, kind: RoutedKind, inputs: tuple[Tensor, ...], keep: Tensor | None
-    ) -> Iterator[Route]:
+    def _add_routed(self, layer: Layer, kind: RoutedKind, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+        gram = self._needs[layer.name] == "gram"
+        total = self._sums.get(layer.name)
+        if total is None:
+            kept = gram and layer.name in self._kept
+            total = KeptRows.empty(layer, inputs[0]) if kept else ExpertSum.empty(layer, inputs[0], gram=gram)
+            self._sums[layer.name] = total
+        assert not isinstance(total, _Sum)
+        if isinstance(total, KeptRows) and keep is None:
+            inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
         if self._everyone is None:
-            yield from kind.routes(layer.owner, inputs, keep)
-            return
-        for expert in self._everyone[layer.name]:
-            yield Route(expert, kind.all_tokens(layer.owner, inputs, keep, expert))
+            for route in kind.routes(layer.owner, inputs, keep):
+                total.add(route)
+        else:
+            for expert in self._everyone[layer.name]:
+                total.add(Route(expert, kind.all_tokens(layer.owner, inputs, keep, expert)))
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
@@ -183,7 +194,7 @@ class Collector:
         self._inputs_of.clear()
         self._alive.clear()
 
-    def groups(self) -> list[tuple[list[str], Stats]]:
+    def groups(self) -> list[tuple[list[str], Stats | KeptStats]]:
         """(names of layers with one input, their statistics), in call order."""
         members: dict[str, list[str]] = {}
         for name, leader in self._leader_of.items():
