@@ -86,6 +86,7 @@ class Plan:
     skipped: tuple[Skipped, ...]
     memory: Mapping[str, int]
     stacks: tuple[Stack, ...] = field(repr=False, compare=False)
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         layers = [
@@ -106,7 +107,7 @@ class Plan:
             {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
             for item in self.skipped
         ]
-        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory)}
+        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory), "notes": list(self.notes)}
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)
@@ -133,6 +134,7 @@ class Plan:
         parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
         needs = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in self.memory.items())
         parts.append(f"Memory beside the model: {needs}.")
+        parts += [f"Note: {note}." for note in self.notes]
         return "\n\n".join(parts)
 
 
@@ -219,7 +221,15 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
             "pattern such as '2:4', or leave permute out"
         )
-    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
+    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks), _notes(planned, config))
+
+
+def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
+    """What of the options does not reach some layers."""
+    experts = [item.name for item in planned if isinstance(item.layer.kind, RoutedKind)]
+    if config.permute and experts:
+        return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
+    return ()
 
 
 def _at_once(item: LayerPlan, config: SparsifyConfig) -> int | None:

@@ -163,7 +163,8 @@ class Report:
         }
         if config.data is not None:
             settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
-        return cls(skipped=plan.as_dict()["skipped"], settings=settings, versions=library_versions())
+        skipped = plan.as_dict()["skipped"]
+        return cls(skipped=skipped, notes=list(plan.notes), settings=settings, versions=library_versions())
 
     @property
     def sparsity(self) -> float:

@@ -19,6 +19,7 @@ from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.methods.base import Solution, Stats, output_energy
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -206,8 +207,9 @@ def _reconstruct(
     name = solved.parts[-1].name
     inside = set(solved.block.parameters())
     layers = {target.name for target in plan.layers if target.layer.parameter in inside & masks.keys()}
+    outputs = {t.layer.parameter: t.size // t.shape[-1] for t in plan.layers if isinstance(t.layer.kind, RoutedKind)}
     try:
-        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed):
+        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed, outputs):
             report.reconstructed(found, layers)
     except BaseException:
         report.notes.append(f"{name!r}: its reconstruction was broken off; it has the best values up to then")

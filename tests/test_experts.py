@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import modelopt_sparse as mts
+from modelopt_sparse.reconstruct import _optimizer
 from tests.architectures import texts
 from tests.brute_experts import brute_experts, stored_as_matrices
 from tests.brute_force import Recording, Seen, make_sparse
@@ -335,3 +337,153 @@ def test_the_plan_states_the_memory_of_experts():
     assert few["statistics_of_one_block"] == 4 * (2 * attention + EXPERTS * (32 + 24))
     assert few["routed_tokens_of_one_block"] == 4 * 5 * 8 * (32 + CHOSEN * 24)
     assert few["solver_workspace"] <= 100_000 < whole["solver_workspace"]
+
+
+# every method and step ----------------------------------------------------------------------------------------------
+
+STEPS = {
+    "ria": ("ria", {}),
+    "alps": ("alps", {}),
+    "polish": ("magnitude", {"polish": 3}),
+    "refine": ("wanda", {"refine": True}),
+    "dense values": ("sparsegpt", {"update": False}),
+    "1:4": ("sparsegpt", {"pattern": "1:4"}),
+    "half": ("sparsegpt", {"pattern": 0.5}),
+    "owl": ("wanda", {"pattern": 0.5, "allocation": "owl"}),
+    "search": ("wanda", {"pattern": 0.5, "allocation": "search"}),
+    "no masks": ("wanda", {"enforce": False}),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "jetmoe"])
+@pytest.mark.parametrize("steps", STEPS)
+def test_methods_and_steps_take_experts(name, steps):
+    """Each leaves its pattern, and less output error than cutting at random would."""
+    method, options = STEPS[steps]
+    sparse = mts.sparsify(MODELS[name](), method, data_loader=plenty(), progress=False, **options)
+    mts.verify(sparse)
+    entries = [layer for layer in mts.report(sparse).layers if layer.parameter in fused(sparse)]
+    assert entries
+    for entry in entries:
+        assert entry.error is not None
+        assert 0 < entry.error < entry.zeros / entry.size
+        assert entry.errors == sorted(entry.errors, reverse=True) or steps == "dense values"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "jetmoe"])
+def test_reconstruction_tunes_experts(name):
+    """It lowers the block's error, keeps the masks, and leaves routers and the biases of experts alone."""
+    options = {"data_loader": plenty(), "progress": False}
+    sparse = mts.sparsify(MODELS[name](), "sparsegpt", **options)
+    tuned = mts.sparsify(MODELS[name](), "sparsegpt", **options, reconstruct=2)
+    mts.verify(tuned, "2:4")
+    first = mts.report(tuned).blocks[0]
+    assert first.error_after < first.error_before
+    for key, weight in sparse.named_parameters():
+        other = tuned.get_parameter(key)
+        if key in fused(sparse) and ".layers.0." in key:
+            assert torch.equal(weight == 0, other == 0), key
+            assert not torch.equal(weight, other), key
+        elif router(key) or (".experts." in key and key.endswith("_bias")):
+            assert torch.equal(weight, other), key
+
+
+def test_experts_learn_at_the_pace_of_a_single_matrix():
+    """Reconstruction's learning rate goes by how many kept values meet in one output, whatever stands in front."""
+    weight, mask = torch.randn(3, 8, 16), torch.rand(3, 8, 16) > 0.5
+    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], [24], 0.4).param_groups
+    (fused,) = _optimizer([weight], [mask], [24], 0.4).param_groups
+    assert fused["lr"] == pytest.approx(alone["lr"])
+
+
+def test_permutation_says_that_it_leaves_experts_alone():
+    plan = mts.make_plan(MODELS["deepseek_v3"](), "wanda", permute=True)
+    note = "permute leaves the channels of fused experts in their order (2 layers)"
+    assert plan.notes == (note,)
+    assert f"Note: {note}." in str(plan)
+    assert plan.as_dict()["notes"] == [note]
+    options = {"data_loader": plenty(), "permute": True, "progress": False}
+    sparse = mts.sparsify(MODELS["deepseek_v3"](), "wanda", **options)
+    assert note in mts.report(sparse).notes
+    recipes = {layer.parameter: layer.recipe for layer in mts.report(sparse).layers}
+    assert {recipes[key] for key in fused(sparse)} == {"wanda"}
+    assert "permute+wanda" in recipes.values()  # the shared expert's
+    assert mts.make_plan(MODELS["deepseek_v3"](), "wanda").notes == ()
+
+
+# masks --------------------------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_masks_hold_in_forward_and_training(name):
+    """What is written to pruned places never reaches an output, and AdamW leaves them zero; kept weights learn."""
+    sparse = mts.sparsify(MODELS[name](), "wanda", data_loader=texts("left"), progress=False)
+    batch = plenty()[0]
+    with torch.no_grad():
+        expected = sparse(**batch).logits
+        for key in fused(sparse):
+            sparse.get_parameter(key).masked_fill_(~sparse.get_buffer(f"{key}_mask"), 3.0)
+        assert torch.equal(sparse(**batch).logits, expected)
+    optimizer = torch.optim.AdamW([p for p in sparse.parameters() if p.dim() == 3], lr=1e-2)
+    before = {key: sparse.get_parameter(key).detach().clone() for key in fused(sparse)}
+    for batch in plenty()[:2]:
+        sparse(**batch, labels=batch["input_ids"]).loss.backward()
+        for key in fused(sparse):
+            gradient, mask = sparse.get_parameter(key).grad, sparse.get_buffer(f"{key}_mask")
+            assert gradient is not None
+            assert not gradient[~mask].any()
+            assert gradient[mask].any()
+        optimizer.step()
+        optimizer.zero_grad()
+    for key in fused(sparse):
+        weight, mask = sparse.get_parameter(key).detach(), sparse.get_buffer(f"{key}_mask")
+        assert not weight[~mask].any()
+        assert bool((weight != before[key])[mask].any())
+    mts.verify(sparse, "2:4")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_every_experts_implementation_gives_the_same_model(name, implementation):
+    """Calibrated and run by any of transformers' own: nothing is registered there."""
+    model = MODELS[name]()
+    before = dict(ALL_EXPERTS_FUNCTIONS)
+    model.set_experts_implementation(implementation)
+    mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)
+    assert dict(ALL_EXPERTS_FUNCTIONS) == before
+    assert model.config._experts_implementation == implementation
+    other = mts.sparsify(MODELS[name](), "sparsegpt", data_loader=plenty(), progress=False)
+    for key, weight in other.named_parameters():
+        assert float(((weight == 0) == (model.get_parameter(key) == 0)).double().mean()) > 0.999, key
+    plain = mts.export(copy.deepcopy(model))
+    assert torch.equal(model(**plenty()[0]).logits, plain(**plenty()[0]).logits)
+
+
+def test_a_mask_on_one_of_two_experts_parameters_and_back():
+    model = MODELS["gpt_oss"]()
+    name = "model.layers.0.mlp.experts.down_proj"
+    mask = torch.rand(model.get_parameter(name).shape) > 0.5
+    mts.set_mask(model, name, mask)
+    assert dict(mts.named_masks(model)).keys() == {name}
+    assert not model.get_parameter(name).detach()[~mask].any()
+    assert type(mts.export(model).get_submodule("model.layers.0.mlp.experts")).__name__ == "GptOssExperts"
+
+
+def test_an_interrupted_run_leaves_no_hook_behind():
+    """On routers as well, which tell JetMoe's tokens apart."""
+    calls = 0
+
+    def loop(model):
+        nonlocal calls
+        for batch in texts("left"):
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            model(**batch)
+
+    model = MODELS["jetmoe"]()
+    model(**texts("left")[0])
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
