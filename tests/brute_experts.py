@@ -107,6 +107,7 @@ def jetmoe_attention(module: Any, args: tuple, kwargs: dict) -> Rows:
 VISITS: dict[str, Visit] = {
     "Llama4TextMoe": llama4,
     "JetMoeMoE": jetmoe_mlp,
+    "GraniteMoeMoE": jetmoe_mlp,  # as transformers 5.0 has it; later it is called like most others
     "JetMoeAttention": jetmoe_attention,
 }
 
@@ -137,8 +138,8 @@ def brute_experts(
     handles = []
     for path, module in model.named_modules():
         kind = type(module).__name__.removeprefix("Sparse")
-        visit = VISITS.get(kind)
-        if kind.endswith("Experts") and kind != "Llama4TextExperts" and hasattr(module, "gate_up_proj"):
+        visit = VISITS.get(kind) if kind != "GraniteMoeMoE" or hasattr(module, "input_linear") else None
+        if kind != "Llama4TextExperts" and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             visit = all_experts if everyone else chosen_experts
         if everyone and kind == "Llama4TextMoe":
             visit = partial(llama4, everyone=True)
@@ -149,6 +150,8 @@ def brute_experts(
         model(**batch)
     for handle in handles:
         handle.remove()
+    own = [name for name, p in model.named_parameters() if p.dim() == 3 and name.startswith(tuple(within))]
+    assert sorted(counts) == sorted(own)
     seen.tokens = {name: sum(count) for name, count in counts.items()}
     return seen, counts
 
