@@ -179,7 +179,8 @@ class Layer:
 
     ``twins`` are further modules that hold the same Parameter under the same name (a tied pair of Linears).
     ``router``: the second of its outputs says which token each row of the input is, where experts are given rows that
-    are sorted already.
+    are sorted already. ``expert_of``: of an expert that is a module of its own in a list, its name with ``*`` for its
+    number, which is the same for its fellows.
     """
 
     name: str
@@ -190,6 +191,7 @@ class Layer:
     observed: tuple[nn.Module, ...]
     twins: tuple[nn.Module, ...] = ()
     router: nn.Module | None = None
+    expert_of: str | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -253,11 +255,26 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
             mixture = mixtures.get(module, Mixture())
             observed = tuple(attention_out.get(owner, mixture.observed or owner) for _, owner, _ in held)
             twins = tuple(owner for _, owner, _ in held[1:])
-            layers.append(Layer(names[0], parameter_name, module, param, kinds[0], observed, twins, mixture.router))
+            fellows = _fellows(model, path)
+            kind = kinds[0]
+            layers.append(
+                Layer(names[0], parameter_name, module, param, kind, observed, twins, mixture.router, fellows)
+            )
             continue
         reason = reasons[0] if len(held) == 1 or not kinds else f"tied: also held by {names[1]}"
         others.append(Unprunable(names, module, tuple(module.get_parameter(param).shape), reason))
     return layers, others
+
+
+def _fellows(model: nn.Module, path: str) -> str | None:
+    """``path`` with ``*`` for the number of the expert that it lies in, if experts are a list of modules."""
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit() and place and "experts" in parts[place - 1]:
+            listed = model.get_submodule(".".join(parts[:place]))
+            if isinstance(listed, nn.ModuleList) and len(listed) > 1:
+                return ".".join([*parts[:place], "*", *parts[place + 1 :]])
+    return None
 
 
 def _classify(

@@ -195,9 +195,10 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
 
     for item in planned:
         kind = item.layer.kind
-        if config.experts == "all_tokens" and isinstance(kind, RoutedKind) and not kind.sees_all_tokens:
+        blind = isinstance(kind, RoutedKind) and not kind.sees_all_tokens
+        if config.experts == "all_tokens" and (blind or item.layer.expert_of is not None):
             raise ValueError(
-                f"layer {item.name!r}: {item.type} is given rows that are sorted by expert already, so that "
+                f"layer {item.name!r}: {item.type} is given nothing but the rows that are routed to it, so that "
                 "experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
             )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}

@@ -88,6 +88,9 @@ class LayerReport:
         error_from = "weights" if stats is None else "gram" if formed else "square_sums"
         counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
         notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
+        if target.layer.expert_of is not None and stats is not None and stats.tokens < config.min_tokens:
+            done = FEW_TOKENS[config.experts].format(config.min_tokens)
+            notes.append(f"experts with fewer than {config.min_tokens} tokens {done}: this one ({stats.tokens})")
         return cls(
             name=target.name,
             parameter=target.layer.parameter_name,

@@ -4,6 +4,7 @@ experts that got too few.
 Shape letters: E experts, C columns.
 """
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,6 +114,40 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
             if gram is not None and everyone.gram is not None:
                 gram[expert] = everyone.gram[expert]
     return stats
+
+
+def filled_fellows(
+    groups: Sequence[tuple[list[str], Stats]], fellows: Mapping[str, Hashable], minimum: int, how: str
+) -> list[tuple[list[str], Stats]]:
+    """The same for experts that are modules of their own: ``fellows`` says for such layers of whose experts they are.
+
+    Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
+    all their fellows. A layer whose fellows got nothing either is left out.
+    """
+    stats_of = {name: stats for names, stats in groups for name in names}
+    pools: dict[Hashable, Stats] = {}
+    for mixture in dict.fromkeys(fellows.values()):
+        own = [stats_of[name] for name in stats_of if fellows.get(name) == mixture]
+        if own:
+            pools[mixture] = sum(own[1:], start=own[0])
+    found = []
+    for names, stats in groups:
+        pool = next((pools[fellows[name]] for name in names if name in fellows), None)
+        found.append((names, stats if pool is None else _filled_one(stats, minimum, how, pool)))
+    for name, mixture in fellows.items():
+        if name not in stats_of and mixture in pools:
+            pool = pools[mixture]
+            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
+            nothing = Stats(0, torch.zeros_like(pool.square_sums), gram)
+            found.append(([name], _filled_one(nothing, minimum, how, pool)))
+    return found
+
+
+def _filled_one(stats: Stats, minimum: int, how: str, pool: Stats) -> Stats:
+    gram = None if stats.gram is None else stats.gram.clone()[None]
+    alone = Stats(stats.tokens, stats.square_sums.clone()[None], gram, torch.tensor([stats.tokens]))
+    made = filled(alone, minimum, how, pool, None)
+    return Stats(stats.tokens, made.square_sums[0], None if made.gram is None else made.gram[0])
 
 
 @dataclass(frozen=True)

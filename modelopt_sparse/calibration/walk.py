@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
-from modelopt_sparse.calibration.experts import KeptStats, few, filled, pooled
+from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_fellows, pooled
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
@@ -241,7 +241,8 @@ class _Walk:
             return [unit.targets] if unit.targets else []
         stages: dict[str, list[LayerPlan]] = {}
         for target in unit.targets:
-            stages.setdefault(survey.stage_of[target.name], []).append(target)
+            # experts in a list are collected together, for one may need the tokens of the others
+            stages.setdefault(target.layer.expert_of or survey.stage_of[target.name], []).append(target)
         return list(stages.values())
 
     # before any weight changes --------------------------------------------------------------------------------------
@@ -309,7 +310,14 @@ class _Walk:
 
     def _check_survey(self, survey: _Survey) -> None:
         unseen = [item.name for item in self.plan.layers if item.name not in survey.order]
-        needing = [item.name for item in self.plan.layers if item.name in unseen and item.needs != "nothing"]
+        fellows = {item.layer.expert_of for item in self.plan.layers if item.name in survey.order}
+        needing = [
+            item.name
+            for item in self.plan.layers
+            if item.name in unseen
+            and item.needs != "nothing"
+            and (item.layer.expert_of is None or item.layer.expert_of not in fellows)
+        ]
         if needing:
             raise ValueError(
                 f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
@@ -386,7 +394,7 @@ class _Walk:
                     f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
                     "before it are sparse; run the model in bfloat16 or float32"
                 )
-        groups = [(names, stats) for names, stats in groups if stats.tokens]
+        groups = self._with_fellows(targets, [(names, stats) for names, stats in groups if stats.tokens])
         without_data = [name for name in needs if all(name not in names for names, _ in groups)]
         for name in without_data:
             if needs[name] != "nothing":
@@ -395,6 +403,19 @@ class _Walk:
                     "varied data, or exclude it"
                 )
         return [*groups, *(([name], None) for name in without_data)]
+
+    def _with_fellows(
+        self, targets: list[LayerPlan], groups: list[tuple[list[str], Stats | KeptStats]]
+    ) -> list[tuple[list[str], Stats | KeptStats]]:
+        """The same for experts that are modules in a list."""
+        fellows = {
+            target.name: (target.layer.expert_of, target.shape)
+            for target in targets
+            if target.layer.expert_of is not None and target.needs != "nothing"
+        }
+        others = [(names, stats) for names, stats in groups if fellows.keys().isdisjoint(names)]
+        listed = [(n, s) for n, s in groups if not fellows.keys().isdisjoint(n) and isinstance(s, Stats)]
+        return [*others, *filled_fellows(listed, fellows, self.config.min_tokens, self.config.experts)]
 
     def _filled(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, names: list[str], stats: Stats | KeptStats
