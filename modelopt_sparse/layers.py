@@ -179,8 +179,8 @@ class Layer:
 
     ``twins`` are further modules that hold the same Parameter under the same name (a tied pair of Linears).
     ``router``: the second of its outputs says which token each row of the input is, where experts are given rows that
-    are sorted already. ``expert_of``: of an expert that is a module of its own in a list, its name with ``*`` for its
-    number, which is the same for its fellows.
+    are sorted already. ``expert_of``: of an expert that is a module of its own in a list or dict, its name with ``*``
+    for which one it is, the same for its fellows.
     """
 
     name: str
@@ -267,12 +267,12 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
 
 
 def _fellows(model: nn.Module, path: str) -> str | None:
-    """``path`` with ``*`` for the number of the expert that it lies in, if experts are a list of modules."""
+    """``path`` with ``*`` for the expert that it lies in, if experts are a list (or a dict) of modules."""
     parts = path.split(".")
-    for place, part in enumerate(parts):
-        if part.isdigit() and place and "experts" in parts[place - 1]:
+    for place in range(1, len(parts)):
+        if "experts" in parts[place - 1]:
             listed = model.get_submodule(".".join(parts[:place]))
-            if isinstance(listed, nn.ModuleList) and len(listed) > 1:
+            if isinstance(listed, (nn.ModuleList, nn.ModuleDict)) and len(listed) > 1:
                 return ".".join([*parts[:place], "*", *parts[place + 1 :]])
     return None
 

@@ -156,6 +156,7 @@ class Report:
             "count_padding": config.count_padding,
             "min_tokens": config.min_tokens,
             "experts": config.experts,
+            "memory_limit": config.memory_limit,
             "quality": config.quality,
             "permute": config.permute,
             "update": config.update,

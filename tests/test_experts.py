@@ -411,6 +411,20 @@ def test_permutation_says_that_it_leaves_experts_alone():
     assert mts.make_plan(MODELS["deepseek_v3"](), "wanda").notes == ()
 
 
+def test_masks_of_the_users_own_a_few_experts_at_a_time():
+    model = MODELS["gpt_oss"]()
+    masks = {name: stored_as_matrices(model, name) for name in fused(model)}
+    masks = {name: mts.NM(2, 4).mask(torch.rand_like(matrix)).mT.contiguous() for name, matrix in masks.items()}
+    dense = copy.deepcopy(model)
+    mts.sparsify(model, masks=masks, polish=5, memory_limit=100_000, data_loader=plenty(), progress=False)
+    for name, mask in masks.items():
+        assert torch.equal(model.get_parameter(name) != 0, mask)
+        assert not torch.equal(model.get_parameter(name)[mask], dense.get_parameter(name)[mask])
+    for layer in mts.report(model).layers:
+        assert [step.step for step in layer.steps] == ["masks", "polish"]
+        assert layer.errors[1] < layer.errors[0]
+
+
 # masks --------------------------------------------------------------------------------------------------------------
 
 
