@@ -1,6 +1,7 @@
 """Mixtures of experts: every expert's matrix is a layer with statistics from the tokens that are routed to it."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_the_folder_loads_in_plain_transformers_with_equal_logits(name, tmp_path
     """Experts are split on disk for some of these models, and fused, transposed or interleaved for others."""
     sparse = mts.sparsify(MODELS[name](), "wanda", data_loader=texts("left"), progress=False)
     mts.save(sparse, tmp_path / "sparse")
-    plain, loading = type(MODELS[name]()).from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    model_class: Any = type(MODELS[name]())
+    plain, loading = model_class.from_pretrained(tmp_path / "sparse", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     plain = copy.deepcopy(plain).eval()  # a file's tensors lie at odd addresses, where kernels round differently
     for batch in texts("right"):
@@ -460,7 +462,7 @@ def test_masks_hold_in_forward_and_training(name):
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_every_experts_implementation_gives_the_same_model(name, implementation):
     """Calibrated and run by any of transformers' own: nothing is registered there."""
-    model = MODELS[name]()
+    model: Any = MODELS[name]()
     before = dict(ALL_EXPERTS_FUNCTIONS)
     model.set_experts_implementation(implementation)
     mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)

@@ -430,11 +430,11 @@ def test_experts_in_a_list_or_dict_know_their_fellows():
     def mlp() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
 
-    model = nn.ModuleDict(
+    model: nn.Module = nn.ModuleDict(
         {
             "experts": nn.ModuleList([mlp(), mlp()]),
             "more_experts": nn.ModuleDict({"first": mlp(), "second": mlp()}),
-            "shared_experts": mlp()["up"],
+            "shared_experts": nn.Linear(4, 8),
             "layers": nn.ModuleList([mlp(), mlp()]),
         }
     )
