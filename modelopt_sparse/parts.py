@@ -1,11 +1,12 @@
 """A layer of experts that is solved a few experts at a time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from modelopt_sparse.methods.base import Solution
+from modelopt_sparse.methods.base import Solution, Stats, output_energy
 from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.plan import LayerPlan
 from modelopt_sparse.report import StepReport
@@ -13,11 +14,21 @@ from modelopt_sparse.report import StepReport
 
 @dataclass(frozen=True)
 class Part:
-    """Some experts, solved; ``energy`` is what their errors are relative to, the squared norm of their dense output."""
+    """Some experts, or all of a layer, solved; ``energy`` is what their errors are relative to, the squared norm of
+    their dense output (1 if these are all)."""
 
     solution: Solution
     steps: list[StepReport]
+    experts: int
     energy: float
+
+    @classmethod
+    def of(
+        cls, layer: LayerPlan, solution: Solution, steps: list[StepReport], weight: Tensor, stats: Stats | None
+    ) -> "Part":
+        experts = torch.Size(weight.shape[:-2]).numel()
+        energy = 1.0 if experts == layer.matrices else output_energy(weight, stats)
+        return cls(solution, steps, experts, energy)
 
 
 def some_experts(target: LayerPlan, experts: range) -> LayerPlan:
@@ -28,9 +39,10 @@ def some_experts(target: LayerPlan, experts: range) -> LayerPlan:
     return replace(target, shape=(len(experts), *target.shape[1:]), method=method)
 
 
-def joined(parts: Iterable[Part]) -> tuple[Solution, list[StepReport]]:
+def joined(found: Sequence[Part]) -> tuple[Solution, list[StepReport]]:
     """The solution of all experts of a layer, and its steps: errors are relative to the energy of all of them."""
-    found = list(parts)
+    if len(found) == 1:
+        return found[0].solution, found[0].steps
     total = sum(part.energy for part in found)
 
     def error(errors: Iterable[float | None]) -> float | None:

@@ -59,6 +59,11 @@ class LayerPlan:
         return self.needs != "nothing" or "reconstruct" in self.steps
 
     @property
+    def matrices(self) -> int:
+        """How many matrices [R, C] it is."""
+        return torch.Size(self.shape[:-2]).numel()
+
+    @property
     def size(self) -> int:
         return torch.Size(self.shape).numel()
 
@@ -414,13 +419,12 @@ def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) 
     chosen = getattr(_text_config(model), "num_experts_per_tok", None)
     for item in planned:
         width, (needed, solver) = _width(item), _numbers(item)
-        matrices = torch.Size(item.shape[:-2]).numel()
         together = item.name if item.block is None else item.block
         if item.at_once is None:
-            statistics[together] = statistics.get(together, 0) + width * matrices * needed
-            workspace = max(workspace, width * matrices * solver)
+            statistics[together] = statistics.get(together, 0) + width * item.matrices * needed
+            workspace = max(workspace, width * item.matrices * solver)
         else:  # Gram matrices are formed as experts are solved, and square sums are all that is held of the others
-            sums = matrices * item.shape[-1] if item.needs != "nothing" else 0
+            sums = item.matrices * item.shape[-1] if item.needs != "nothing" else 0
             statistics[together] = statistics.get(together, 0) + width * sums
             workspace = max(workspace, width * item.at_once * (needed + solver))
             if tokens is not None and chosen is not None and item.needs == "gram":

@@ -138,8 +138,8 @@ def _tune(
     # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
     kept, epoch, notes = [master.clone() for master in masters], 0, []
-    sizes = [outputs.get(parameter, len(parameter)) if parameter.dim() > 1 else 0 for parameter in masks]
-    optimizer = _optimizer(masters, list(masks.values()), sizes, options.learning_rate)
+    sizes = [outputs.get(parameter) for parameter in masks]
+    optimizer = _optimizer(masters, list(masks.values()), options.learning_rate, sizes)
     order = torch.Generator().manual_seed(seed)
     step, steps = 0, options.epochs * held_back.start
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -169,10 +169,14 @@ def _tune(
 
 
 def _optimizer(
-    masters: Sequence[Tensor], masks: Sequence[Tensor | None], outputs: Sequence[int], learning_rate: float
+    masters: Sequence[Tensor],
+    masks: Sequence[Tensor | None],
+    learning_rate: float,
+    outputs: Sequence[int | None] | None = None,
 ) -> torch.optim.Adam:
     """Adam with a learning rate for each tensor: ``learning_rate`` times the root mean square of its kept values,
-    divided by the root of how many of them meet in one of its ``outputs`` (0 for vectors).
+    divided by the root of how many of them meet in one output. ``outputs`` says how many a matrix has, None: its first
+    dimension.
 
     A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
     rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
@@ -181,7 +185,8 @@ def _optimizer(
     """
     kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
     sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
-    meeting = [values.numel() / number if number else 0.0 for number, values in zip(outputs, kept)]
+    counts = [len(m) if number is None else number for m, number in zip(masters, outputs or [None] * len(masters))]
+    meeting = [x.numel() / count if m.dim() > 1 else 0.0 for m, x, count in zip(masters, kept, counts)]
     wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
     usual = sum(wide) / len(wide) if wide else 1.0
     rates = [

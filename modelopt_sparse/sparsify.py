@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +20,7 @@ from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.experts import RoutedKind
-from modelopt_sparse.methods.base import Solution, Stats, output_energy
+from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
@@ -83,7 +83,21 @@ def sparsify(
                     _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
                     continue
-                for target, solution, steps in _solutions(item, config):
+                parts: list[Part] = []  # a layer is one part, unless its experts are solved a few at a time
+                for job in _prepared(item, config):
+                    target = job.target
+                    with _naming(target):
+                        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
+                    _check_solution(target, job.weight, solution)
+                    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
+                    with _naming(target):
+                        solution, later = improved(target, job.weight, solution, job.stats, job.scaled, config)
+                    parts.append(Part.of(job.layer, solution, [first, *later], job.weight, job.stats))
+                    if sum(part.experts for part in parts) < job.layer.matrices:
+                        del job  # only the statistics of the next experts are to be alive
+                        continue
+                    target, (solution, steps) = job.layer, joined(parts)
+                    parts.clear()
                     entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
@@ -92,7 +106,7 @@ def sparsify(
                         _attach(model, target, solution, entry, config=config, report=report)
                     if config.reconstruct is not None:
                         masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
-                    del solution
+                    del job, solution
                 del item  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
@@ -119,71 +133,64 @@ def export(model: nn.Module) -> nn.Module:
     return model
 
 
-def _solutions(group: Group, config: SparsifyConfig) -> Iterator[tuple[LayerPlan, Solution, list[StepReport]]]:
-    """The layers of one group, solved, and what each step left of them."""
-    (only, *_) = group.targets
-    if only.at_once is not None:  # experts share no input with other layers
-        yield only, *joined(_solved_parts(only, group.stats, config))
-        return
-    assert not isinstance(group.stats, KeptStats)
-    for job in _prepared(group.targets, group.stats, config):
-        yield job.target, *_solved(job, group.stats, config)
-
-
-def _solved_parts(target: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[Part]:
-    """A few experts at a time."""
-    assert target.at_once is not None
-    for start in range(0, target.shape[0], target.at_once):
-        experts = range(start, min(start + target.at_once, target.shape[0]))
-        part, own = some_experts(target, experts), part_of(stats, experts)
-        (job,) = _prepared([part], own, config, experts)
-        yield Part(*_solved(job, own, config), output_energy(job.weight, own))
-
-
-def _solved(job: "_Job", stats: Stats | None, config: SparsifyConfig) -> tuple[Solution, list[StepReport]]:
-    target = job.target
-    with _naming(target):
-        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
-    _check_solution(target, job.weight, solution)
-    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
-    with _naming(target):
-        solution, later = improved(target, job.weight, solution, stats, job.scaled, config)
-    return solution, [first, *later]
-
-
 @dataclass(frozen=True)
 class _Job:
-    """A layer that is ready to be solved: its dense weight as a matrix, and the state its group shares."""
+    """A layer, or some experts of one, ready to be solved: the dense weight as a matrix, and the state that its group
+    shares. ``target`` is the plan of these experts, ``layer`` that of all of them."""
 
     target: LayerPlan
+    layer: LayerPlan
     weight: torch.Tensor
     state: Any
+    stats: Stats | None
     scaled: Callable[[], Scaled]
     began: float
 
 
-def _prepared(
-    targets: Sequence[LayerPlan], stats: Stats | None, config: SparsifyConfig, experts: range | None = None
-) -> Iterator[_Job]:
-    """Layers with one input, or some ``experts`` of one; those with the same method and options share one prepared
-    state."""
+def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
+    """The layers of one group; those with the same method and options share one prepared state."""
+    if isinstance(group.stats, KeptStats) or group.targets[0].at_once is not None:
+        (layer,) = group.targets  # experts share no input with other layers
+        yield from _prepared_experts(layer, group.stats, config)
+        return
     states: list[tuple[LayerPlan, Any]] = []
-    scaled = cache(lambda damping: Scaled.of(stats, damping))
-    for target in targets:
+    scaled = cache(partial(Scaled.of, group.stats))
+    for target in group.targets:
         began = time.perf_counter()
-        layer = target.layer
-        device = config.device if stats is None else stats.square_sums.device
-        values = stored(layer.owner, layer.param).detach()
-        if experts is not None:
-            values = values[experts.start : experts.stop]
-        # a copy: a method that writes to its input does not reach the model
-        weight = layer.matrix(values.to(device, copy=True))
+        weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:
             with _naming(target):
-                shared = [target.method.prepare(stats, target.options)]
+                shared = [target.method.prepare(group.stats, target.options)]
             states.append((target, shared[0]))
-        yield _Job(target, weight, shared[0], partial(scaled, target.options.get("damping", DAMPING)), began)
+        damping = target.options.get("damping", DAMPING)
+        yield _Job(target, target, weight, shared[0], group.stats, partial(scaled, damping), began)
+
+
+def _prepared_experts(layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[_Job]:
+    """A few experts at a time, each with statistics formed when their turn comes."""
+    assert layer.at_once is not None
+    for start in range(0, layer.matrices, layer.at_once):
+        began = time.perf_counter()
+        experts = range(start, min(start + layer.at_once, layer.matrices))
+        target, own = some_experts(layer, experts), part_of(stats, experts)
+        weight = _dense(layer, slice(experts.start, experts.stop), own, config)
+        with _naming(layer):
+            state = target.method.prepare(own, target.options)
+        scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
+        yield _Job(target, layer, weight, state, own, scaled, began)
+        del own, weight, state, scaled
+
+
+def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: SparsifyConfig) -> torch.Tensor:
+    """The weight of a layer as a matrix, or ``which`` of its experts, where its statistics are.
+
+    A copy: a method that writes to its input does not reach the model.
+    """
+    layer = target.layer
+    device = config.device if stats is None else stats.square_sums.device
+    values = stored(layer.owner, layer.param).detach()
+    return layer.matrix(values[which].to(device, copy=True))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Mixtures of experts: every expert's matrix is a layer with statistics from the tokens that are routed to it."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -318,6 +319,27 @@ def test_a_memory_limit_changes_nothing_but_how_many_experts_are_solved_at_once(
         assert float(same) > 0.999, key  # rounding may turn a tie
 
 
+def test_only_the_gram_matrices_of_the_experts_being_solved_are_alive():
+    class Watching(Recording):
+        """Magnitude that notes how many experts' Gram matrices are alive when it is called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.grams: list[weakref.ref[Tensor]] = []
+            self.alive: list[int] = []
+
+        def solve(self, weight, state, pattern, options) -> mts.Solution:
+            if weight.dim() == 3:
+                self.grams.append(weakref.ref(state.gram))
+                self.alive.append(sum(len(gram) for ref in self.grams if (gram := ref()) is not None))
+            mask = pattern.mask(weight.abs())
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, 0.0)
+
+    method = Watching()
+    mts.sparsify(MODELS["mixtral"](), method, data_loader=plenty(), memory_limit=100_000, progress=False)
+    assert method.alive == [1, 1, 1, 1, 2, 2] * 2
+
+
 def test_a_memory_limit_that_leaves_no_room_for_one_expert_is_refused_before_any_work():
     with pytest.raises(ValueError, match=r"one expert take 81,920 bytes, more than memory_limit=81,919: raise it"):
         mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit=81_919)
@@ -393,8 +415,8 @@ def test_reconstruction_tunes_experts(name):
 def test_experts_learn_at_the_pace_of_a_single_matrix():
     """Reconstruction's learning rate goes by how many kept values meet in one output, whatever stands in front."""
     weight, mask = torch.randn(3, 8, 16), torch.rand(3, 8, 16) > 0.5
-    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], [24], 0.4).param_groups
-    (fused,) = _optimizer([weight], [mask], [24], 0.4).param_groups
+    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], 0.4).param_groups
+    (fused,) = _optimizer([weight], [mask], 0.4, [24]).param_groups
     assert fused["lr"] == pytest.approx(alone["lr"])
 
 
