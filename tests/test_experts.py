@@ -4,6 +4,7 @@ import copy
 import weakref
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -525,3 +526,15 @@ def test_an_interrupted_run_leaves_no_hook_behind():
     with pytest.raises(KeyboardInterrupt):
         mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_that_accelerate_offloads(name):
+    """What down_proj sees is computed from weights that are on the CPU between calls, and nowhere on the module."""
+    expected = mts.sparsify(MODELS[name](), "sparsegpt", data_loader=plenty(), progress=False)
+    model = MODELS[name]()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)
+    assert torch.equal(model(**plenty()[0]).logits, expected(**plenty()[0]).logits)
+    found = mts.report(model).layers
+    assert [layer.error for layer in found] == [layer.error for layer in mts.report(expected).layers]
