@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
 from modelopt_sparse.from_modelopt import MODE_RULES, parse_mode, translated
@@ -20,6 +21,7 @@ from modelopt_sparse.wording import nearest, unknown_option
 
 SEQUENTIAL = ("block", "stage", "none")
 ALLOCATIONS = ("uniform", "block", "owl", "search")
+EXPERTS = ("pool", "all_tokens", "weight_only")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
 
@@ -47,10 +49,16 @@ class SparsifyConfig:
         ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
         batches of ``batch_size``.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
+      min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
+      experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
+        "all_tokens" solves them as if every token were routed to them; "weight_only" by their weights alone.
+      memory_limit: bytes, or text such as "16GB", that statistics and solvers of a mixture's experts may take at a
+        time: tokens are kept, and as many experts solved together as fit. Default: all experts of a layer.
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
       permute: reorder the hidden channels of MLPs so that an N:M pattern keeps more; the dense model computes the same.
+        Those inside of fused experts stay in their order.
       update: False keeps the dense values of the weights that stay: masks only.
       refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
         sweeps.
@@ -83,6 +91,9 @@ class SparsifyConfig:
     seq_len: int | None = None
     batch_size: int = 8
     count_padding: bool = False
+    min_tokens: int = 128
+    experts: str = "pool"
+    memory_limit: int | None = None
     sequential: str = "block"
     permute: bool = False
     update: bool = True
@@ -140,9 +151,12 @@ class SparsifyConfig:
             raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
         if self.sequential not in SEQUENTIAL:
             raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
-        for name in ("max_batches", "num_samples", "seq_len", "batch_size"):
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts={self.experts!r}: allowed are {', '.join(map(repr, EXPERTS))}")
+        for name in ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            open_ = value is None and name != "min_tokens"
+            if not open_ and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive whole number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: must be a whole number")
@@ -234,6 +248,13 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
         given["reconstruct"] = _reconstruct(given["reconstruct"])
     if given.get("allocation", "") is None:
         given["allocation"] = "uniform"
+    if isinstance(given.get("memory_limit"), str):
+        try:
+            given["memory_limit"] = convert_file_size_to_int(given["memory_limit"])
+        except ValueError:
+            raise ValueError(
+                f"memory_limit={given['memory_limit']!r}: give bytes, or a number with a unit, such as '16GB'"
+            ) from None
     if given.get("masks") is not None:
         given["masks"] = _masks(given["masks"])
     for key in ("include", "exclude"):

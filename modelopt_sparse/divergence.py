@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import Cache
 
 from modelopt_sparse.calibration.batches import Call, TokenMasks
+from modelopt_sparse.calibration.experts import filled, pooled
 from modelopt_sparse.calibration.record import flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs
@@ -171,7 +172,7 @@ def statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
 
     inputs = LayerInputs(items, runner.side_of, runner.blocks, see)
     runner.run_model(inputs.begin, inputs=inputs)
-    stats = {name: found for (name,), found in collector.groups()}
+    stats = {name: found for (name,), found in collector.groups() if isinstance(found, Stats)}  # nothing is kept
     for item in items:
         if item.name not in stats or not stats[item.name].tokens:
             raise ValueError(
@@ -183,7 +184,13 @@ def statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
                 f"layer {item.name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
                 "model in bfloat16 or float32"
             )
-    return stats
+    minimum, how = runner.config.min_tokens, runner.config.experts
+    # what all tokens would be to an expert is not worth a run here: the pool is close
+    how = "pool" if how == "all_tokens" else how
+    return {
+        name: found if found.counts is None else filled(found, minimum, how, pooled(found), None)
+        for name, found in stats.items()
+    }
 
 
 def score(item: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:

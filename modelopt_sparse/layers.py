@@ -5,8 +5,7 @@ group. Leading dimensions are independent matrices (convolution groups; q, k and
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,40 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
-
-class Kind(ABC):
-    """How one type of weight is a matrix, and where its input is seen. Stateless; one instance per kind."""
-
-    title: str
-
-    def matrix(self, module: Any, weight: Tensor) -> Tensor:
-        """Weight as the module holds it -> ``[..., R, C]`` (a view where the layout allows it)."""
-        del module
-        return weight
-
-    def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix`."""
-        del module
-        return matrix
-
-    def columns(self, module: Any, weight: Tensor) -> int:
-        """Consecutive input channels that an N:M group may span."""
-        return self.matrix(module, weight).shape[-1]
-
-    @abstractmethod
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """The tensors that meet the weight in one call of the observed module."""
-
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Tensor]:
-        """Inputs as chunks of rows ``[..., T, C]``; ``keep`` (bool, the input's leading shape) drops padding tokens."""
-        del module
-        (x,) = inputs
-        yield x.reshape(-1, x.shape[-1]) if keep is None else x[keep]
-
-    def signature(self, module: Any) -> tuple:
-        """Layers with the same input share statistics only if their signatures are equal."""
-        del module
-        return ()
+from modelopt_sparse.experts import Mixture, expert_kind, find_mixtures
+from modelopt_sparse.kinds import Kind
 
 
 class _LinearKind(Kind):
@@ -203,7 +170,6 @@ def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]
 
 LINEAR, HF_CONV1D, CONV = _LinearKind(), _HFConv1DKind(), _ConvKind()
 IN_PROJ, OUT_PROJ = _InProjKind(), _OutProjKind()
-FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjKind(i) for i, letter in enumerate("qkv")}
 
 
@@ -212,6 +178,9 @@ class Layer:
     """One prunable parameter: ``owner.param``; its input is seen where one of ``observed`` is called.
 
     ``twins`` are further modules that hold the same Parameter under the same name (a tied pair of Linears).
+    ``router``: the second of its outputs says which token each row of the input is, where experts are given rows that
+    are sorted already. ``expert_of``: of an expert that is a module of its own in a list or dict, its name with ``*``
+    for which one it is, the same for its fellows.
     """
 
     name: str
@@ -221,6 +190,8 @@ class Layer:
     kind: Kind
     observed: tuple[nn.Module, ...]
     twins: tuple[nn.Module, ...] = ()
+    router: nn.Module | None = None
+    expert_of: str | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -262,6 +233,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     attention_out: dict[nn.Module, nn.Module] = {
         m.out_proj: m for m in model.modules() if isinstance(m, nn.MultiheadAttention)
     }
+    mixtures = find_mixtures(model)
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for param, weight in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -275,21 +247,39 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
         names = tuple(
             path if param == "weight" and path else f"{path}.{param}".removeprefix(".") for path, _, param in held
         )
-        found = [_classify(owner, held_as, attention_out) for _, owner, held_as in held]
+        found = [_classify(owner, held_as, attention_out, mixtures.get(owner)) for _, owner, held_as in held]
         reasons = [kind for kind in found if isinstance(kind, str)]
         kinds = [kind for kind in found if isinstance(kind, Kind)]
         uses = {(kind, held_as, kind.signature(owner)) for kind, (_, owner, held_as) in zip(kinds, held)}
         if not reasons and len(uses) == 1:
-            observed = tuple(attention_out.get(owner, owner) for _, owner, _ in held)
+            mixture = mixtures.get(module, Mixture())
+            observed = tuple(attention_out.get(owner, mixture.observed or owner) for _, owner, _ in held)
             twins = tuple(owner for _, owner, _ in held[1:])
-            layers.append(Layer(names[0], parameter_name, module, param, kinds[0], observed, twins))
+            fellows = _fellows(model, path)
+            kind = kinds[0]
+            layers.append(
+                Layer(names[0], parameter_name, module, param, kind, observed, twins, mixture.router, fellows)
+            )
             continue
         reason = reasons[0] if len(held) == 1 or not kinds else f"tied: also held by {names[1]}"
         others.append(Unprunable(names, module, tuple(module.get_parameter(param).shape), reason))
     return layers, others
 
 
-def _classify(module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module]) -> Kind | str:
+def _fellows(model: nn.Module, path: str) -> str | None:
+    """``path`` with ``*`` for the expert that it lies in, if experts are a list (or a dict) of modules."""
+    parts = path.split(".")
+    for place in range(1, len(parts)):
+        if "experts" in parts[place - 1]:
+            listed = model.get_submodule(".".join(parts[:place]))
+            if isinstance(listed, (nn.ModuleList, nn.ModuleDict)) and len(listed) > 1:
+                return ".".join([*parts[:place], "*", *parts[place + 1 :]])
+    return None
+
+
+def _classify(
+    module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture | None
+) -> Kind | str:
     """The kind of a parameter, or the reason why it is not prunable."""
     if isinstance(module, nn.MultiheadAttention):
         if param == "in_proj_weight":
@@ -307,9 +297,9 @@ def _classify(module: nn.Module, param: str, attention_out: Mapping[nn.Module, n
             return CONV
         if isinstance(module, nn.Embedding):
             return "embedding"
-    weight = module.get_parameter(param)
-    if weight.dim() == 3 and (param in FUSED_EXPERTS or "experts" in type(module).__name__.lower()):
-        return "fused expert weights are not supported yet"
+    fused = expert_kind(module, param, mixture)
+    if fused is not None:
+        return fused
     if "router" in type(module).__name__.lower():
         return "MoE router"
     return f"no adapter for {type(module).__name__}.{param}"

@@ -4,16 +4,17 @@ import difflib
 import fnmatch
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
 from modelopt_sparse.config import SparsifyConfig, resolve, resolve_method
+from modelopt_sparse.experts import UP, RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
@@ -36,7 +37,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]; ``needs`` is what the method
-    and the ``steps`` after it have to know of its input."""
+    and the ``steps`` after it have to know of its input; ``at_once`` is how many experts of a mixture are solved
+    together under a memory limit, None if all are."""
 
     name: str
     type: str
@@ -48,6 +50,7 @@ class LayerPlan:
     needs: str
     steps: tuple[str, ...]
     layer: Layer = field(repr=False, compare=False)
+    at_once: int | None = None
 
     @property
     def recipe(self) -> str:
@@ -58,6 +61,11 @@ class LayerPlan:
     def calibrated(self) -> bool:
         """Whether it takes calibration data."""
         return self.needs != "nothing" or "reconstruct" in self.steps
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices [R, C] it is."""
+        return torch.Size(self.shape[:-2]).numel()
 
     @property
     def size(self) -> int:
@@ -87,6 +95,7 @@ class Plan:
     skipped: tuple[Skipped, ...]
     memory: Mapping[str, int]
     stacks: tuple[Stack, ...] = field(repr=False, compare=False)
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         layers = [
@@ -107,7 +116,7 @@ class Plan:
             {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
             for item in self.skipped
         ]
-        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory)}
+        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory), "notes": list(self.notes)}
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)
@@ -134,6 +143,7 @@ class Plan:
         parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
         needs = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in self.memory.items())
         parts.append(f"Memory beside the model: {needs}.")
+        parts += [f"Note: {note}." for note in self.notes]
         return "\n\n".join(parts)
 
 
@@ -190,10 +200,17 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         if needs == "nothing" and config.permute and isinstance(pattern, NM):
             needs = "square_sums"
-        planned.append(
-            LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
-        )
+        item = LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
+        planned.append(replace(item, at_once=_at_once(item, config)))
 
+    for item in planned:
+        kind = item.layer.kind
+        blind = isinstance(kind, RoutedKind) and not kind.sees_all_tokens
+        if config.experts == "all_tokens" and (blind or item.layer.expert_of is not None):
+            raise ValueError(
+                f"layer {item.name!r}: {item.type} is given nothing but the rows that are routed to it, so that "
+                "experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
+            )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
     if not planned:
@@ -215,7 +232,41 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
             "pattern such as '2:4', or leave permute out"
         )
-    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks))
+    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks), _notes(planned, config))
+
+
+def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
+    """What of the options does not reach some layers."""
+    experts = [item.name for item in planned if isinstance(item.layer.kind, RoutedKind)]
+    if config.permute and experts:
+        return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
+    return ()
+
+
+def _at_once(item: LayerPlan, config: SparsifyConfig) -> int | None:
+    """How many experts of a mixture the memory limit leaves room for; None if it leaves room for all."""
+    if config.memory_limit is None or not isinstance(item.layer.kind, RoutedKind):
+        return None
+    each = sum(_numbers(item)) * _width(item)
+    if each > config.memory_limit:
+        raise ValueError(
+            f"layer {item.name!r}: statistics and solver of one expert take {each:,} bytes, more than "
+            f"memory_limit={config.memory_limit:,}: raise it, or use a method that needs no Gram matrix"
+        )
+    fit = config.memory_limit // each
+    return None if fit >= item.shape[0] else fit
+
+
+def _numbers(item: LayerPlan) -> tuple[int, int]:
+    """How many numbers the statistics of one of a layer's matrices hold, and its solver beside them at its peak."""
+    *_, rows, columns = item.shape
+    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
+    return needed, WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed
+
+
+def _width(item: LayerPlan) -> int:
+    """Bytes of a number: statistics and solvers work in float32 or better."""
+    return max(4, item.layer.parameter.element_size())
 
 
 def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
@@ -343,7 +394,10 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
         if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
             found[head] = "output head"
         for name, child in module.named_children():
-            has_experts = any(other.startswith("experts") for other, _ in module.named_children())
+            has_experts = any(
+                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
+                for other, beside in module.named_children()
+            )
             is_gate = name in ("gate", "router", "wg") and has_experts
             if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
                 found.update((inner, "MoE router") for inner in child.modules())
@@ -355,28 +409,42 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+
+
 def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
     statistics: dict[str, int] = {}
     tuned: dict[str, int] = {}
+    kept: dict[str, int] = {}
     workspace = 0
+    tokens = None if config.data is None else config.num_samples * (config.seq_len or default_seq_len(model))
+    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
     for item in planned:
-        *lead, rows, columns = item.shape
-        width = max(4, item.layer.parameter.element_size())  # statistics and solvers work in float32 or better
-        matrices = torch.Size(lead).numel()
-        needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
+        width, (needed, solver) = _width(item), _numbers(item)
         together = item.name if item.block is None else item.block
-        statistics[together] = statistics.get(together, 0) + width * matrices * needed
+        if item.at_once is None:
+            statistics[together] = statistics.get(together, 0) + width * item.matrices * needed
+            workspace = max(workspace, width * item.matrices * solver)
+        else:  # Gram matrices are formed as experts are solved, and square sums are all that is held of the others
+            sums = item.matrices * item.shape[-1] if item.needs != "nothing" else 0
+            statistics[together] = statistics.get(together, 0) + width * sums
+            workspace = max(workspace, width * item.at_once * (needed + solver))
+            if tokens is not None and chosen is not None and item.needs == "gram":
+                rows = tokens * item.shape[-1] * (1 if item.layer.kind is UP else chosen)
+                kept[together] = kept.get(together, 0) + rows * item.layer.parameter.element_size()
         tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
-        workspace = max(workspace, width * matrices * (WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed))
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
-    if config.data is not None and hidden is not None and any(item.calibrated for item in planned):
-        tokens = config.num_samples * (config.seq_len or default_seq_len(model))
+    if kept:
+        memory["routed_tokens_of_one_block"] = max(kept.values())
+    if tokens is not None and hidden is not None and any(item.calibrated for item in planned):
         copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
         memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
     return memory

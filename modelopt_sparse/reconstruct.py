@@ -96,9 +96,15 @@ class BlockReport:
 
 
 def reconstruct(
-    model: nn.Module, solved: SolvedBlock, masks: Mapping[nn.Parameter, Tensor], options: Reconstruct, seed: int
+    model: nn.Module,
+    solved: SolvedBlock,
+    masks: Mapping[nn.Parameter, Tensor],
+    options: Reconstruct,
+    seed: int,
+    outputs: Mapping[nn.Parameter, int] | None = None,
 ) -> Iterator[BlockReport]:
-    """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept).
+    """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept);
+    ``outputs`` says how many outputs a weight has, where that is not its first dimension (experts).
 
     Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
     as before afterwards, and an interruption leaves the best values so far.
@@ -109,11 +115,16 @@ def reconstruct(
         chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
         if chosen:
             with _only_these_require_grad(solved.block, chosen):
-                yield _tune(part, solved, chosen, options, seed)
+                yield _tune(part, solved, chosen, options, seed, outputs or {})
 
 
 def _tune(
-    part: Part, solved: SolvedBlock, masks: Mapping[nn.Parameter, Tensor | None], options: Reconstruct, seed: int
+    part: Part,
+    solved: SolvedBlock,
+    masks: Mapping[nn.Parameter, Tensor | None],
+    options: Reconstruct,
+    seed: int,
+    outputs: Mapping[nn.Parameter, int],
 ) -> BlockReport:
     began = time.perf_counter()
     held_back = range(len(part.goals) - max(1, len(part.goals) // HELD_BACK), len(part.goals))
@@ -127,7 +138,8 @@ def _tune(
     # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
     kept, epoch, notes = [master.clone() for master in masters], 0, []
-    optimizer = _optimizer(masters, list(masks.values()), options.learning_rate)
+    sizes = [outputs.get(parameter) for parameter in masks]
+    optimizer = _optimizer(masters, list(masks.values()), options.learning_rate, sizes)
     order = torch.Generator().manual_seed(seed)
     step, steps = 0, options.epochs * held_back.start
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -156,9 +168,15 @@ def _tune(
     return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
 
 
-def _optimizer(masters: Sequence[Tensor], masks: Sequence[Tensor | None], learning_rate: float) -> torch.optim.Adam:
+def _optimizer(
+    masters: Sequence[Tensor],
+    masks: Sequence[Tensor | None],
+    learning_rate: float,
+    outputs: Sequence[int | None] | None = None,
+) -> torch.optim.Adam:
     """Adam with a learning rate for each tensor: ``learning_rate`` times the root mean square of its kept values,
-    divided by the root of how many of them meet in one output.
+    divided by the root of how many of them meet in one output. ``outputs`` says how many a matrix has, None: its first
+    dimension.
 
     A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
     rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
@@ -167,7 +185,8 @@ def _optimizer(masters: Sequence[Tensor], masks: Sequence[Tensor | None], learni
     """
     kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
     sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
-    meeting = [values.numel() / len(master) if master.dim() > 1 else 0.0 for master, values in zip(masters, kept)]
+    counts = [len(m) if number is None else number for m, number in zip(masters, outputs or [None] * len(masters))]
+    meeting = [x.numel() / count if m.dim() > 1 else 0.0 for m, x, count in zip(masters, kept, counts)]
     wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
     usual = sum(wide) / len(wide) if wide else 1.0
     rates = [

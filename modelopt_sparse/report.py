@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from modelopt_sparse.calibration.experts import KeptStats
 from modelopt_sparse.channels import Permuted
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats
@@ -27,6 +28,12 @@ ERROR_FROM = {
     "gram": "X as calibration saw it",
     "square_sums": "X as calibration saw it, its channels taken as uncorrelated",
     "weights": "X taken as white, for no data was used",
+}
+# what became of experts with fewer tokens than min_tokens, by the option ``experts``
+FEW_TOKENS = {
+    "pool": "were filled up to {} from the tokens of all experts",
+    "all_tokens": "were solved as if every token were routed to them",
+    "weight_only": "were solved by their weights alone",
 }
 
 
@@ -47,7 +54,8 @@ class StepReport:
 class LayerReport:
     """One pruned layer. ``error`` is the relative squared error of its output after the last of ``steps``, measured
     with ``error_from``; None if the method did not measure any. Reconstruction, which comes after, has an error of its
-    own for each block."""
+    own for each block. ``expert_tokens``: how many tokens were routed to each expert of a mixture; empty for all other
+    layers."""
 
     name: str
     parameter: str
@@ -64,17 +72,25 @@ class LayerReport:
     seconds: float
     notes: list[str]
     steps: list[StepReport] = field(default_factory=list)
+    expert_tokens: list[int] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
         target: LayerPlan,
         solution: Solution,
-        stats: Stats | None,
+        stats: Stats | KeptStats | None,
         steps: list[StepReport],
+        config: SparsifyConfig,
         permuted: Permuted | None = None,
     ) -> "LayerReport":
-        error_from = "weights" if stats is None else "square_sums" if stats.gram is None else "gram"
+        formed = isinstance(stats, KeptStats) or (stats is not None and stats.gram is not None)
+        error_from = "weights" if stats is None else "gram" if formed else "square_sums"
+        counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
+        notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
+        if target.layer.expert_of is not None and stats is not None and stats.tokens < config.min_tokens:
+            done = FEW_TOKENS[config.experts].format(config.min_tokens)
+            notes.append(f"experts with fewer than {config.min_tokens} tokens {done}: this one ({stats.tokens})")
         return cls(
             name=target.name,
             parameter=target.layer.parameter_name,
@@ -89,8 +105,9 @@ class LayerReport:
             error_from=error_from,
             tokens=0 if stats is None else stats.tokens,
             seconds=round(sum(step.seconds for step in steps), 4),
-            notes=[*solution.notes, *([str(permuted)] if permuted else [])],
+            notes=notes,
             steps=steps,
+            expert_tokens=counts,
         )
 
     @property
@@ -102,6 +119,15 @@ class LayerReport:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
         return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
+
+
+def _few_tokens(counts: list[int], config: SparsifyConfig) -> list[str]:
+    """Which experts got fewer tokens than `min_tokens`, and what was done about that."""
+    found = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < config.min_tokens]
+    if not found:
+        return []
+    done = FEW_TOKENS[config.experts].format(config.min_tokens)
+    return [f"experts with fewer than {config.min_tokens} tokens {done}: {', '.join(found)}"]
 
 
 @dataclass
@@ -128,6 +154,9 @@ class Report:
             "enforce": config.enforce,
             "seed": config.seed,
             "count_padding": config.count_padding,
+            "min_tokens": config.min_tokens,
+            "experts": config.experts,
+            "memory_limit": config.memory_limit,
             "quality": config.quality,
             "permute": config.permute,
             "update": config.update,
@@ -138,7 +167,8 @@ class Report:
         }
         if config.data is not None:
             settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
-        return cls(skipped=plan.as_dict()["skipped"], settings=settings, versions=library_versions())
+        skipped = plan.as_dict()["skipped"]
+        return cls(skipped=skipped, notes=list(plan.notes), settings=settings, versions=library_versions())
 
     @property
     def sparsity(self) -> float:

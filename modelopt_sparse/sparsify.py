@@ -13,15 +13,18 @@ import torch
 from torch import nn
 
 from modelopt_sparse.allocation import allocation_for
+from modelopt_sparse.calibration.experts import KeptStats, part_of
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
-from modelopt_sparse.methods.base import Solution
+from modelopt_sparse.experts import RoutedKind
+from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
+from modelopt_sparse.parts import Part, joined, some_experts
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import (
@@ -80,6 +83,7 @@ def sparsify(
                     _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
                     continue
+                parts: list[Part] = []  # a layer is one part, unless its experts are solved a few at a time
                 for job in _prepared(item, config):
                     target = job.target
                     with _naming(target):
@@ -87,8 +91,14 @@ def sparsify(
                     _check_solution(target, job.weight, solution)
                     first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
                     with _naming(target):
-                        solution, later = improved(target, job.weight, solution, item.stats, job.scaled, config)
-                    entry = LayerReport.of(target, solution, item.stats, [first, *later], permuted.get(target.name))
+                        solution, later = improved(target, job.weight, solution, job.stats, job.scaled, config)
+                    parts.append(Part.of(job.layer, solution, [first, *later], job.weight, job.stats))
+                    if sum(part.experts for part in parts) < job.layer.matrices:
+                        del job  # only the statistics of the next experts are to be alive
+                        continue
+                    target, (solution, steps) = job.layer, joined(parts)
+                    parts.clear()
+                    entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
                     else:
@@ -125,31 +135,62 @@ def export(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Job:
-    """A layer that is ready to be solved: its dense weight as a matrix, and the state its group shares."""
+    """A layer, or some experts of one, ready to be solved: the dense weight as a matrix, and the state that its group
+    shares. ``target`` is the plan of these experts, ``layer`` that of all of them."""
 
     target: LayerPlan
+    layer: LayerPlan
     weight: torch.Tensor
     state: Any
+    stats: Stats | None
     scaled: Callable[[], Scaled]
     began: float
 
 
 def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
     """The layers of one group; those with the same method and options share one prepared state."""
+    if isinstance(group.stats, KeptStats) or group.targets[0].at_once is not None:
+        (layer,) = group.targets  # experts share no input with other layers
+        yield from _prepared_experts(layer, group.stats, config)
+        return
     states: list[tuple[LayerPlan, Any]] = []
-    scaled = cache(lambda damping: Scaled.of(group.stats, damping))
+    scaled = cache(partial(Scaled.of, group.stats))
     for target in group.targets:
         began = time.perf_counter()
-        layer = target.layer
-        device = config.device if group.stats is None else group.stats.square_sums.device
-        # a copy: a method that writes to its input does not reach the model
-        weight = layer.matrix(stored(layer.owner, layer.param).detach().to(device, copy=True))
+        weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:
             with _naming(target):
                 shared = [target.method.prepare(group.stats, target.options)]
             states.append((target, shared[0]))
-        yield _Job(target, weight, shared[0], partial(scaled, target.options.get("damping", DAMPING)), began)
+        damping = target.options.get("damping", DAMPING)
+        yield _Job(target, target, weight, shared[0], group.stats, partial(scaled, damping), began)
+
+
+def _prepared_experts(layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[_Job]:
+    """A few experts at a time, each with statistics formed when their turn comes."""
+    assert layer.at_once is not None
+    for start in range(0, layer.matrices, layer.at_once):
+        began = time.perf_counter()
+        experts = range(start, min(start + layer.at_once, layer.matrices))
+        target, own = some_experts(layer, experts), part_of(stats, experts)
+        weight = _dense(layer, slice(experts.start, experts.stop), own, config)
+        with _naming(layer):
+            state = target.method.prepare(own, target.options)
+        scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
+        yield _Job(target, layer, weight, state, own, scaled, began)
+        del own, weight, state, scaled
+
+
+def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: SparsifyConfig) -> torch.Tensor:
+    """The weight of a layer as a matrix, or ``which`` of its experts, where its statistics are.
+
+    A copy: a method that writes to its input does not reach the model.
+    """
+    layer = target.layer
+    device = config.device if stats is None else stats.square_sums.device
+    values = stored(layer.owner, layer.param).detach()
+    return layer.matrix(values[which].to(device, copy=True))
 
 
 @contextmanager
@@ -173,8 +214,9 @@ def _reconstruct(
     name = solved.parts[-1].name
     inside = set(solved.block.parameters())
     layers = {target.name for target in plan.layers if target.layer.parameter in inside & masks.keys()}
+    outputs = {t.layer.parameter: t.size // t.shape[-1] for t in plan.layers if isinstance(t.layer.kind, RoutedKind)}
     try:
-        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed):
+        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed, outputs):
             report.reconstructed(found, layers)
     except BaseException:
         report.notes.append(f"{name!r}: its reconstruction was broken off; it has the best values up to then")

@@ -380,11 +380,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("MixtralDecoderLayer",),
         texts,
         _attention_mask,
-        dense={
-            "experts.gate_up_proj": "fused expert weights",
-            "experts.down_proj": "fused expert weights",
-            "gate.weight": "router",
-        },
+        dense={"gate.weight": "router"},
     ),
     "t5": Architecture(
         _t5, ("T5Block",), pairs, _t5_rows, dense={"relative_attention_bias.weight": "an embedding of positions"}

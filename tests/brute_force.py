@@ -26,7 +26,10 @@ def matrices_of(model: nn.Module, within: list[str]) -> dict[str, Tensor]:
     for block in within:
         for inner, module in model.get_submodule(block).named_modules():
             name = f"{block}.{inner}".strip(".")
-            if isinstance(module, nn.MultiheadAttention):
+            if is_fused(module):
+                found[f"{name}.gate_up_proj"] = module.get_parameter("gate_up_proj").detach()
+                found[f"{name}.down_proj"] = module.get_parameter("down_proj").detach()
+            elif isinstance(module, nn.MultiheadAttention):
                 width = module.embed_dim
                 found[f"{name}.in_proj_weight"] = module.in_proj_weight.detach().view(3, width, width)
             elif isinstance(module, Conv1D):
@@ -36,6 +39,11 @@ def matrices_of(model: nn.Module, within: list[str]) -> dict[str, Tensor]:
             elif isinstance(module, MATRICES):
                 found[name] = module.weight.detach()
     return found
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether it is a mixture's experts [E, R, C], called with hidden states [T, C] and the experts of each token."""
+    return type(module).__name__.removeprefix("Sparse") == "MixtralExperts"
 
 
 def input_rows(module: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
@@ -104,10 +112,30 @@ def brute_force(
         seen.inputs.setdefault(name, []).append((id(x), *window))
         held.append(x)
 
+    def add_experts(name: str, module: Any, hidden: Tensor, index: Tensor) -> None:
+        rows = real(batch, name)
+        kept = range(len(hidden)) if rows is None else rows.flatten().nonzero().flatten().tolist()
+        for param in ("gate_up_proj", "down_proj"):
+            key = f"{name}.{param}"
+            width = module.get_parameter(param).shape[-1]
+            gram = seen.grams.setdefault(key, torch.zeros(module.num_experts, width, width, dtype=torch.float64))
+            for token in kept:
+                for expert in index[token].tolist():
+                    x = hidden[token].double()
+                    if param == "down_proj":
+                        gate, up = (module.gate_up_proj[expert].double() @ x).chunk(2)
+                        x = F.silu(gate) * up
+                    gram[expert] += x[:, None] * x
+            seen.tokens[key] = seen.tokens.get(key, 0) + len(kept) * index.shape[-1]
+            seen.inputs.setdefault(key, []).append((param, id(hidden)))
+        held.append(hidden)
+
     def hook_for(name: str):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
-            if isinstance(module, nn.MultiheadAttention):
+            if is_fused(module):
+                add_experts(name, module, *args[:2])
+            elif isinstance(module, nn.MultiheadAttention):
                 add(f"{name}.in_proj_weight", module, x)
                 add(f"{name}.out_proj", module, attention_result(module, x, kwargs.get("key_padding_mask")))
             else:
@@ -119,7 +147,7 @@ def brute_force(
     for block in within:
         for inner, module in model.get_submodule(block).named_modules():
             name = f"{block}.{inner}".strip(".")
-            if isinstance(module, (*MATRICES, nn.MultiheadAttention)):
+            if isinstance(module, (*MATRICES, nn.MultiheadAttention)) or is_fused(module):
                 handles.append(module.register_forward_pre_hook(hook_for(name), with_kwargs=True))
     with slow_attention():
         for batch in batches:

@@ -338,16 +338,16 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
         ("attention.in_proj_weight", "attention.in_proj_weight"),
         ("attention.out_proj", "attention.out_proj.weight"),
     ]
-    fused = "fused expert weights are not supported yet"
+    outside = "fused experts outside of transformers' experts interface"
     assert {item.name: item.reason for item in others} == {
         "embed": "embedding",
         "up": "no adapter for ConvTranspose1d.weight",
         "attention.bias_k": "no adapter for MultiheadAttention.bias_k",
         "attention.bias_v": "no adapter for MultiheadAttention.bias_v",
         "router": "MoE router",
-        "experts.gate_up_proj": fused,
-        "experts.down_proj": fused,
-        "more": fused,
+        "experts.gate_up_proj": f"no adapter for Grouped.gate_up_proj: {outside}",
+        "experts.down_proj": f"no adapter for Grouped.down_proj: {outside}",
+        "more": f"no adapter for ParallelExperts.weight: {outside}",
     }
 
 
@@ -424,3 +424,25 @@ def test_weights_shared_between_different_kinds_of_layers_are_no_layer():
     layers, others = find_layers(nn.ModuleDict({"linear": linear, "conv": conv}))
     assert not layers
     assert [item.reason for item in others] == ["tied: also held by conv"]
+
+
+def test_experts_in_a_list_or_dict_know_their_fellows():
+    def mlp() -> nn.Module:
+        return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+
+    model: nn.Module = nn.ModuleDict(
+        {
+            "experts": nn.ModuleList([mlp(), mlp()]),
+            "more_experts": nn.ModuleDict({"first": mlp(), "second": mlp()}),
+            "shared_experts": nn.Linear(4, 8),
+            "layers": nn.ModuleList([mlp(), mlp()]),
+        }
+    )
+    assert {layer.name: layer.expert_of for layer in find_layers(model)[0]} == {
+        **{f"experts.{i}.{name}": f"experts.*.{name}" for i in range(2) for name in ("up", "down")},
+        **{
+            f"more_experts.{i}.{name}": f"more_experts.*.{name}" for i in ("first", "second") for name in ("up", "down")
+        },
+        "shared_experts": None,
+        **{f"layers.{i}.{name}": None for i in range(2) for name in ("up", "down")},
+    }

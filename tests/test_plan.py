@@ -82,22 +82,24 @@ def test_layers_outside_of_the_blocks_stay_dense():
     assert reasons(plan) == {"stem": "outside the model's blocks"}
 
 
-def test_routers_and_fused_experts_of_a_mixture_stay_dense():
+def test_routers_of_a_mixture_stay_dense_and_its_fused_experts_do_not():
     config = MixtralConfig(
         num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=20, num_local_experts=2,
     )  # fmt: skip
     with torch.device("meta"):
         plan = make_plan(MixtralForCausalLM(config), "magnitude")
-    fused = "fused expert weights are not supported yet"
     assert reasons(plan) == {
         "model.embed_tokens": "embedding",
         "model.layers.0.mlp.gate": "MoE router",
-        "model.layers.0.mlp.experts.gate_up_proj": fused,
-        "model.layers.0.mlp.experts.down_proj": fused,
         "lm_head": "output head",
     }
-    assert names(plan) == ALL[:4]
+    experts = {
+        "model.layers.0.mlp.experts.gate_up_proj": (2, 32, 16),
+        "model.layers.0.mlp.experts.down_proj": (2, 16, 16),
+    }
+    assert names(plan) == [*ALL[:4], *experts]
+    assert {layer.name: layer.shape for layer in plan.layers[4:]} == experts
 
 
 class Mixture(nn.Module):

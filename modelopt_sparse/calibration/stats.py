@@ -1,6 +1,6 @@
 """Statistics of layer inputs, summed up while a part of the model runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks, version
+from modelopt_sparse.calibration.experts import ExpertSum, KeptRows, KeptStats
 from modelopt_sparse.calibration.gram import add_product, completed
+from modelopt_sparse.experts import Route, RoutedKind
 from modelopt_sparse.layers import CONV, Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan import LayerPlan
@@ -37,6 +39,8 @@ class LayerInputs:
         for target in targets:
             for observed in target.layer.observed:
                 self._layers.setdefault(observed, []).append(target.layer)
+        self._token_of: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
+        self._routers = {target.layer.router for target in targets if target.layer.router is not None}
         self._side_of = side_of
         self._blocks = blocks
         self._see = see
@@ -53,11 +57,18 @@ class LayerInputs:
             self._hooks.enter_context(block.register_forward_pre_hook(self._on_block, with_kwargs=True))
         for module in self._layers:
             self._hooks.enter_context(module.register_forward_pre_hook(self._on_layer, with_kwargs=True))
+        for router in self._routers:
+            self._hooks.enter_context(router.register_forward_hook(self._on_router))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
         self._foreign = []
+        self._token_of.clear()
+
+    def _on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
+        del args
+        self._token_of[router] = output[1]
 
     def _on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         del block
@@ -94,9 +105,11 @@ class LayerInputs:
         if mask is None:
             return None
         mask = mask.to(x.device)
+        if layer.router is not None:
+            return mask.flatten()[self._token_of[layer.router]]
         if layer.kind is not CONV:  # a convolution's rows are patches
-            if x.shape[:-1] == mask.shape:
-                return mask
+            if _without_ones(x.shape[:-1]) == _without_ones(mask.shape):  # DeepSeek's latents are [B, 1, S, C]
+                return mask.view(x.shape[:-1])
             if x.dim() == 2 and x.shape[0] == mask.numel():
                 return mask.flatten()
         raise self._unmatched(layer, x, f"the token mask has shape {list(mask.shape)}")
@@ -109,16 +122,31 @@ class LayerInputs:
         )
 
 
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
-    The first layer to see an input leads its group. With ``share=False`` every layer sums for itself.
+    The first layer to see an input leads its group. With ``share=False`` every layer sums for itself. ``everyone``:
+    layer name -> experts that are to see all tokens, whatever is routed to them, in place of the routing. ``kept``:
+    layers of experts whose Gram matrices are formed later.
     """
 
-    def __init__(self, *, needs: dict[str, str], share: bool) -> None:
+    def __init__(
+        self,
+        *,
+        needs: Mapping[str, str],
+        share: bool,
+        kept: Collection[str] = (),
+        everyone: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self._needs = needs  # layer name -> what its method needs
+        self._kept = kept
+        self._everyone = everyone
         self._share = share
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, _Sum | ExpertSum | KeptRows] = {}
         self._leader_of: dict[str, str] = {}
         self._seen: dict[tuple, str] = {}  # input -> leader, in this call of the model
         self._inputs_of: dict[str, list[tuple]] = {}  # layer name -> its inputs in this call of the model
@@ -131,10 +159,32 @@ class Collector:
             raise SharingChanged
         self._inputs_of.setdefault(layer.name, []).append(key)
         self._alive.append(inputs)
-        if leader == layer.name:
+        if leader != layer.name:
+            return
+        if isinstance(layer.kind, RoutedKind):
+            self._add_routed(layer, layer.kind, inputs, keep)
+        else:
             total = self._sums.setdefault(leader, _Sum())
+            assert isinstance(total, _Sum)
             for rows in layer.kind.rows(layer.owner, inputs, keep):
                 total.add(rows, gram=self._gram_needed())
+
+    def _add_routed(self, layer: Layer, kind: RoutedKind, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+        gram = self._needs[layer.name] == "gram"
+        total = self._sums.get(layer.name)
+        if total is None:
+            kept = gram and layer.name in self._kept
+            total = KeptRows.empty(layer, inputs[0]) if kept else ExpertSum.empty(layer, inputs[0], gram=gram)
+            self._sums[layer.name] = total
+        assert not isinstance(total, _Sum)
+        if isinstance(total, KeptRows) and keep is None:
+            inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
+        if self._everyone is None:
+            for route in kind.routes(layer.owner, inputs, keep):
+                total.add(route)
+        else:
+            for expert in self._everyone[layer.name]:
+                total.add(Route(expert, kind.all_tokens(layer.owner, inputs, keep, expert)))
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
@@ -145,7 +195,7 @@ class Collector:
         self._inputs_of.clear()
         self._alive.clear()
 
-    def groups(self) -> list[tuple[list[str], Stats]]:
+    def groups(self) -> list[tuple[list[str], Stats | KeptStats]]:
         """(names of layers with one input, their statistics), in call order."""
         members: dict[str, list[str]] = {}
         for name, leader in self._leader_of.items():

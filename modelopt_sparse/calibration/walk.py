@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
+from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_fellows, pooled
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
@@ -32,7 +33,7 @@ class Group:
     inputs that are still to be collected must come from the dense model."""
 
     targets: list[LayerPlan]
-    stats: Stats | None
+    stats: Stats | KeptStats | None
     hold: bool = False
 
 
@@ -138,7 +139,8 @@ class _Walk:
             return
         takers = list({fold.taker.name: fold.taker for fold in folds}.values())
         collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
-        stats = {names[0]: found for names, found in self._sum_up(unit, takers, chain, collector)}
+        sums = self._sum_up(unit, takers, chain, collector)
+        stats = {names[0]: found for names, found in sums if isinstance(found, Stats)}  # experts are never takers
 
         def run(layer: Layer) -> tuple[Tensor, Tensor]:
             taker, block = _watched(lambda: chain.run(unit.position, 0), [layer.owner, *unit.blocks])[1]
@@ -239,7 +241,8 @@ class _Walk:
             return [unit.targets] if unit.targets else []
         stages: dict[str, list[LayerPlan]] = {}
         for target in unit.targets:
-            stages.setdefault(survey.stage_of[target.name], []).append(target)
+            # experts in a list are collected together, for one may need the tokens of the others
+            stages.setdefault(target.layer.expert_of or survey.stage_of[target.name], []).append(target)
         return list(stages.values())
 
     # before any weight changes --------------------------------------------------------------------------------------
@@ -321,7 +324,14 @@ class _Walk:
 
     def _check_survey(self, survey: _Survey) -> None:
         unseen = [item.name for item in self.plan.layers if item.name not in survey.order]
-        needing = [item.name for item in self.plan.layers if item.name in unseen and item.needs != "nothing"]
+        fellows = {item.layer.expert_of for item in self.plan.layers if item.name in survey.order}
+        needing = [
+            item.name
+            for item in self.plan.layers
+            if item.name in unseen
+            and item.needs != "nothing"
+            and (item.layer.expert_of is None or item.layer.expert_of not in fellows)
+        ]
         if needing:
             raise ValueError(
                 f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
@@ -377,16 +387,18 @@ class _Walk:
 
     def _collect(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None
-    ) -> Sequence[tuple[list[str], Stats | None]]:
+    ) -> Sequence[tuple[list[str], Stats | KeptStats | None]]:
         """Statistics of the targets' inputs, by shared input. In "none" the dense outputs go on at the same time."""
         needs = {target.name: target.needs for target in targets}
+        kept = {target.name for target in targets if target.at_once is not None}
         goes_on = self.config.sequential == "none" and chain is not None
         if set(needs.values()) == {"nothing"} and not goes_on:
             return [([name], None) for name in needs]
         try:
-            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True))
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True, kept=kept))
         except SharingChanged:
-            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False))
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False, kept=kept))
+        groups = [(names, self._filled(unit, targets, chain, names, stats)) for names, stats in groups]
         if goes_on:
             assert chain is not None
             self._advance(unit, chain)
@@ -396,7 +408,7 @@ class _Walk:
                     f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
                     "before it are sparse; run the model in bfloat16 or float32"
                 )
-        groups = [(names, stats) for names, stats in groups if stats.tokens]
+        groups = self._with_fellows(targets, [(names, stats) for names, stats in groups if stats.tokens])
         without_data = [name for name in needs if all(name not in names for names, _ in groups)]
         for name in without_data:
             if needs[name] != "nothing":
@@ -406,9 +418,42 @@ class _Walk:
                 )
         return [*groups, *(([name], None) for name in without_data)]
 
+    def _with_fellows(
+        self, targets: list[LayerPlan], groups: list[tuple[list[str], Stats | KeptStats]]
+    ) -> list[tuple[list[str], Stats | KeptStats]]:
+        """The same for experts that are modules in a list."""
+        fellows = {
+            target.name: (target.layer.expert_of, target.shape)
+            for target in targets
+            if target.layer.expert_of is not None and target.needs != "nothing"
+        }
+        others = [(names, stats) for names, stats in groups if fellows.keys().isdisjoint(names)]
+        listed = [(n, s) for n, s in groups if not fellows.keys().isdisjoint(n) and isinstance(s, Stats)]
+        return [*others, *filled_fellows(listed, fellows, self.config.min_tokens, self.config.experts)]
+
+    def _filled(
+        self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, names: list[str], stats: Stats | KeptStats
+    ) -> Stats | KeptStats:
+        """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more run."""
+        config = self.config
+        if stats.counts is None or not stats.tokens or not (experts := few(stats, config.min_tokens)):
+            return stats
+        everyone = None
+        if config.experts == "all_tokens":
+            own = [target for target in targets if target.name in names]
+            needs = {target.name: target.needs for target in own}
+            kept = names if isinstance(stats, KeptStats) else ()
+            collector = Collector(needs=needs, share=False, kept=kept, everyone=dict.fromkeys(names, experts))
+            ((_, everyone),) = self._sum_up(unit, own, chain, collector)
+        if isinstance(stats, KeptStats):
+            rows = everyone.rows if isinstance(everyone, KeptStats) else None
+            return KeptStats(stats.rows, config.min_tokens, config.experts, rows)
+        assert not isinstance(everyone, KeptStats)
+        return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
+
     def _sum_up(
         self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector
-    ) -> list[tuple[list[str], Stats]]:
+    ) -> list[tuple[list[str], Stats | KeptStats]]:
         inputs = LayerInputs(targets, self._runner.side_of, unit.blocks, collector.see)
         if chain is None:
 

@@ -22,16 +22,19 @@ class Stats:
     """What calibration sums up for one distinct layer input: sums, never averages, so that they merge by ``+``.
 
     ``tokens`` counts input rows; ``square_sums`` ``[..., C]`` is sum over tokens of x**2; ``gram`` ``[..., C, C]`` is
-    X^T X, kept only where a method needs it. Both are float32 or float64.
+    X^T X, kept only where a method needs it. Both are float32 or float64. ``counts`` ``[E]`` says how many of the rows
+    each expert of a mixture got; None for all other layers.
     """
 
     tokens: int
     square_sums: Tensor
     gram: Tensor | None = None
+    counts: Tensor | None = None
 
     def __add__(self, other: "Stats") -> "Stats":
         gram = None if self.gram is None or other.gram is None else self.gram + other.gram
-        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram)
+        counts = None if self.counts is None or other.counts is None else self.counts + other.counts
+        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram, counts)
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,27 @@ def relative_error(weight: Tensor, pruned: Tensor, stats: Stats | None) -> float
     With a Gram matrix H it is exact: tr(E H E^T) / tr(W H W^T). With square sums alone H is taken as diagonal, with no
     stats as the identity. A layer whose output is zero everywhere has error 0.
     """
-    # float32 is the working precision of calibration; a float64 layer keeps its own
-    work = torch.promote_types(weight.dtype, torch.float32)
-    dense, delta = weight.to(work), weight.to(work) - pruned.to(work)
+    work = _working(weight)
+    total = output_energy(weight, stats)
+    return max(output_energy(weight.to(work) - pruned.to(work), stats), 0.0) / total if total > 0 else 0.0
 
-    def energy(matrix: Tensor) -> float:
-        if stats is None:
-            weighted = matrix
-        elif stats.gram is None:
-            weighted = matrix * stats.square_sums.to(work).unsqueeze(-2)
-        else:
-            weighted = matrix @ stats.gram.to(work)
-        return float((weighted * matrix).sum(dtype=torch.float64))
 
-    total = energy(dense)
-    return max(energy(delta), 0.0) / total if total > 0 else 0.0
+def output_energy(weight: Tensor, stats: Stats | None) -> float:
+    """||W X||^2, summed over all matrices, with X as `relative_error` knows it."""
+    work = _working(weight)
+    matrix = weight.to(work)
+    if stats is None:
+        weighted = matrix
+    elif stats.gram is None:
+        weighted = matrix * stats.square_sums.to(work).unsqueeze(-2)
+    else:
+        weighted = matrix @ stats.gram.to(work)
+    return float((weighted * matrix).sum(dtype=torch.float64))
+
+
+def _working(weight: Tensor) -> torch.dtype:
+    """float32 is the working precision of calibration; a float64 layer keeps its own."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def written(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,80 @@
+"""Tiny random mixtures of experts, for the tests of fused experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+VOCAB, WIDTH, INNER, EXPERTS, CHOSEN = 53, 32, 24, 4, 2
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+
+
+def build(model_class: str, config_class: str, **more: Any) -> Callable[[], nn.Module]:
+    """A function that makes the model, in evaluation mode, with weights of a size that lets every layer matter."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = getattr(hf, model_class)(getattr(hf, config_class)(**{**COMMON, **more}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, WIDTH**-0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return model.eval()
+
+    return make
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+MOE = {"moe_intermediate_size": INNER, "num_experts_per_tok": CHOSEN}
+GROUPS = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": build("MixtralForCausalLM", "MixtralConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN),
+    "qwen3_moe": build("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **MOE, num_experts=EXPERTS, head_dim=8),
+    "olmoe": build("OlmoeForCausalLM", "OlmoeConfig", num_experts=EXPERTS, num_experts_per_tok=CHOSEN),
+    "gpt_oss": build(
+        "GptOssForCausalLM", "GptOssConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, head_dim=8
+    ),
+    "llama4": build(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        num_local_experts=EXPERTS,
+        intermediate_size_mlp=INNER,
+        head_dim=8,
+        attention_chunk_size=16,
+        moe_layers=[1],
+    ),
+    "deepseek_v3": build(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", **MOE, **GROUPS, **LATENT, first_k_dense_replace=1
+    ),
+    "glm4_moe": build("Glm4MoeForCausalLM", "Glm4MoeConfig", **MOE, **GROUPS, first_k_dense_replace=1, head_dim=8),
+    "granitemoe": build(
+        "GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    ),
+    "phimoe": build("PhimoeForCausalLM", "PhimoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN),
+    "jetmoe": build(
+        "JetMoeForCausalLM", "JetMoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, kv_channels=8
+    ),
+}
