@@ -101,10 +101,10 @@ def reconstruct(
     masks: Mapping[nn.Parameter, Tensor],
     options: Reconstruct,
     seed: int,
-    outputs: Mapping[nn.Parameter, int] | None = None,
+    outputs: Mapping[nn.Parameter, int],
 ) -> Iterator[BlockReport]:
     """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept);
-    ``outputs`` says how many outputs a weight has, where that is not its first dimension (experts).
+    ``outputs`` says how many outputs each of these weights has (of all of its experts, if it has experts).
 
     Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
     as before afterwards, and an interruption leaves the best values so far.
@@ -115,7 +115,7 @@ def reconstruct(
         chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
         if chosen:
             with _only_these_require_grad(solved.block, chosen):
-                yield _tune(part, solved, chosen, options, seed, outputs or {})
+                yield _tune(part, solved, chosen, options, seed, outputs)
 
 
 def _tune(
@@ -138,8 +138,8 @@ def _tune(
     # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
     kept, epoch, notes = [master.clone() for master in masters], 0, []
-    sizes = [outputs.get(parameter) for parameter in masks]
-    optimizer = _optimizer(masters, list(masks.values()), options.learning_rate, sizes)
+    counts = [outputs.get(parameter, 0) for parameter in masks]
+    optimizer = _optimizer(masters, list(masks.values()), counts, options.learning_rate)
     order = torch.Generator().manual_seed(seed)
     step, steps = 0, options.epochs * held_back.start
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -171,12 +171,11 @@ def _tune(
 def _optimizer(
     masters: Sequence[Tensor],
     masks: Sequence[Tensor | None],
+    outputs: Sequence[int],
     learning_rate: float,
-    outputs: Sequence[int | None] | None = None,
 ) -> torch.optim.Adam:
     """Adam with a learning rate for each tensor: ``learning_rate`` times the root mean square of its kept values,
-    divided by the root of how many of them meet in one output. ``outputs`` says how many a matrix has, None: its first
-    dimension.
+    divided by the root of how many of them meet in one of its ``outputs`` (0: it is no matrix).
 
     A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
     rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
@@ -185,8 +184,7 @@ def _optimizer(
     """
     kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
     sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
-    counts = [len(m) if number is None else number for m, number in zip(masters, outputs or [None] * len(masters))]
-    meeting = [x.numel() / count if m.dim() > 1 else 0.0 for m, x, count in zip(masters, kept, counts)]
+    meeting = [values.numel() / count if count else 0.0 for values, count in zip(kept, outputs)]
     wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
     usual = sum(wide) / len(wide) if wide else 1.0
     rates = [

@@ -19,7 +19,6 @@ from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
-from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -214,7 +213,7 @@ def _reconstruct(
     name = solved.parts[-1].name
     inside = set(solved.block.parameters())
     layers = {target.name for target in plan.layers if target.layer.parameter in inside & masks.keys()}
-    outputs = {t.layer.parameter: t.size // t.shape[-1] for t in plan.layers if isinstance(t.layer.kind, RoutedKind)}
+    outputs = {target.layer.parameter: target.size // target.shape[-1] for target in plan.layers}
     try:
         for found in reconstruct(model, solved, masks, config.reconstruct, config.seed, outputs):
             report.reconstructed(found, layers)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
 from modelopt_sparse.reconstruct import Reconstruct, _optimizer
@@ -195,11 +196,46 @@ def test_rates_go_by_the_size_of_kept_values_and_by_how_many_meet_in_one_output(
     mask[:, ::2] = True
     norm, bias, all_kept = torch.full((9,), 3.0), torch.zeros(6), torch.full((4, 64), 0.25)
     values = [weight.masked_fill(~mask, 0), norm, bias, all_kept]
-    rates = [group["lr"] for group in _optimizer(values, [mask, None, None, None], 0.4).param_groups]
+    rates = [group["lr"] for group in _optimizer(values, [mask, None, None, None], [6, 0, 0, 4], 0.4).param_groups]
     assert rates[0] == pytest.approx(0.4 * 0.5 / 16**0.5)
     assert rates[3] == pytest.approx(0.4 * 0.25 / 64**0.5)
     assert rates[1] == pytest.approx(0.4 * 3 / ((4 + 8) / 2))
     assert rates[2] == min(rates[0], rates[1], rates[3])
+
+
+def test_weights_stored_the_other_way_round_are_tuned_the_same():
+    """GPT-2's Conv1D holds [in, out]: a step must be as long as for a Linear of the same values."""
+
+    def block(linear: bool) -> nn.Module:
+        torch.manual_seed(0)
+        wide, narrow = Conv1D(24, 8), Conv1D(8, 24)
+        if not linear:
+            return nn.Sequential(wide, nn.GELU(), narrow)
+        copies = []
+        for layer in (wide, narrow):
+            copy = nn.Linear(*layer.weight.shape)
+            copy.load_state_dict({"weight": layer.weight.mT.contiguous(), "bias": layer.bias})
+            copies.append(copy)
+        return nn.Sequential(copies[0], nn.GELU(), copies[1])
+
+    class Stacked(nn.Module):
+        def __init__(self, linear: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block(linear)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    torch.manual_seed(1)
+    batches = list(torch.randn(4, 16, 8))
+    found = []
+    for linear in (True, False):
+        model = Stacked(linear)
+        mts.sparsify(model, "magnitude", reconstruct=2, data_loader=batches, progress=False)
+        weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
+        found.append([weight if linear else weight.mT for weight in weights])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 # what it leaves alone -----------------------------------------------------------------------------------------------
