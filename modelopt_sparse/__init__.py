@@ -10,6 +10,7 @@ from modelopt_sparse.plan import Plan, make_plan
 from modelopt_sparse.report import Report
 from modelopt_sparse.rules import Rule
 from modelopt_sparse.sparsify import export, sparsify
+from modelopt_sparse.stream import sparsify_checkpoint
 from modelopt_sparse.verify import Verification, verify
 from modelopt_sparse.version import __version__
 
@@ -40,5 +41,6 @@ __all__ = [
     "save",
     "set_mask",
     "sparsify",
+    "sparsify_checkpoint",
     "verify",
 ]

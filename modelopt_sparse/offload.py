@@ -77,6 +77,22 @@ def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Take all of accelerate's hooks off a model -> where the parameters lie that it keeps on disk: parameter name ->
+    {"safetensors_file": path, "weight_name": name in that file}. They stay on the meta device."""
+    index: dict[str, dict[str, str]] = {}
+    for module in model.modules():
+        hook = offloading_hook(module)
+        source = None if hook is None else hook.weights_map
+        if isinstance(source, PrefixedDataset):
+            source = source.dataset
+        if isinstance(source, OffloadedWeightsLoader):
+            index.update(source.index)
+    remove_hook_from_module(model, recurse=True)
+    model.__dict__.pop("hf_device_map", None)  # transformers takes a model that has it for one that is still offloaded
+    return index
+
+
 @contextmanager
 def without_hook(module: nn.Module) -> Iterator[None]:
     """Take accelerate's hook off while the module's class changes: it binds the old forward to the instance."""
