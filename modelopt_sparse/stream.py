@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
+from modelopt_sparse.calibration.batches import load_calls
+from modelopt_sparse.calibration.run import take_in
 from modelopt_sparse.calibration.turns import Turn, Turns
 from modelopt_sparse.checkpoint import describe_mask, empty_model, model_class, unloaded, write_description
 from modelopt_sparse.checkpoint import report as report_in
@@ -94,7 +96,7 @@ def sparsify_checkpoint(
         with ExitStack() as stack:
             blocks = _Blocks(_without_blocks(folder, names, dtype, work, remote), work, spill=spill)
             stack.enter_context(blocks)
-            report = _solved_before(work, plan)
+            report = _solved_before(work, blocks.model, plan, settings)
             if report is None:
                 sparsify(blocks.model, method, config, turns=blocks, **options)
                 report = attached_report(blocks.model)
@@ -160,7 +162,8 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _started_with(folder: Path, plan: Plan, config: SparsifyConfig, dtype: Any) -> dict[str, Any]:
-    """All that the result depends on, but for the calibration data, which is known when it has been read."""
+    """All that the result depends on, but for the calibration data, which is known when it has been read. The code of
+    a method of the user's own is known by its name alone."""
     found: dict[str, Any] = {f"source file {name}": file_hash(folder / name) for name in _source_files(folder)}
     for item in plan.layers:
         options = "".join(f" {key}={value!r}" for key, value in item.options.items())
@@ -183,11 +186,19 @@ def _source_files(folder: Path) -> list[str]:
     return ["config.json", *names]
 
 
-def _solved_before(work: WorkFolder, plan: Plan) -> Report | None:
+def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: SparsifyConfig) -> Report | None:
     """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
     then, and are solved again."""
     given = work.read_report() if all(item.block is not None for item in plan.layers) else None
-    return None if given is None else Report.from_dict(given)
+    if given is None:
+        return None
+    sha256 = None
+    if any(item.calibrated for item in plan.layers):
+        digest = hashlib.sha256()
+        for call in load_calls(config, model):
+            take_in(digest, call.args, call.kwargs)
+        sha256 = digest.hexdigest()
+    return Report.from_dict(given) if work.check_data(sha256) else None
 
 
 # the model without its blocks -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ killed at any moment.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,27 @@ class WorkFolder:
         self._overwrite = overwrite
         self._started = json.loads(json.dumps(started, default=str))
         self._refuse_strange_files()
+        shutil.rmtree(self.path.with_name(f"{self.path.name}.over"), ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path / LOCK)
         problem = self._problem()
         if problem and not overwrite:
+            self.close()
             raise ValueError(f"{str(self.path)!r} {problem}")
         if problem:
-            _empty(self.path, but=LOCK)
+            _empty(self.path, but={LOCK})
             self.done.clear()
         self.finished = (self.path / FINISHED).is_file()
-        for name in (*FOLDERS, *SCRATCH):
-            if name in SCRATCH:
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            (self.path / name).mkdir(parents=True, exist_ok=True)
+        for name in SCRATCH:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        self._make_folders()
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.resumed = bool(self.done)
+
+    def _make_folders(self) -> None:
+        for name in (*FOLDERS, *SCRATCH):
+            (self.path / name).mkdir(exist_ok=True)
 
     # what was there before --------------------------------------------------------------------------------------------
 
@@ -108,13 +113,21 @@ class WorkFolder:
                 "move it, or give another target"
             )
 
-    def check_data(self, sha256: str | None) -> None:
-        """Note the data of this run, or raise ValueError if the run that it continues had other data."""
-        if DATA not in self._started:
+    def check_data(self, sha256: str | None) -> bool:
+        """Whether this run has the data of the one that it continues, as far as that has come. If not, raises
+        ValueError, or throws that run away if ``overwrite`` is set."""
+        differences = _differences({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
+        if differences and not self._overwrite:
+            raise ValueError(f"{str(self.path)!r} {_refusal(differences)}")
+        if differences:
+            _empty(self.path, but={LOCK, *SCRATCH})
+            self.done.clear()
+            self.resumed = False
+            self._make_folders()
+        if differences or DATA not in self._started:
             self._started[DATA] = sha256
             self.write_json(STARTED, self._started)
-        elif differences := _differences({DATA: self._started[DATA]}, {DATA: sha256}):
-            raise ValueError(f"{str(self.path)!r} {_refusal(differences)}")
+        return not differences
 
     # what is written --------------------------------------------------------------------------------------------------
 
@@ -183,9 +196,9 @@ class WorkFolder:
             (folder / DESCRIPTION).replace(target / DESCRIPTION)
         _sync(target)
         _sync(target.parent)
-        _empty(self.path, but=FINISHED)
-        (self.path / FINISHED).unlink()
-        self.path.rmdir()
+        over = self.path.with_name(f"{self.path.name}.over")  # from one moment to the next there is nothing to continue
+        self.path.rename(over)
+        shutil.rmtree(over)
 
     def close(self) -> None:
         """Let go of the folder, finished or not."""
@@ -219,9 +232,10 @@ def _locked(path: Path) -> int | None:
     return descriptor
 
 
-def _empty(folder: Path, *, but: str) -> None:
-    for path in folder.iterdir():
-        if path.name == but:
+def _empty(folder: Path, *, but: Collection[str]) -> None:
+    """Records first, and last of all what says whose folder it is: killed in between, it is still a whole one."""
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == STARTED, path.suffix != ".json")):
+        if path.name in but:
             continue
         if path.is_dir():
             shutil.rmtree(path)

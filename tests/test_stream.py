@@ -222,7 +222,8 @@ def test_every_way_to_read_the_folder(tmp_path):
     model: Any = AutoModelForCausalLM.from_pretrained(source)
     mts.sparsify(model, "sparsegpt", data_loader=batches(), progress=False)
     logits = model(**batches()[0]).logits
-    plain, info = LlamaForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    plain, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     for other in (plain, mts.load(tmp_path / "sparse"), mts.restore(MODELS["llama"](), tmp_path / "sparse")):
