@@ -33,7 +33,8 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
             if hook is not None and _on_disk(hook, param):
                 raise ValueError(
                     f"{name!r} is offloaded to disk, where it cannot be changed: load the model with enough CPU memory "
-                    "(device_map without a disk entry), and give device= to calibrate on an accelerator"
+                    "(device_map without a disk entry), and give device= to calibrate on an accelerator; or make its "
+                    "checkpoint sparse with sparsify_checkpoint, which never holds all of it"
                 )
             if hook is not None and hook.offload_buffers and masks:
                 raise ValueError(

@@ -389,3 +389,23 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
     path.unlink()
     write_index(tmp_path, sum(p.numel() for p in model.parameters()))
     assert json.loads(path.read_text()) == expected
+
+
+# the benchmark --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_a_curve(tmp_path):
+    """Of two depths; the weights of the deeper one alone are more than either takes."""
+    ran = run_python(
+        *("examples/benchmarks/streaming.py", "--sizes", "0.1,0.2", "--width", 1024, "--method", "magnitude"),
+        *("--threads", 1, "--work", tmp_path),
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [[float(x) for x in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:4]]
+    (small, _, _, _, low, _), (large, blocks, _, _, high, _) = rows
+    assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
+    assert blocks > 4
+    assert high < low + 40
+    assert ran.stdout.count("#") > 40
+    assert not list(tmp_path.iterdir())
