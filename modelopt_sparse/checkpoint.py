@@ -25,10 +25,10 @@ from modelopt_sparse.format import (
     checked_path,
     checksum,
     damaged_files,
-    file_hash,
     pack_mask,
     read_description,
     read_masks,
+    size_and_hash,
     weight_files,
     weight_reader,
 )
@@ -79,20 +79,37 @@ def save(
         save_file({name: pack_mask(mask) for name, mask in masks.items()}, staging / MASKS)
         for companion in companions:
             companion.save_pretrained(staging)
-        files = sorted(path for path in staging.iterdir() if path.name.endswith((".safetensors", ".index.json")))
-        report = attached_report(model)
-        description = {
-            "format": "modelopt_sparse",
-            "format_version": FORMAT_VERSION,
-            "versions": library_versions(),
-            "model_class": dense_class(model).__name__,
-            "masks": {name: {"shape": list(mask.shape), "kept": int(mask.sum())} for name, mask in masks.items()},
-            "aliases": aliases,
-            "files": {path.name: {"size": path.stat().st_size, "sha256": file_hash(path)} for path in files},
-            "report": None if report is None else report.as_dict(),
-        }
-        text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
-        (staging / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        described = {name: describe_mask(mask) for name, mask in masks.items()}
+        write_description(staging, dense_class(model).__name__, described, attached_report(model), aliases)
+
+
+def describe_mask(mask: Tensor) -> dict[str, Any]:
+    return {"shape": list(mask.shape), "kept": int(mask.sum())}
+
+
+def write_description(
+    folder: Path,
+    model_class: str,
+    masks: Mapping[str, Mapping[str, Any]],
+    report: Report | None,
+    aliases: Mapping[str, str] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write ``sparsity.json`` into a folder that is otherwise complete. ``known``: sizes and hashes of its files, as
+    far as they have been taken already."""
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
+    description = {
+        "format": "modelopt_sparse",
+        "format_version": FORMAT_VERSION,
+        "versions": library_versions(),
+        "model_class": model_class,
+        "masks": masks,
+        "aliases": aliases or {},
+        "files": {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files},
+        "report": None if report is None else report.as_dict(),
+    }
+    text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
+    (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -107,13 +107,25 @@ def sparsify(
     dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
+    ] = False,
+    spill: Annotated[
+        bool, typer.Option("--spill", help="With --stream: hold activations in files beside the output folder.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that exists.")] = False,
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it."""
     settings = _settings(locals(), config, options)
-    if out.exists() and not overwrite:
+    if stream and eval_data is not None:
+        raise ValueError(
+            "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
+        )
+    if spill and not stream:
+        raise ValueError("--spill goes with --stream")
+    if out.exists() and not overwrite and not stream:  # a streaming run may have to go on
         raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
     source = _Source(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
@@ -124,15 +136,19 @@ def sparsify(
     made = mts.make_plan(source.empty(), method, settings)  # all that can be wrong, before weights are read
     if "data" not in settings and (needing := [layer for layer in made.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
-    companions = source.companions()
 
-    network = mts.sparsify(source.load(), method, settings)
     evaluation = None
-    if held_out is not None:
-        place = settings.get("device") or "cpu"
-        evaluation = _evaluate(network.to(place), source.load(place), held_out, settings)
-    mts.save(network.to("cpu"), out, companions=companions)
-    found = mts.report(network)
+    if stream:
+        more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, **source.hub}
+        found = mts.sparsify_checkpoint(model, out, method, settings, **more)
+    else:
+        companions = source.companions()
+        network = mts.sparsify(source.load(), method, settings)
+        if held_out is not None:
+            place = settings.get("device") or "cpu"
+            evaluation = _evaluate(network.to(place), source.load(place), held_out, settings)
+        mts.save(network.to("cpu"), out, companions=companions)
+        found = mts.report(network)
     if as_json:
         _print_json({"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": found.as_dict()})
         return

@@ -179,6 +179,11 @@ def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 
 
+def size_and_hash(path: Path) -> dict[str, Any]:
+    """A file as ``sparsity.json`` lists it."""
+    return {"size": path.stat().st_size, "sha256": file_hash(path)}
+
+
 def file_hash(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -33,7 +33,8 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
             if hook is not None and _on_disk(hook, param):
                 raise ValueError(
                     f"{name!r} is offloaded to disk, where it cannot be changed: load the model with enough CPU memory "
-                    "(device_map without a disk entry), and give device= to calibrate on an accelerator"
+                    "(device_map without a disk entry), and give device= to calibrate on an accelerator; or make its "
+                    "checkpoint sparse with sparsify_checkpoint, which never holds all of it"
                 )
             if hook is not None and hook.offload_buffers and masks:
                 raise ValueError(
@@ -75,6 +76,22 @@ def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
             if hook is not None and any(not p.is_meta for p in module.parameters(recurse=hook.place_submodules)):
                 hook.post_forward(module, None)
         raise
+
+
+def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Take all of accelerate's hooks off a model -> where the parameters lie that it keeps on disk: parameter name ->
+    {"safetensors_file": path, "weight_name": name in that file}. They stay on the meta device."""
+    index: dict[str, dict[str, str]] = {}
+    for module in model.modules():
+        hook = offloading_hook(module)
+        source = None if hook is None else hook.weights_map
+        if isinstance(source, PrefixedDataset):
+            source = source.dataset
+        if isinstance(source, OffloadedWeightsLoader):
+            index.update(source.index)
+    remove_hook_from_module(model, recurse=True)
+    model.__dict__.pop("hf_device_map", None)  # transformers takes a model that has it for one that is still offloaded
+    return index
 
 
 @contextmanager

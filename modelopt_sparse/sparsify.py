@@ -15,6 +15,7 @@ from torch import nn
 from modelopt_sparse.allocation import allocation_for
 from modelopt_sparse.calibration.experts import KeptStats, part_of
 from modelopt_sparse.calibration.run import Runner
+from modelopt_sparse.calibration.turns import Turns
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
@@ -41,6 +42,8 @@ def sparsify(
     model: nn.Module,
     method: Any = None,
     config: SparsifyConfig | Mapping[str, Any] | None = None,
+    *,
+    turns: Turns | None = None,
     **options: Any,
 ) -> nn.Module:
     """Make a model sparse, in place, and return it.
@@ -52,11 +55,12 @@ def sparsify(
     that hold their masks (``enforce=False``: plain modules with zeros); the Parameter objects stay the same. The model
     comes back in the mode, dtype, device and with the flags that it came with. Raises ValueError or TypeError with the
     model untouched; if something fails later (or Ctrl-C), the layers solved so far stay sparse, the rest untouched, and
-    the call can be repeated.
+    the call can be repeated. ``turns`` is what `sparsify_checkpoint` gives, whose models are not all in memory.
     """
     method, config = resolve(method, config, options)
     plan = plan_for(model, method, config)
-    _check(model, plan, config)
+    turns = turns or Turns()
+    _check(model, plan, config, turns)
     report = Report.begin(plan, config)
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
     # of the block that is being solved
@@ -71,7 +75,7 @@ def sparsify(
                 allocation = allocation_for(model, plan, config, runner)
             plan = allocation.plan
             report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
-        with _calibrating(model), closing(walk(model, plan, config, report, runner)) as walked:
+        with _calibrating(model), closing(walk(model, plan, config, report, runner, turns)) as walked:
             for item in walked:
                 if isinstance(item, DenseBlock):
                     for found in permute(item):
@@ -267,7 +271,7 @@ def _uninterrupted() -> Iterator[None]:
         before(*pressed[0])
 
 
-def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
+def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -> None:
     """What only a model with values can be asked, still before any work."""
     needing = [f"method {target.recipe!r}" for target in plan.layers if target.calibrated]
     if config.allocation != "uniform":
@@ -283,6 +287,7 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
                 f"layer {target.name!r} is sharded over processes (DTensor): sparsify the model first, then shard it; "
                 "its masks hold"
             )
+        turns.load(target.layer.owner)
         if not torch.isfinite(stored(target.layer.owner, target.layer.param)).all():
             raise ValueError(f"layer {target.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it")
 

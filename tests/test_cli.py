@@ -113,6 +113,36 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
     assert f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens" in done.out
 
 
+def test_streaming_writes_the_same_model(run, work, tmp_path):
+    data = ("--data", work / "text.txt", "--num-samples", 8, "--seq-len", 32, "--no-progress")
+    whole = run("sparsify", work / "llama", "--out", tmp_path / "whole", *data)
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--spill")
+    assert (done.code, done.err) == (whole.code, whole.err) == (0, "")
+    assert "7 layers pruned, 50.00% zeros" in done.out
+    assert f"Written to {tmp_path / 'out'}: load it with transformers" in done.out
+    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
+    again = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream")
+    assert again.code == 2
+    assert "exists: give another target, or overwrite=True (--overwrite)" in again.err
+    assert run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--overwrite").code == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--stream", "--eval", "held.txt"), "--eval holds the whole model"),
+        (("--spill",), "--spill goes with --stream"),
+        (("--stream", "--method", "wanda"), "needs calibration text: give --data FILE"),
+    ],
+)
+def test_what_streaming_does_not_do(run, work, tmp_path, flags, part):
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", *flags)
+    assert done.code == 2
+    assert part in done.err
+    assert not list(tmp_path.iterdir())
+
+
 EVERY_FLAG = ["--method=wanda", "--pattern=1:4", "--num-samples=4", "--seq-len=16", "--batch-size=3", "--seed=5"]
 EVERY_FLAG += [
     "--sequential=stage",

@@ -77,12 +77,15 @@ class Recorder:
 
     ``complete`` is called when all that the blocks of the current call are given is known, before the first block
     whose call can be left out; it may stop the model. Afterwards ``problem`` says why the stack cannot be chained, or
-    is None.
+    is None. ``keep`` says where what is recorded is held.
     """
 
-    def __init__(self, stack: Stack, complete: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, stack: Stack, complete: Callable[[], None] = lambda: None, keep: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
         self.stack = stack
         self._complete = complete
+        self.keep = keep
         self._templates: list[_Template] = []
         # for each block of the current call, the ids of the tensors that it was given; None for anything else
         self._given: list[list[int | None]] = []
@@ -196,7 +199,7 @@ class Recorder:
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
         held = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
         if held is None:
-            held = x.detach().clone()
+            held = self.keep(x.detach().clone())
             alike.append(held)
         self._stored[id(x)] = (x, held)  # x itself is held so that its id stays taken
         return held
@@ -211,6 +214,7 @@ class Chain:
         self._calls = [record.calls for record in recorder.records]
         self._state: list[list[Tensor | None]] = [[] for _ in self._calls]
         self._first_output = recorder.first_output
+        self._keep = recorder.keep
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -230,7 +234,7 @@ class Chain:
         """Make ``output`` of block ``position`` the state of call ``index``, and forget what only this block needed."""
         self._calls[index][position] = ((), {})
         wanted = self._linked(position + 1, index)
-        self._state[index] = [x if i in wanted else None for i, x in enumerate(output)]
+        self._state[index] = [self._keep(x) if i in wanted else None for i, x in enumerate(output)]
 
     def problem(self) -> str | None:
         """Why the chained blocks do not reproduce the model's own output on the first call, or None if they do."""

@@ -1,7 +1,7 @@
 """Running a model, whole or block by block, over the calibration data."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,9 +45,7 @@ class Runner:
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if digest is not None:
-                for x in flat_tensors((args, kwargs)):
-                    digest.update(f"{x.dtype}{list(x.shape)}".encode())
-                    digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                take_in(digest, args, kwargs)
             begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
 
         with ExitStack() as hooks:
@@ -108,6 +106,13 @@ class Runner:
                 assert device is not None
                 hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
             yield
+
+
+def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Add every tensor of one call of the model to the digest of the calibration data."""
+    for x in flat_tensors((args, kwargs)):
+        digest.update(f"{x.dtype}{list(x.shape)}".encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _sides(model: nn.Module) -> dict[nn.Module, Side]:

@@ -17,6 +17,7 @@ from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_f
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
+from modelopt_sparse.calibration.turns import Turn, Turns
 from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.layers import Layer
@@ -61,26 +62,49 @@ class _Survey:
 
 
 def walk(
-    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, runner: Runner | None = None
+    model: nn.Module,
+    plan: Plan,
+    config: SparsifyConfig,
+    report: Report,
+    runner: Runner | None = None,
+    turns: Turns | None = None,
 ) -> Generator[DenseBlock | Group | SolvedBlock, None, None]:
     """Yield the plan's layers group by group, with the statistics that they need; each block before its groups if
     channels are to be permuted, and after them if it is to be reconstructed.
 
     Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
-    usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags. ``runner``:
-    one that has loaded the data already.
+    usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags. Each block's
+    work is one turn of ``turns``. ``runner``: one that has loaded the data already.
     """
+    turns = turns or Turns()
     if not any(target.calibrated for target in plan.layers):
-        for target in tqdm(plan.layers, desc="sparsify", unit="layer", disable=_no_bar(config)):
-            yield Group([target], None)
+        yield from _without_data(model, plan, config, report, turns)
         return
     with offloaded_after_errors(model):
-        yield from _Walk(model, plan, config, report, runner or Runner(model, plan, config)).run()
+        yield from _Walk(model, plan, config, report, turns, runner or Runner(model, plan, config)).run()
+
+
+def _without_data(
+    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, turns: Turns
+) -> Iterator[Group]:
+    by_block: dict[str | None, list[LayerPlan]] = {}
+    for target in plan.layers:
+        by_block.setdefault(target.block, []).append(target)
+    with tqdm(total=len(plan.layers), desc="sparsify", unit="layer", disable=_no_bar(config)) as bar:
+        for block, targets in by_block.items():
+            with turns.turn(None if block is None else model.get_submodule(block), report) as turn:
+                for target in targets:
+                    if not turn.done:
+                        yield Group([target], None)
+                    bar.update()
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, runner: Runner) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, turns: Turns, runner: Runner
+    ) -> None:
         self.model, self.plan, self.config, self.report, self._runner = model, plan, config, report, runner
+        self._turns = turns
         home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
         # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
         self._block_of: dict[str, str | None] = {}
@@ -108,18 +132,22 @@ class _Walk:
                     chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
                     dense.update(self._dense_chains({unit.stack: chain}))
                 assert chain != "later"
-                if self.config.permute and chain is not None:
-                    yield from self._dense_block(unit, survey, chain)
-                parts = self._parts(unit, survey, dense.get(unit.stack) or chain)
-                for stage in self._stages(unit, survey):
-                    yield from self._groups(unit, stage, chain)
-                if chain is not None:
-                    if parts:
-                        yield from self._solved(unit, chain, parts)
+                with self._turns.turn(unit.blocks[0] if unit.blocks else None, self.report) as turn:
+                    if self.config.permute and chain is not None:
+                        yield from self._dense_block(unit, survey, chain)
+                    parts = self._parts(unit, survey, dense.get(unit.stack) or chain)
+                    if turn.done:
+                        self._make_sparse(unit, chain, turn)
+                    else:
+                        for stage in self._stages(unit, survey):
+                            yield from self._groups(unit, stage, chain)
+                        if parts and chain is not None:
+                            yield from self._solved(unit, chain, parts)
                     del parts
-                    self._propagate(unit, chain)
-                    if unit.position == len(chain.stack.blocks) - 1:
-                        chains[unit.stack] = dense[unit.stack] = None  # their activations are done with
+                    if chain is not None:
+                        self._propagate(unit, chain)
+                if chain is not None and unit.position == len(chain.stack.blocks) - 1:
+                    chains[unit.stack] = dense[unit.stack] = None  # their activations are done with
                 bar.update()
 
     def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
@@ -127,6 +155,12 @@ class _Walk:
         hold = self.config.sequential == "none" and chain is None
         for names, stats in self._collect(unit, stage, chain):
             yield Group([target for target in stage if target.name in names], stats, hold)
+
+    def _make_sparse(self, unit: _Unit, chain: Chain | None, turn: Turn) -> None:
+        """What an earlier run made of a block takes its place; in "none" the dense one's output goes on first."""
+        if self.config.sequential == "none" and unit.targets and chain is not None:
+            self._advance(unit, chain)
+        turn.make_sparse()
 
     # permutation ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +225,7 @@ class _Walk:
                 for index in range(len(chain)):
                     outputs, goals = _watched(lambda i=index: chain.run(unit.position, i), [p.module for p in parts])
                     for part, goal in zip(parts, goals):
-                        part.goals.append(goal)
+                        part.goals.append(self._turns.keep(goal))
                     if goes_on:
                         chain.advance(unit.position, index, outputs)
         return parts
@@ -263,7 +297,7 @@ class _Walk:
 
         survey = _Survey()
         stops, stopped = self._runner.may_stop and not whole, False
-        recorders = {stack: Recorder(stack, complete) for stack in self.plan.stacks}
+        recorders = {stack: Recorder(stack, complete, self._turns.keep) for stack in self.plan.stacks}
         leader: dict[tuple, str] = {}
         alive: list[Any] = []
         begun = 0
@@ -320,6 +354,8 @@ class _Walk:
         first = self._block_of[next(iter(survey.order))]
         for stack, recorder in recorders.items():
             if first is None or first not in stack.names:
+                if recorder.problem is not None:
+                    self._turns.check_whole_runs(self._why(stack, recorder.problem))
                 recorder.forget()
 
     def _check_survey(self, survey: _Survey) -> None:
@@ -360,11 +396,10 @@ class _Walk:
                 problem = chain.problem()
         if problem is None:
             return chain
+        why = self._why(recorder.stack, problem)
+        self._turns.check_whole_runs(why)
         runs = sum(bool(unit.targets) for unit in units if unit.stack == recorder.stack)
-        text = (
-            f"stack {recorder.stack.name or type(self.model).__name__!r} is calibrated through the whole model, "
-            f"because {problem}: {runs} runs of the model over the data, one for each block, instead of two"
-        )
+        text = f"{why}: {runs} runs of the model over the data, one for each block, instead of two"
         asked = {"permuted": self.config.permute, "reconstructed": self.config.reconstruct is not None}
         if any(asked.values()):
             text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
@@ -372,12 +407,16 @@ class _Walk:
         self.report.notes.append(text)
         return None
 
+    def _why(self, stack: Stack, problem: str) -> str:
+        name = stack.name or type(self.model).__name__
+        return f"stack {name!r} is calibrated through the whole model, because {problem}"
+
     # running --------------------------------------------------------------------------------------------------------
 
     def _record(self, stack: Stack | None) -> Recorder:
         """The record of a later stack, now that the parts before it are sparse."""
         assert stack is not None
-        recorder = Recorder(stack, self._runner.stop if self._runner.may_stop else lambda: None)
+        recorder = Recorder(stack, self._runner.stop if self._runner.may_stop else lambda: None, self._turns.keep)
         recorder.start()
         try:
             self._runner.run_model(recorder.begin, stop_after=stack.blocks[-1])

@@ -1,0 +1,411 @@
+"""Checkpoints made sparse block by block: the same bits as in memory, nothing more in memory, and runs that go on."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import modelopt_sparse as mts
+from modelopt_sparse import checkpoint, stream
+from modelopt_sparse.checkpoint import model_class
+from modelopt_sparse.format import pack_mask
+from modelopt_sparse.shards import concatenate, write_index
+from modelopt_sparse.spill import spilled
+from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+
+VOCAB = 97
+
+
+def tiny_qwen() -> nn.Module:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            tie_word_embeddings=False,
+            initializer_range=0.2,
+        )
+    )
+
+
+def tiny_gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2, bos_token_id=0,
+            eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def tiny_t5() -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+            initializer_factor=1.0,
+        )
+    )  # fmt: skip
+
+
+def tiny_mixtral() -> nn.Module:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: tiny_llama(num_hidden_layers=3),
+    "qwen": tiny_qwen,
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "mixtral": tiny_mixtral,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "magnitude": {"method": "magnitude"},
+    "sparsegpt": {"method": "sparsegpt"},
+    "balanced": {"method": None, "quality": "balanced", "reconstruct": 1},
+}
+
+
+def saved(folder: Path, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    torch.manual_seed(3)
+    model: Any = make().to(dtype)
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def batches(name: str = "llama", count: int = 4, seed: int = 1) -> list[dict[str, Tensor]]:
+    ids = token_batches(count, length=12, vocab=VOCAB, seed=seed)
+    if name == "t5":
+        return [{"input_ids": x, "decoder_input_ids": x[:, :5]} for x in ids]
+    masks = [torch.ones_like(x) for x in ids]
+    masks[1][0, 9:] = 0
+    return [{"input_ids": x, "attention_mask": mask} for x, mask in zip(ids, masks)]
+
+
+def in_memory(source: Path, folder: Path, method: Any, **options: Any) -> Path:
+    """The oracle: the whole model loaded, made sparse and saved."""
+    cls = model_class(AutoConfig.from_pretrained(source), source)
+    model = cls.from_pretrained(source, dtype=options.pop("dtype", "auto"))
+    mts.save(mts.sparsify(model, method, progress=False, **options), folder)
+    return folder
+
+
+def streamed(source: Path, folder: Path, method: Any, **options: Any) -> mts.Report:
+    return mts.sparsify_checkpoint(source, folder, method, progress=False, **options)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same_folders(one: Path, other: Path) -> None:
+    """Equal tensors to the bit, under equal names; equal bytes of masks, equal configs; and both are whole."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_bits(a[name], b[name])
+    masks = "sparsity_masks.safetensors"
+    assert (one / masks).read_bytes() == (other / masks).read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert (one / name).is_file() == (other / name).is_file()
+        assert not (one / name).is_file() or json.loads((one / name).read_text()) == json.loads(
+            (other / name).read_text()
+        )
+    assert str(mts.verify(one)) == str(mts.verify(other))
+
+
+def data_for(name: str, method: str) -> dict[str, Any]:
+    return {} if method == "magnitude" else {"data_loader": batches(name)}
+
+
+# the same bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, name, method):
+    source = saved(tmp_path / "dense", MODELS[name])
+    options = {**METHODS[method], **data_for(name, method)}
+    report = streamed(source, tmp_path / "streamed", **options)
+    whole = in_memory(source, tmp_path / "whole", **options)
+    assert_same_folders(tmp_path / "streamed", whole)
+    other = mts.report(whole)
+    assert [(x.name, x.recipe, x.zeros, x.error, x.tokens) for x in report.layers] == [
+        (x.name, x.recipe, x.zeros, x.error, x.tokens) for x in other.layers
+    ]
+    assert [(x.name, x.error_after) for x in report.blocks] == [(x.name, x.error_after) for x in other.blocks]
+    assert report.calibration == other.calibration
+    assert mts.report(tmp_path / "streamed").as_dict() == report.as_dict()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "streamed", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sharded"),
+    [
+        ("llama", torch.bfloat16, True),
+        ("llama", torch.float16, False),
+        ("t5", torch.bfloat16, True),
+        ("t5", torch.float16, False),
+        ("mixtral", torch.bfloat16, True),
+        ("mixtral", torch.float16, False),
+    ],
+)
+def test_half_precision_and_shards(tmp_path, name, dtype, sharded):
+    size: dict[str, Any] = {"max_shard_size": 20_000} if sharded else {}
+    source = saved(tmp_path / "dense", MODELS[name], dtype, **size)
+    assert (len(list(source.glob("*.safetensors"))) > 2) == sharded
+    options = {"method": "wanda", "data_loader": batches(name)}
+    streamed(source, tmp_path / "streamed", **options)
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "sparsegpt", "sequential": "none"},
+        {"method": "sparsegpt", "sequential": "stage"},
+        {"method": "wanda", "pattern": "60%", "enforce": False},
+        {"method": "alps", "reconstruct": {"epochs": 1, "target": "sparse", "parts": "children"}, "polish": 2},
+        {"method": "sparsegpt", "spill": True, "reconstruct": 1, "permute": True},
+        {"method": "sparsegpt", "dtype": torch.bfloat16},
+        {"method": "magnitude", "include": ["lm_head", "*.layers.1.*"]},
+        {"method": "wanda", "rules": {"*.layers.1.*": None, "*.layers.2.*": {"pattern": "1:4"}}},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_options_give_the_same_bits(tmp_path, options):
+    source = saved(tmp_path / "dense", tiny_qwen)
+    data = data_for("qwen", options["method"])
+    streamed(source, tmp_path / "streamed", **options, **data)
+    options = {key: value for key, value in options.items() if key != "spill"}
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", **options, **data))
+
+
+def test_every_way_to_read_the_folder(tmp_path):
+    """verify, load, restore and plain transformers take it; the model is that of the in-memory way."""
+    source = saved(tmp_path / "dense", MODELS["llama"])
+    streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
+    model: Any = AutoModelForCausalLM.from_pretrained(source)
+    mts.sparsify(model, "sparsegpt", data_loader=batches(), progress=False)
+    logits = model(**batches()[0]).logits
+    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    plain, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for other in (plain, mts.load(tmp_path / "sparse"), mts.restore(MODELS["llama"](), tmp_path / "sparse")):
+        assert_bits(other(**batches()[0]).logits, logits)
+    masks = dict(mts.named_masks(mts.load(tmp_path / "sparse")))
+    expected = dict(mts.named_masks(model))
+    assert masks.keys() == expected.keys()
+    assert all(torch.equal(masks[name], expected[name]) for name in masks)
+    assert len(mts.verify(tmp_path / "sparse", "2:4").layers) == 21
+
+
+def test_names_that_differ_on_disk_come_back_as_they_were(tmp_path):
+    """Mixtral's experts are fused in memory and single on disk; dense, in both directions, to the bit."""
+    source = saved(tmp_path / "dense", tiny_mixtral, torch.bfloat16)
+    streamed(source, tmp_path / "sparse", "magnitude")
+    dense, sparse = weights(source), weights(tmp_path / "sparse")
+    assert dense.keys() == sparse.keys()
+    experts = [name for name in dense if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        assert_bits(dense[name], sparse[name])
+
+
+def test_text_and_what_travels_with_a_model(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    source = saved(tmp_path / "dense", lambda: tiny_llama(vocab_size=len(tokenizer)))
+    tokenizer.save_pretrained(source)
+    (source / "LICENSE").write_text("free\n")
+    (source / "old.bin").write_bytes(b"weights of another format")
+    text = {"data": (TESTBED / "calibration.txt").read_text()[:3000], "tokenizer": tokenizer, "seq_len": 32}
+    streamed(source, tmp_path / "streamed", "wanda", num_samples=6, **text)
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "wanda", num_samples=6, **text))
+    assert (tmp_path / "streamed" / "LICENSE").read_text() == "free\n"
+    assert not (tmp_path / "streamed" / "old.bin").exists()
+    found = AutoTokenizer.from_pretrained(tmp_path / "streamed")
+    assert found("import os\n")["input_ids"] == tokenizer("import os\n")["input_ids"]
+
+
+@pytest.mark.slow
+def test_a_hub_name_is_read_from_the_cache(tmp_path):
+    """A cache as the hub's client lays it out, without a connection."""
+    cache = tmp_path / "cache" / "models--someone--tiny"
+    source = saved(cache / "snapshots" / "1234abcd", MODELS["llama"], max_shard_size=40_000)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("1234abcd")
+    code = f"import modelopt_sparse as m; m.sparsify_checkpoint('someone/tiny', {str(tmp_path / 'out')!r}, 'magnitude')"
+    ran = run_python("-c", code, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    assert ran.returncode == 0, ran.stderr
+    assert_same_folders(tmp_path / "out", in_memory(source, tmp_path / "whole", "magnitude"))
+
+
+def test_a_parameter_that_blocks_share_stays_one(tmp_path, monkeypatch):
+    """All blocks have one norm: it is read once, stays in memory, and is stored as the in-memory way stores it."""
+
+    class Shared(LlamaForCausalLM):
+        _tied_weights_keys = {
+            "lm_head.weight": "model.embed_tokens.weight",
+            **{f"model.layers.{i}.input_layernorm.weight": "model.layers.0.input_layernorm.weight" for i in (1, 2)},
+        }
+
+    Shared.__name__ = "SharedForCausalLM"
+    monkeypatch.setattr(checkpoint.transformers, "SharedForCausalLM", Shared, raising=False)
+    config: Any = MODELS["llama"]().config
+    source = saved(tmp_path / "dense", lambda: Shared(config))
+    with safe_open(source / "model.safetensors", framework="pt") as opened:
+        norms = [name for name in opened.keys() if "input_layernorm" in name]  # noqa: SIM118
+    assert norms == ["model.layers.0.input_layernorm.weight"]
+    options = {"method": "sparsegpt", "data_loader": batches()}
+    streamed(source, tmp_path / "streamed", **options)
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", **options))
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
+    """Counted by looking at every block whenever one is read."""
+    source = saved(tmp_path / "dense", MODELS[name])
+    held: list[int] = []
+    fill = stream._Blocks._fill
+
+    def count(blocks: Any) -> None:
+        full = [
+            block
+            for block in blocks._blocks
+            if any(p.untyped_storage().nbytes() >= p.numel() * p.element_size() for p in blocks._own[block].values())
+        ]
+        held.append(len(full))
+
+    def counting(self, block):
+        fill(self, block)
+        count(self)
+
+    monkeypatch.setattr(stream._Blocks, "_fill", counting)
+    streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches(name), reconstruct=1)
+    assert len(held) > 9
+    assert set(held) == {1}
+
+
+def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypatch):
+    source = saved(tmp_path / "dense", MODELS["llama"])
+    alive: list[weakref.ref] = []
+    write = stream._Blocks._write
+    numbers = []
+
+    def watching(self, index, layers, tuned):
+        gc.collect()
+        numbers.append(sum(ref() is not None for ref in alive))
+        for _, mask in mts.named_masks(self.model):
+            alive.append(weakref.ref(mask))
+        write(self, index, layers, tuned)
+
+    monkeypatch.setattr(stream._Blocks, "_write", watching)
+    streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
+    assert len(alive) == 21
+    assert numbers == [0, 0, 0]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "scalar", "empty"])
+def test_spilled_tensors_are_the_same_tensors_in_a_file(tmp_path, layout):
+    x = torch.randn(3, 5, 7).to(torch.bfloat16)
+    x = {
+        "contiguous": x,
+        "transposed": x.permute(2, 0, 1),
+        "expanded": x[:1].expand(4, 5, 7),
+        "scalar": x.sum(),
+        "empty": x[:0],
+    }[layout]
+    before = x.clone()
+    y = spilled(x, tmp_path)
+    assert_bits(y, before)
+    assert y.stride() == x.clone().stride()
+    assert not list(tmp_path.iterdir())
+    if x.numel():
+        x.zero_() if layout != "expanded" else None
+        assert_bits(y, before)
+        assert y.is_shared()
+        assert not before.is_shared()
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_put_together_are_those_that_safetensors_writes(tmp_path):
+    """To the byte, names in any order over the files, one of them empty."""
+    masks = {f"layer.{i}.weight": pack_mask(torch.rand(3, 5 + i) > 0.5) for i in (10, 2, 7, 0)}
+    save_file({name: masks[name] for name in ("layer.10.weight", "layer.0.weight")}, tmp_path / "a")
+    save_file({name: masks[name] for name in ("layer.7.weight", "layer.2.weight")}, tmp_path / "b")
+    save_file({}, tmp_path / "c")
+    save_file(masks, tmp_path / "all")
+    concatenate([tmp_path / x for x in "abc"], tmp_path / "together")
+    assert (tmp_path / "together").read_bytes() == (tmp_path / "all").read_bytes()
+    concatenate([tmp_path / "c"], tmp_path / "together")
+    assert load_file(tmp_path / "together") == {}
+
+
+def test_the_index_is_the_one_that_transformers_writes(tmp_path):
+    model = MODELS["llama"]()
+    saved(tmp_path, lambda: model, max_shard_size=40_000)
+    path = tmp_path / "model.safetensors.index.json"
+    expected = json.loads(path.read_text())
+    path.unlink()
+    write_index(tmp_path, sum(p.numel() for p in model.parameters()))
+    assert json.loads(path.read_text()) == expected
+
+
+# the benchmark --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_a_curve(tmp_path):
+    """Of two depths; the weights of the deeper one alone are more than either takes."""
+    ran = run_python(
+        *("examples/benchmarks/streaming.py", "--sizes", "0.1,0.2", "--width", 1024, "--method", "magnitude"),
+        *("--threads", 1, "--work", tmp_path),
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [[float(x) for x in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:4]]
+    (small, _, _, _, low, _), (large, blocks, _, _, high, _) = rows
+    assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
+    assert blocks > 4
+    assert high < low + 40
+    assert ran.stdout.count("#") > 40
+    assert not list(tmp_path.iterdir())
