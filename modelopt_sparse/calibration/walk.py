@@ -1,10 +1,9 @@
 """The walk through a model, one block at a time: statistics of its inputs go out, the sparse block's output goes on."""
 
-import hashlib
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,8 @@ from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
 from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_fellows, pooled
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
-from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged, input_key
+from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
+from modelopt_sparse.calibration.survey import Survey, take_survey, whole_runs_because
 from modelopt_sparse.calibration.turns import Turn, Turns
 from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
@@ -50,15 +50,6 @@ class _Unit:
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
         return () if self.stack is None else (self.stack.blocks[self.position],)
-
-
-@dataclass
-class _Survey:
-    """What one dense run over all of the data has shown."""
-
-    order: dict[str, int] = field(default_factory=dict)  # layer name -> position of its first call
-    stage_of: dict[str, str] = field(default_factory=dict)  # layer name -> first layer with the same input
-    finite: dict[str, Tensor] = field(default_factory=dict)
 
 
 def walk(
@@ -115,10 +106,10 @@ class _Walk:
     def run(self) -> Iterator[DenseBlock | Group | SolvedBlock]:
         dense_inputs = self.config.sequential == "none"
         with tqdm(desc="run the dense model", unit="batch", disable=_no_bar(self.config)) as bar:
-            survey, recorders = self._survey(bar)
+            survey = take_survey(self.plan, self._runner, self._turns, self.report, self._block_of, bar)
         units = self._units(survey)
         chains: dict[Stack | None, Chain | Literal["later"] | None] = {
-            stack: self._chain(recorders.pop(stack), units) for stack in _stacks_of(units)
+            stack: self._chain(survey.recorders.pop(stack), units) for stack in _stacks_of(units)
         }
         dense = self._dense_chains(chains)
         if dense_inputs:
@@ -164,7 +155,7 @@ class _Walk:
 
     # permutation ----------------------------------------------------------------------------------------------------
 
-    def _dense_block(self, unit: _Unit, survey: _Survey, chain: Chain) -> Iterator[DenseBlock]:
+    def _dense_block(self, unit: _Unit, survey: Survey, chain: Chain) -> Iterator[DenseBlock]:
         stages: dict[str, list[LayerPlan]] = {}
         for target in unit.targets:
             stages.setdefault(survey.stage_of[target.name], []).append(target)
@@ -201,7 +192,7 @@ class _Walk:
                 found[stack] = chain.copy() if options.target == "dense" else None
         return found
 
-    def _parts(self, unit: _Unit, survey: _Survey, chain: Chain | None) -> list[Part]:
+    def _parts(self, unit: _Unit, survey: Survey, chain: Chain | None) -> list[Part]:
         """What of a block is reconstructed together, with the dense block's outputs. Where ``chain`` is the dense one,
         it goes on."""
         options = self.config.reconstruct
@@ -253,7 +244,7 @@ class _Walk:
 
     # what is collected together -------------------------------------------------------------------------------------
 
-    def _units(self, survey: _Survey) -> list[_Unit]:
+    def _units(self, survey: Survey) -> list[_Unit]:
         """Blocks with their targets, and each target outside of the blocks, in the order of their first calls.
 
         The blocks of a stack stay together, and those without targets are still run through.
@@ -270,7 +261,7 @@ class _Walk:
         keyed += [(survey.order[target.name], _Unit(target.name, [target])) for target in by_block.get(None, [])]
         return [unit for _, unit in sorted(keyed, key=lambda item: item[0])]  # stable: blocks keep their order
 
-    def _stages(self, unit: _Unit, survey: _Survey) -> list[list[LayerPlan]]:
+    def _stages(self, unit: _Unit, survey: Survey) -> list[list[LayerPlan]]:
         if self.config.sequential != "stage":
             return [unit.targets] if unit.targets else []
         stages: dict[str, list[LayerPlan]] = {}
@@ -278,111 +269,6 @@ class _Walk:
             # experts in a list are collected together, for one may need the tokens of the others
             stages.setdefault(target.layer.expert_of or survey.stage_of[target.name], []).append(target)
         return list(stages.values())
-
-    # before any weight changes --------------------------------------------------------------------------------------
-
-    def _survey(self, bar: tqdm, *, whole: bool = False) -> tuple[_Survey, dict[Stack, Recorder]]:
-        """What dense runs show before any weight changes: call order, inputs that are not finite, layers that see no
-        data; and the record of every stack whose dense inputs will be used as they are.
-
-        Of calls that are like an earlier one, only what is in front of the blocks is run, unless ``whole`` is set or
-        a layer has seen no data up to then.
-        """
-
-        def complete() -> None:
-            if stops and not any(recorder.waiting for recorder in recorders.values()):
-                nonlocal stopped
-                stopped = True
-                self._runner.stop()
-
-        survey = _Survey()
-        stops, stopped = self._runner.may_stop and not whole, False
-        recorders = {stack: Recorder(stack, complete, self._turns.keep) for stack in self.plan.stacks}
-        leader: dict[tuple, str] = {}
-        alive: list[Any] = []
-        begun = 0
-
-        def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
-            if not (inputs[0].numel() if keep is None else keep.any()):
-                return  # no token is no data
-            if begun == 1:
-                alive.append(inputs)  # so that no id is taken twice
-                leads = leader.setdefault(input_key(layer, inputs), layer.name)
-                survey.stage_of.setdefault(layer.name, leads)
-            survey.stage_of.setdefault(layer.name, layer.name)
-            survey.order.setdefault(layer.name, len(survey.order))
-            for x in inputs:
-                finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
-                survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
-
-        inputs = LayerInputs(self.plan.layers, self._runner.side_of, self._runner.blocks, see)
-
-        def begin(masks: TokenMasks) -> None:
-            nonlocal begun
-            begun += 1
-            alive.clear()
-            if begun == 1:
-                bar.reset(total=None if self._runner.calls is None else len(self._runner.calls))
-            else:
-                bar.update()
-            if begun == 2:
-                self._forget_later_stacks(survey, recorders)
-            for recorder in recorders.values():
-                recorder.begin(masks)
-            inputs.begin(masks)
-
-        with ExitStack() as hooks:
-            for recorder in recorders.values():
-                recorder.start()
-                hooks.callback(recorder.stop)
-            digest = hashlib.sha256()
-            self._runner.run_model(begin, inputs=inputs, digest=digest)
-        bar.update()
-        self.report.calibration.update(calls=begun, sha256=digest.hexdigest())
-        if begun == 0:
-            raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
-        if stopped and any(item.calibrated and item.name not in survey.order for item in self.plan.layers):
-            return self._survey(bar, whole=True)
-        self._forget_later_stacks(survey, recorders)
-        self._check_survey(survey)
-        return survey, recorders
-
-    def _forget_later_stacks(self, survey: _Survey, recorders: dict[Stack, Recorder]) -> None:
-        """Only the stack that comes first sees dense inputs; the others are recorded when their turn comes."""
-        if self.config.sequential == "none" or not survey.order:
-            return
-        first = self._block_of[next(iter(survey.order))]
-        for stack, recorder in recorders.items():
-            if first is None or first not in stack.names:
-                if recorder.problem is not None:
-                    self._turns.check_whole_runs(self._why(stack, recorder.problem))
-                recorder.forget()
-
-    def _check_survey(self, survey: _Survey) -> None:
-        unseen = [item.name for item in self.plan.layers if item.name not in survey.order]
-        fellows = {item.layer.expert_of for item in self.plan.layers if item.name in survey.order}
-        needing = [
-            item.name
-            for item in self.plan.layers
-            if item.name in unseen
-            and item.needs != "nothing"
-            and (item.layer.expert_of is None or item.layer.expert_of not in fellows)
-        ]
-        if needing:
-            raise ValueError(
-                f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
-                f"{', ...' if len(needing) > 8 else ''}; give data that reaches them, or exclude them. (A layer whose "
-                "parent reads its weight without calling it sees none either.)"
-            )
-        for name in unseen:
-            survey.order[name] = len(survey.order)
-            survey.stage_of[name] = name
-        for name, finite in survey.finite.items():
-            if not finite:
-                raise ValueError(
-                    f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
-                    "model in bfloat16 or float32"
-                )
 
     def _chain(self, recorder: Recorder, units: Sequence[_Unit]) -> "Chain | Literal['later'] | None":
         """A recorded stack, ready to run block by block; None if it has to go through the whole model instead."""
@@ -396,7 +282,7 @@ class _Walk:
                 problem = chain.problem()
         if problem is None:
             return chain
-        why = self._why(recorder.stack, problem)
+        why = whole_runs_because(self.model, recorder.stack, problem)
         self._turns.check_whole_runs(why)
         runs = sum(bool(unit.targets) for unit in units if unit.stack == recorder.stack)
         text = f"{why}: {runs} runs of the model over the data, one for each block, instead of two"
@@ -406,10 +292,6 @@ class _Walk:
         warnings.warn(text, stacklevel=2)
         self.report.notes.append(text)
         return None
-
-    def _why(self, stack: Stack, problem: str) -> str:
-        name = stack.name or type(self.model).__name__
-        return f"stack {name!r} is calibrated through the whole model, because {problem}"
 
     # running --------------------------------------------------------------------------------------------------------
 

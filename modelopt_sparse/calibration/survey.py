@@ -1,0 +1,152 @@
+"""What dense runs of a model show before any weight changes: what calls what, in which order, and whether the data
+reaches all layers and is finite there; and the record that the walk begins with."""
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from modelopt_sparse.blocks import Stack
+from modelopt_sparse.calibration.batches import TokenMasks
+from modelopt_sparse.calibration.record import Recorder
+from modelopt_sparse.calibration.run import Runner
+from modelopt_sparse.calibration.stats import LayerInputs, input_key
+from modelopt_sparse.calibration.turns import Turns
+from modelopt_sparse.layers import Layer
+from modelopt_sparse.plan import Plan
+from modelopt_sparse.report import Report
+
+
+@dataclass
+class Survey:
+    """``recorders`` hold the record of each stack whose dense inputs will be used as they are; those of later stacks
+    are empty."""
+
+    recorders: dict[Stack, Recorder]
+    order: dict[str, int] = field(default_factory=dict)  # layer name -> position of its first call
+    stage_of: dict[str, str] = field(default_factory=dict)  # layer name -> first layer with the same input
+    finite: dict[str, Tensor] = field(default_factory=dict)
+
+
+def take_survey(
+    plan: Plan,
+    runner: Runner,
+    turns: Turns,
+    report: Report,
+    block_of: Mapping[str, str | None],
+    bar: tqdm,
+    *,
+    whole: bool = False,
+) -> Survey:
+    """Run the dense model over the data. ``block_of``: layer name -> name of the one block that it is in, or None.
+
+    Of calls that are like an earlier one, only what is in front of the blocks is run, unless ``whole`` is set or a
+    layer has seen no data up to then. Raises ValueError for layers that no data reaches, or none that is finite.
+    """
+
+    def complete() -> None:
+        if stops and not any(recorder.waiting for recorder in survey.recorders.values()):
+            nonlocal stopped
+            stopped = True
+            runner.stop()
+
+    stops, stopped = runner.may_stop and not whole, False
+    survey = Survey({stack: Recorder(stack, complete, turns.keep) for stack in plan.stacks})
+    leader: dict[tuple, str] = {}
+    alive: list[Any] = []
+    begun = 0
+
+    def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+        if not (inputs[0].numel() if keep is None else keep.any()):
+            return  # no token is no data
+        if begun == 1:
+            alive.append(inputs)  # so that no id is taken twice
+            leads = leader.setdefault(input_key(layer, inputs), layer.name)
+            survey.stage_of.setdefault(layer.name, leads)
+        survey.stage_of.setdefault(layer.name, layer.name)
+        survey.order.setdefault(layer.name, len(survey.order))
+        for x in inputs:
+            finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
+            survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
+
+    inputs = LayerInputs(plan.layers, runner.side_of, runner.blocks, see)
+
+    def begin(masks: TokenMasks) -> None:
+        nonlocal begun
+        begun += 1
+        alive.clear()
+        if begun == 1:
+            bar.reset(total=None if runner.calls is None else len(runner.calls))
+        else:
+            bar.update()
+        if begun == 2:
+            _forget_later_stacks(survey, runner, turns, block_of)
+        for recorder in survey.recorders.values():
+            recorder.begin(masks)
+        inputs.begin(masks)
+
+    with ExitStack() as hooks:
+        for recorder in survey.recorders.values():
+            recorder.start()
+            hooks.callback(recorder.stop)
+        digest = hashlib.sha256()
+        runner.run_model(begin, inputs=inputs, digest=digest)
+    bar.update()
+    report.calibration.update(calls=begun, sha256=digest.hexdigest())
+    if begun == 0:
+        raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+    if stopped and any(item.calibrated and item.name not in survey.order for item in plan.layers):
+        return take_survey(plan, runner, turns, report, block_of, bar, whole=True)
+    _forget_later_stacks(survey, runner, turns, block_of)
+    _check(survey, plan)
+    return survey
+
+
+def whole_runs_because(model: nn.Module, stack: Stack, problem: str) -> str:
+    """Why a stack is not run block by block, as the beginning of a sentence."""
+    return f"stack {stack.name or type(model).__name__!r} is calibrated through the whole model, because {problem}"
+
+
+def _forget_later_stacks(survey: Survey, runner: Runner, turns: Turns, block_of: Mapping[str, str | None]) -> None:
+    """Only the stack that comes first sees dense inputs; the others are recorded when their turn comes."""
+    if runner.config.sequential == "none" or not survey.order:
+        return
+    first = block_of[next(iter(survey.order))]
+    for stack, recorder in survey.recorders.items():
+        if first is None or first not in stack.names:
+            if recorder.problem is not None:
+                turns.check_whole_runs(whole_runs_because(runner.model, stack, recorder.problem))
+            recorder.forget()
+
+
+def _check(survey: Survey, plan: Plan) -> None:
+    """Raise ValueError for layers without data; layers that need none come last in the order."""
+    unseen = [item.name for item in plan.layers if item.name not in survey.order]
+    fellows = {item.layer.expert_of for item in plan.layers if item.name in survey.order}
+    needing = [
+        item.name
+        for item in plan.layers
+        if item.name in unseen
+        and item.needs != "nothing"
+        and (item.layer.expert_of is None or item.layer.expert_of not in fellows)
+    ]
+    if needing:
+        raise ValueError(
+            f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
+            f"{', ...' if len(needing) > 8 else ''}; give data that reaches them, or exclude them. (A layer whose "
+            "parent reads its weight without calling it sees none either.)"
+        )
+    for name in unseen:
+        survey.order[name] = len(survey.order)
+        survey.stage_of[name] = name
+    for name, finite in survey.finite.items():
+        if not finite:
+            raise ValueError(
+                f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
+                "model in bfloat16 or float32"
+            )
