@@ -599,7 +599,7 @@ class Interruption(BaseException):
     """Stands in for Ctrl-C."""
 
 
-@pytest.mark.parametrize("step", ["save_file", "file_hash", "library_versions"])
+@pytest.mark.parametrize("step", ["save_file", "size_and_hash", "library_versions"])
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, step, existing):
     folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
@@ -928,7 +928,7 @@ def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
     rewrite(folder, lambda d: d["files"].update({"../secret": {"size": 10, "sha256": "0"}}))
     read = []
     original = format.file_hash
-    monkeypatch.setattr(format, "file_hash", lambda path: read.append(path.name) or original(path))
+    monkeypatch.setattr(format, "size_and_hash", lambda path: read.append(path.name) or original(path))
     refused(folder, tiny_llama(), "'../secret' leads out")
     assert "secret" not in read
 

@@ -429,7 +429,7 @@ where = sys.argv.pop(1)
 if where == "solve":
     magnitude.masked_solution = pressing(magnitude.masked_solution)
 else:
-    modelopt_sparse.checkpoint.file_hash = pressing(modelopt_sparse.checkpoint.file_hash)
+    modelopt_sparse.checkpoint.size_and_hash = pressing(modelopt_sparse.checkpoint.size_and_hash)
 from modelopt_sparse.cli import main
 main()
 """
