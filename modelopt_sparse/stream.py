@@ -33,6 +33,7 @@ from modelopt_sparse.checkpoint import describe_mask, empty_model, model_class, 
 from modelopt_sparse.checkpoint import report as report_in
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.format import DESCRIPTION, INDEX, MASKS, WEIGHTS, checked_path, file_hash, pack_mask, weight_files
+from modelopt_sparse.freed import give_back_freed_memory
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks
 from modelopt_sparse.offload import taken_off
 from modelopt_sparse.plan import Plan, plan_for
@@ -422,6 +423,7 @@ class _Blocks(Turns):
     def _drop(self, block: nn.Module) -> None:
         for parameter in self._own[block].values():
             parameter.data = _nothing(parameter.shape, parameter.dtype)
+        give_back_freed_memory()
 
     def _load_what_is_shared(self) -> None:
         """Parameters that a block shares with others, or that lie outside: they stay."""
