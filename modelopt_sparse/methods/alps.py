@@ -85,7 +85,7 @@ def _settle(target: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> 
 
 def _inverse(gram: Tensor, rho: Tensor) -> Tensor:
     """(H + rho I)^-1; with a unit diagonal and rho of at least FIRST_RHO it is well conditioned."""
-    damped = gram.clone()
+    damped = gram.expand(*rho.shape[:-2], *gram.shape[-2:]).clone()  # matrices with one input have a rho each
     damped.diagonal(dim1=-2, dim2=-1).add_(rho.squeeze(-1))
     factor = torch.linalg.cholesky(damped)
     del damped
