@@ -399,7 +399,7 @@ def test_plan_takes_the_options_of_sparsify():
     """So that a command can be tried by changing one word."""
     command = typer.main.get_command(cli.app)
     options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "eval_data", "progress"}
+    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill"}
     assert options["sparsify"] - writes == options["plan"]
 
 

@@ -416,8 +416,8 @@ def test_reconstruction_tunes_experts(name):
 def test_experts_learn_at_the_pace_of_a_single_matrix():
     """Reconstruction's learning rate goes by how many kept values meet in one output, whatever stands in front."""
     weight, mask = torch.randn(3, 8, 16), torch.rand(3, 8, 16) > 0.5
-    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], 0.4).param_groups
-    (fused,) = _optimizer([weight], [mask], 0.4, [24]).param_groups
+    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], [24], 0.4).param_groups
+    (fused,) = _optimizer([weight], [mask], [24], 0.4).param_groups
     assert fused["lr"] == pytest.approx(alone["lr"])
 
 
