@@ -51,7 +51,8 @@ class RoutedKind(Kind):
 
     def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None, expert: int) -> Tensor:
         """The rows ``[T, C]`` that one expert would meet if every token were routed to it."""
-        raise NotImplementedError
+        # kinds that cannot tell have sees_all_tokens = False, and the plan refuses experts="all_tokens" for them
+        raise NotImplementedError(f"{self.title} are given their own rows alone")
 
     def signature(self, module: Any) -> tuple:
         del module

@@ -154,7 +154,7 @@ def test_a_model_on_cuda_is_as_good_as_on_the_cpu(pattern, dtype):
     """Statistics, factorization and kernel together: the same recipe, the pattern, and errors as large as there."""
     found = {}
     for device in ("cpu", "cuda"):
-        model = tiny_llama().to(torch.device(device), dtype)  # type: ignore[arg-type]
+        model = tiny_llama().to(device=torch.device(device), dtype=dtype)
         mts.sparsify(model, "sparsegpt", pattern=pattern, data_loader=token_batches(), progress=False)
         mts.verify(model, pattern)
         found[device] = [layer.error for layer in mts.report(model).layers]

@@ -94,7 +94,10 @@ def runs() -> Iterator[Runs]:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
     """Blocks large enough that a write of them can be watched."""
-    make = lambda: tiny_llama(hidden_size=96, intermediate_size=384, num_hidden_layers=BLOCKS)  # noqa: E731
+
+    def make() -> torch.nn.Module:
+        return tiny_llama(hidden_size=96, intermediate_size=384, num_hidden_layers=BLOCKS)
+
     return saved(tmp_path_factory.mktemp("resume") / "dense", make)
 
 

@@ -324,8 +324,9 @@ def _not_eligible(
         return (
             f"dtype: {_short(weight.dtype)}, the kernels take {' and '.join(map(_short, DTYPES))}: cast the model first"
         )
-    if module.bias is not None and module.bias.dtype != weight.dtype:  # type: ignore[union-attr]
-        return f"dtype: its bias is {_short(module.bias.dtype)}, its weight {_short(weight.dtype)}"  # type: ignore
+    bias: Tensor | None = module.bias
+    if bias is not None and bias.dtype != weight.dtype:
+        return f"dtype: its bias is {_short(bias.dtype)}, its weight {_short(weight.dtype)}"
     packed_dtype = settings.packed_dtype or weight.dtype
     return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
 
