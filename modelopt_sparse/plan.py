@@ -446,5 +446,7 @@ def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) 
         memory["routed_tokens_of_one_block"] = max(kept.values())
     if tokens is not None and hidden is not None and any(item.calibrated for item in planned):
         copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
+        if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
+            copies = max(copies, 2)
         memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
     return memory
