@@ -28,7 +28,7 @@ from modelopt_sparse.calibration.record import Recorder, flat_tensors
 from modelopt_sparse.methods import METHODS
 from tests.architectures import ARCHITECTURES, ragged
 from tests.brute_force import Real, Recording, Seen, all_rows, assert_stats, brute_force, make_sparse, matrices_of
-from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.helpers import TESTBED, assert_same_state, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -973,6 +973,15 @@ def test_autocast_in_the_loop_is_what_the_statistics_are_of():
     with pytest.warns(UserWarning, match="blocks run one by one do not give the model's own output"):
         found = collected(tiny_llama(), forward_loop=loop, sequential="none")
     assert_stats(found, expected)
+
+
+def test_a_users_own_autocast_is_refused():
+    """It would round the solvers' products."""
+    model = tiny_llama()
+    before = state_of(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"leave it, and give autocast="):
+        mts.sparsify(model, data_loader=token_batches())
+    assert_same_state(model, before)
 
 
 def test_layers_of_one_stage_share_their_statistics():
