@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
+from modelopt_sparse.codes import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.config import SparsifyConfig, resolve, resolve_method
 from modelopt_sparse.experts import UP, RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
@@ -31,7 +32,6 @@ WORKSPACE_WEIGHTS = 10  # times the weights
 WORKSPACE_GRAMS = 4  # times the Gram matrix
 # copies of a block's weights: the optimizer's, their gradients, two moments, the best so far, a graph's masked ones
 RECONSTRUCTION = 6
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     protected = _protected(model)
 
     planned: list[LayerPlan] = []
-    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, item.reason) for item in others]
+    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, _why(item, model)) for item in others]
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
         kind = dense_class(layer.owner).__name__
         reason = next((protected[owner] for owner in (layer.owner, *layer.twins) if owner in protected), None)
-        outcome = _decide(layer, shape, block, reason, method, config)
+        outcome = _decide(model, layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
@@ -215,13 +215,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
     if not planned:
         reasons = sorted({item.reason for item in skipped}) or ["it holds no weight matrices"]
+        if quantization_of(getattr(model, "config", None)) is not None:
+            reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    for item in planned:
-        if item.layer.parameter.dtype not in FLOATS:
-            raise ValueError(
-                f"layer {item.name!r} holds {item.layer.parameter.dtype} weights: quantized models are not supported; "
-                "load the model dequantized, or sparsify first and quantize after"
-            )
     if config.allocation != "uniform" and not any(isinstance(item.pattern, Unstructured) for item in planned):
         raise ValueError(
             f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
@@ -335,7 +331,16 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
         )
 
 
+def _why(item: Unprunable, model: nn.Module) -> str:
+    """Why a weight that is no layer stays dense. Classes made for codes have no adapter, whatever they stand for."""
+    codes = any(holds_codes(parameter) for parameter in item.module.parameters(recurse=False))
+    if codes and item.reason.startswith("no adapter"):
+        return f"{codes_in(model)}: load the model dequantized to prune it"
+    return item.reason
+
+
 def _decide(
+    model: nn.Module,
     layer: Layer,
     shape: tuple[int, ...],
     block: str | None,
@@ -379,6 +384,13 @@ def _decide(
             return found
         layer_method, pattern = found
 
+    if holds_codes(layer.parameter):
+        dtype, cls = layer.parameter.dtype, type(layer.parameter)
+        what = cls.__name__ if dtype in FLOATS else str(dtype)
+        raise ValueError(
+            f"layer {layer.name!r} holds {what} codes, this {type(model).__name__} is {codes_in(model)}: load the "
+            "model dequantized, exclude the layer, or sparsify first and quantize after"
+        )
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
