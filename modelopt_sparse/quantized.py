@@ -14,7 +14,6 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
 
 from modelopt_sparse.codes import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.format import weight_files
@@ -76,16 +75,16 @@ def asked_for(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: b
     if stored is not None and (problems := [*_problems(files, quantization)]):
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(
-            f"{str(source)!r} is quantized ({method}), and transformers {transformers.__version__} would not dequantize "
-            f"all of it rightly: {'; '.join(problems[:SHOWN])}{more}; dequantize it with what it was made with and "
-            f"save that, or {after}"
+            f"{str(source)!r} is quantized ({method}), and transformers {transformers.__version__} would not "
+            f"dequantize all of it rightly: {'; '.join(problems[:SHOWN])}{more}; dequantize it with what it was made "
+            f"with and save that, or {after}"
         )
     return found
 
 
 def load_dequantized(
     architecture: Any, source: str | Path, config: Any, found: Quantized, **options: Any
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+) -> tuple[Any, Mapping[str, Any]]:
     """The model with weights in the place of codes, and transformers' account of what it loaded. ``options`` are those
     of ``from_pretrained``. Raises ValueError for what it cannot load, or leaves out."""
     quantization = quantization_of(config)
