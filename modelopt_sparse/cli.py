@@ -198,7 +198,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
-    settings = _settings(locals(), config, options)
+    settings = _settings(locals(), config, options, check_device=False)  # it may be that of another machine
     source = _Source(model, dtype, revision, trust_remote_code)
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
@@ -333,7 +333,9 @@ def _read_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not YAML: {error}") from None
 
 
-def _settings(flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None) -> dict[str, Any]:
+def _settings(
+    flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
+) -> dict[str, Any]:
     """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
     settings: dict[str, Any] = {}
     if config is not None:
@@ -356,7 +358,7 @@ def _settings(flags: dict[str, Any], config: Path | None = None, options: list[s
     if "data" in settings:
         settings["data"] = Path(settings["data"])
         read_documents(settings["data"])  # what is wrong with it shows before weights are read
-    if settings.get("device") is not None:
+    if check_device and settings.get("device") is not None:
         _check_device(settings["device"])
     return settings
 

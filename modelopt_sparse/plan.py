@@ -17,6 +17,7 @@ from modelopt_sparse.codes import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.config import SparsifyConfig, resolve, resolve_method
 from modelopt_sparse.experts import UP, RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
+from modelopt_sparse.memory import activations, streamed_memory
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
@@ -96,6 +97,8 @@ class Plan:
     memory: Mapping[str, int]
     stacks: tuple[Stack, ...] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
+    # of `sparsify_checkpoint`, in all: place -> what lies there -> bytes; empty for what cannot be streamed
+    streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         layers = [
@@ -116,7 +119,13 @@ class Plan:
             {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
             for item in self.skipped
         ]
-        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory), "notes": list(self.notes)}
+        return {
+            "layers": layers,
+            "skipped": skipped,
+            "memory_bytes": dict(self.memory),
+            "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
+            "notes": list(self.notes),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)
@@ -141,10 +150,17 @@ class Plan:
         pruned = sum(item.size for item in self.layers)
         total = pruned + sum(torch.Size(item.shape).numel() for item in self.skipped)
         parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
-        needs = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in self.memory.items())
-        parts.append(f"Memory beside the model: {needs}.")
+        parts.append(f"Memory beside the model: {_sizes(self.memory)}.")
+        parts += [
+            f"Memory of a run that streams, {place}, at most {sum(held.values()) / 2**20:,.1f} MiB: {_sizes(held)}."
+            for place, held in self.streamed.items()
+        ]
         parts += [f"Note: {note}." for note in self.notes]
         return "\n\n".join(parts)
+
+
+def _sizes(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in memory.items())
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
@@ -228,7 +244,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
             "pattern such as '2:4', or leave permute out"
         )
-    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks), _notes(planned, config))
+    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
+    memory = _memory(model, planned, config, chosen)
+    # how much a data_loader or a forward_loop gives is not known yet
+    known = config.data_loader is None and config.forward_loop is None and any(item.calibrated for item in planned)
+    tokens = config.num_samples * (config.seq_len or default_seq_len(model)) if known else None
+    streamed = streamed_memory(model, planned, stacks, config, memory, tokens, chosen)
+    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
@@ -426,14 +448,13 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
 
 
-def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
+def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig, chosen: int | None) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
     statistics: dict[str, int] = {}
     tuned: dict[str, int] = {}
     kept: dict[str, int] = {}
     workspace = 0
     tokens = None if config.data is None else config.num_samples * (config.seq_len or default_seq_len(model))
-    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
     for item in planned:
         width, (needed, solver) = _width(item), _numbers(item)
         together = item.name if item.block is None else item.block
@@ -451,12 +472,10 @@ def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) 
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
     if kept:
         memory["routed_tokens_of_one_block"] = max(kept.values())
-    if tokens is not None and hidden is not None and any(item.calibrated for item in planned):
-        copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
-        memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
+    if tokens is not None and (cached := activations(model, planned, config, tokens)):
+        memory["cached_activations"] = cached
     return memory
