@@ -1,6 +1,7 @@
 """What a run that streams a checkpoint holds at its peak, in all: upper bounds, from shapes alone."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -63,11 +64,10 @@ def activations(model: nn.Module, planned: "Sequence[LayerPlan]", config: Sparsi
 
 def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:
     """Bytes outside of the blocks, with what several of them share, and those of the largest block."""
-    home = {module: name for name, block in blocks.items() for module in block.modules()}
     holders: dict[Tensor, set[str]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(home.get(module, ""))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        paths = accumulate(name.split("."), "{}.{}".format)
+        holders.setdefault(parameter, set()).add(next((path for path in paths if path in blocks), ""))
     own = dict.fromkeys(blocks, 0)
     outside = sum(buffer.nbytes for buffer in model.buffers())
     for parameter, where in holders.items():
