@@ -34,6 +34,7 @@ from modelopt_sparse.format import (
 )
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
+from modelopt_sparse.quantized import save_as_dense
 from modelopt_sparse.report import Report, attach_report, attached_report, library_versions
 from modelopt_sparse.runtime.convert import loading_place, pack_onto
 from modelopt_sparse.runtime.linear import refuse_packed
@@ -70,6 +71,7 @@ def save(
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            save_as_dense(model)
             model.save_pretrained(staging, state_dict=dict(state), **options)
         else:
             aliases = _tied(state)

@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +21,11 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
 from modelopt_sparse.checkpoint import empty_model, model_class
+from modelopt_sparse.codes import quantization_of
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.quality import QUALITIES
+from modelopt_sparse.quantized import Quantized, asked_for, load_dequantized
+from modelopt_sparse.stream import local_folder
 from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
@@ -77,6 +80,9 @@ Sequential = Annotated[
     typer.Option(help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows. Default: 0.")]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
+]
 Progress = Annotated[
     bool | None,
     typer.Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
@@ -105,6 +111,7 @@ def sparsify(
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
+    dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     stream: Annotated[
@@ -133,20 +140,23 @@ def sparsify(
     if "data" in settings:
         settings["tokenizer"] = tokenizer
     held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
-    made = mts.make_plan(source.empty(), method, settings)  # all that can be wrong, before weights are read
+    empty, quantized = source.empty(dequantize, read=True)
+    made = mts.make_plan(empty, method, settings)  # all that can be wrong, before weights are read
     if "data" not in settings and (needing := [layer for layer in made.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
 
     evaluation = None
     if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, **source.hub}
+        more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
         found = mts.sparsify_checkpoint(model, out, method, settings, **more)
     else:
         companions = source.companions()
-        network = mts.sparsify(source.load(), method, settings)
+        network = mts.sparsify(source.load(quantized=quantized), method, settings)
+        if quantized is not None:
+            mts.report(network).notes.append(str(quantized))
         if held_out is not None:
             place = settings.get("device") or "cpu"
-            evaluation = _evaluate(network.to(place), source.load(place), held_out, settings)
+            evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
         mts.save(network.to("cpu"), out, companions=companions)
         found = mts.report(network)
     if as_json:
@@ -182,16 +192,20 @@ def plan(
     options: Options = None,
     device: Device = None,
     dtype: Dtype = "auto",
+    dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
-    settings = _settings(locals(), config, options)
+    settings = _settings(locals(), config, options, check_device=False)  # it may be that of another machine
     source = _Source(model, dtype, revision, trust_remote_code)
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
-    made = mts.make_plan(source.empty(), settings.pop("method"), settings)
+    empty, quantized = source.empty(dequantize)
+    made = mts.make_plan(empty, settings.pop("method"), settings)
+    if quantized is not None:
+        made = replace(made, notes=(*made.notes, str(quantized)))
     typer.echo(made.to_json() if as_json else made)
 
 
@@ -319,7 +333,9 @@ def _read_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not YAML: {error}") from None
 
 
-def _settings(flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None) -> dict[str, Any]:
+def _settings(
+    flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
+) -> dict[str, Any]:
     """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
     settings: dict[str, Any] = {}
     if config is not None:
@@ -342,7 +358,7 @@ def _settings(flags: dict[str, Any], config: Path | None = None, options: list[s
     if "data" in settings:
         settings["data"] = Path(settings["data"])
         read_documents(settings["data"])  # what is wrong with it shows before weights are read
-    if settings.get("device") is not None:
+    if check_device and settings.get("device") is not None:
         _check_device(settings["device"])
     return settings
 
@@ -365,7 +381,8 @@ class _Source:
         if progress:
             transformers.utils.logging.enable_progress_bar()
         self.name, self.dtype = name, dtype
-        self.hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.remote = {"trust_remote_code": trust_remote_code}
+        self.hub = {"revision": revision, **self.remote}
         self._check()
 
     def _check(self) -> None:
@@ -380,14 +397,21 @@ class _Source:
         if not found:
             raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
 
-    def empty(self) -> nn.Module:
-        """The model without values, in the dtype that it will have."""
+    def empty(self, dequantize: bool, *, read: bool = False) -> tuple[nn.Module, Quantized | None]:
+        """The model without values, in the dtype that it will have, and what it is dequantized from, if it is.
+        ``read``: its weights are about to be, so those of a quantized model on the hub may be downloaded."""
         network = empty_model(self.name, **self.hub)
-        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None)
-        return network if dtype is None else network.to(dtype)
+        known = dequantize and read and quantization_of(network.config) is not None
+        where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
+        quantized = asked_for(network, where, self.dtype, dequantize=dequantize)
+        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
+        return network if dtype is None else network.to(dtype), quantized
 
-    def load(self, device: str = "cpu") -> nn.Module:
-        architecture = model_class(AutoConfig.from_pretrained(self.name, **self.hub), self.name)
+    def load(self, device: str = "cpu", quantized: Quantized | None = None) -> nn.Module:
+        config = AutoConfig.from_pretrained(self.name, **self.hub)
+        architecture = model_class(config, self.name)
+        if quantized is not None:
+            return load_dequantized(architecture, self.name, config, quantized, **self.hub)[0].to(device)
         return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
 
     def tokenizer(self) -> Any:

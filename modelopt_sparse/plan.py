@@ -13,9 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.blocks import Stack, find_stacks
 from modelopt_sparse.calibration.batches import default_seq_len
+from modelopt_sparse.codes import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.config import SparsifyConfig, resolve, resolve_method
 from modelopt_sparse.experts import UP, RoutedKind
 from modelopt_sparse.layers import Layer, Unprunable, find_layers
+from modelopt_sparse.memory import activations, streamed_memory
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
 from modelopt_sparse.modules import dense_class
@@ -31,7 +33,6 @@ WORKSPACE_WEIGHTS = 10  # times the weights
 WORKSPACE_GRAMS = 4  # times the Gram matrix
 # copies of a block's weights: the optimizer's, their gradients, two moments, the best so far, a graph's masked ones
 RECONSTRUCTION = 6
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Plan:
     memory: Mapping[str, int]
     stacks: tuple[Stack, ...] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
+    # of `sparsify_checkpoint`, in all: place -> what lies there -> bytes; empty for what cannot be streamed
+    streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         layers = [
@@ -116,7 +119,13 @@ class Plan:
             {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
             for item in self.skipped
         ]
-        return {"layers": layers, "skipped": skipped, "memory_bytes": dict(self.memory), "notes": list(self.notes)}
+        return {
+            "layers": layers,
+            "skipped": skipped,
+            "memory_bytes": dict(self.memory),
+            "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
+            "notes": list(self.notes),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)
@@ -141,10 +150,17 @@ class Plan:
         pruned = sum(item.size for item in self.layers)
         total = pruned + sum(torch.Size(item.shape).numel() for item in self.skipped)
         parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
-        needs = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in self.memory.items())
-        parts.append(f"Memory beside the model: {needs}.")
+        parts.append(f"Memory beside the model: {_sizes(self.memory)}.")
+        parts += [
+            f"Memory of a run that streams, {place}, at most {sum(held.values()) / 2**20:,.1f} MiB: {_sizes(held)}."
+            for place, held in self.streamed.items()
+        ]
         parts += [f"Note: {note}." for note in self.notes]
         return "\n\n".join(parts)
+
+
+def _sizes(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in memory.items())
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
@@ -185,13 +201,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     protected = _protected(model)
 
     planned: list[LayerPlan] = []
-    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, item.reason) for item in others]
+    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, _why(item, model)) for item in others]
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
         kind = dense_class(layer.owner).__name__
         reason = next((protected[owner] for owner in (layer.owner, *layer.twins) if owner in protected), None)
-        outcome = _decide(layer, shape, block, reason, method, config)
+        outcome = _decide(model, layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
@@ -215,13 +231,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
     if not planned:
         reasons = sorted({item.reason for item in skipped}) or ["it holds no weight matrices"]
+        if quantization_of(getattr(model, "config", None)) is not None:
+            reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    for item in planned:
-        if item.layer.parameter.dtype not in FLOATS:
-            raise ValueError(
-                f"layer {item.name!r} holds {item.layer.parameter.dtype} weights: quantized models are not supported; "
-                "load the model dequantized, or sparsify first and quantize after"
-            )
     if config.allocation != "uniform" and not any(isinstance(item.pattern, Unstructured) for item in planned):
         raise ValueError(
             f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
@@ -232,7 +244,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
             "pattern such as '2:4', or leave permute out"
         )
-    return Plan(tuple(planned), tuple(skipped), _memory(model, planned, config), tuple(stacks), _notes(planned, config))
+    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
+    memory = _memory(model, planned, config, chosen)
+    # how much a data_loader or a forward_loop gives is not known yet
+    known = config.data_loader is None and config.forward_loop is None and any(item.calibrated for item in planned)
+    tokens = config.num_samples * (config.seq_len or default_seq_len(model)) if known else None
+    streamed = streamed_memory(model, planned, stacks, config, memory, tokens, chosen)
+    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
@@ -335,7 +353,16 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
         )
 
 
+def _why(item: Unprunable, model: nn.Module) -> str:
+    """Why a weight that is no layer stays dense. Classes made for codes have no adapter, whatever they stand for."""
+    codes = any(holds_codes(parameter) for parameter in item.module.parameters(recurse=False))
+    if codes and item.reason.startswith("no adapter"):
+        return f"{codes_in(model)}: load the model dequantized to prune it"
+    return item.reason
+
+
 def _decide(
+    model: nn.Module,
     layer: Layer,
     shape: tuple[int, ...],
     block: str | None,
@@ -379,6 +406,13 @@ def _decide(
             return found
         layer_method, pattern = found
 
+    if holds_codes(layer.parameter):
+        dtype, cls = layer.parameter.dtype, type(layer.parameter)
+        what = cls.__name__ if dtype in FLOATS else str(dtype)
+        raise ValueError(
+            f"layer {layer.name!r} holds {what} codes, this {type(model).__name__} is {codes_in(model)}: load the "
+            "model dequantized, exclude the layer, or sparsify first and quantize after"
+        )
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
@@ -414,14 +448,13 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
 
 
-def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> dict[str, int]:
+def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig, chosen: int | None) -> dict[str, int]:
     """Bytes beside the model: upper bounds, from shapes alone."""
     statistics: dict[str, int] = {}
     tuned: dict[str, int] = {}
     kept: dict[str, int] = {}
     workspace = 0
     tokens = None if config.data is None else config.num_samples * (config.seq_len or default_seq_len(model))
-    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
     for item in planned:
         width, (needed, solver) = _width(item), _numbers(item)
         together = item.name if item.block is None else item.block
@@ -439,14 +472,10 @@ def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) 
     memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
     if kept:
         memory["routed_tokens_of_one_block"] = max(kept.values())
-    if tokens is not None and hidden is not None and any(item.calibrated for item in planned):
-        copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
-        if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
-            copies = max(copies, 2)
-        memory["cached_activations"] = copies * tokens * hidden * next(model.parameters()).element_size()
+    if tokens is not None and (cached := activations(model, planned, config, tokens)):
+        memory["cached_activations"] = cached
     return memory

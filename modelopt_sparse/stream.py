@@ -37,6 +37,7 @@ from modelopt_sparse.freed import give_back_freed_memory
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks
 from modelopt_sparse.offload import taken_off
 from modelopt_sparse.plan import Plan, plan_for
+from modelopt_sparse.quantized import Quantized, asked_for, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.report import LayerReport, Report, attached_report, library_versions
 from modelopt_sparse.shards import concatenate, write_index
@@ -58,6 +59,7 @@ def sparsify_checkpoint(
     overwrite: bool = False,
     spill: bool = False,
     dtype: Any = "auto",
+    dequantize: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -68,7 +70,8 @@ def sparsify_checkpoint(
     ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit: the folder is what
     `save` writes, in one shard for each block. In memory are what is outside of the blocks, one block and its copy, its
     statistics, and the activations that are held from block to block (``spill``: in files beside the target instead).
-    ``dtype``, ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``.
+    ``dtype``, ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint
+    is quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
 
     A run that was killed goes on from its last finished block when it is called again with the same arguments, and
     ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
@@ -84,24 +87,26 @@ def sparsify_checkpoint(
     chosen, settings = resolve(method, config, options)
     _refuse_whole_model(settings)
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    folder = _local(source, revision, remote)
+    folder = local_folder(source, revision, remote)
     empty = empty_model(folder, **remote)
-    _refuse_quantized(empty, folder)
+    quantized = asked_for(empty, folder, dtype, dequantize=dequantize)
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
-    work = WorkFolder(target, _started_with(folder, plan, settings, dtype), overwrite=overwrite)
+    work = WorkFolder(target, _started_with(folder, plan, settings, dtype, quantized), overwrite=overwrite)
     try:
         if work.finished:
             work.put_in_place()
             return report_in(target)
         with ExitStack() as stack:
-            blocks = _Blocks(_without_blocks(folder, names, dtype, work, remote), work, spill=spill)
+            blocks = _Blocks(_without_blocks(folder, names, dtype, quantized, work, remote), work, spill=spill)
             stack.enter_context(blocks)
             report = _solved_before(work, blocks.model, plan, settings)
             if report is None:
                 sparsify(blocks.model, method, config, turns=blocks, **options)
                 report = attached_report(blocks.model)
                 assert report is not None
+                if quantized is not None:
+                    report.notes.append(str(quantized))
                 if work.resumed:
                     report.notes.append(f"{blocks.reused} of {len(names)} blocks were reused from a stopped run")
                 work.write_json("report.json", report.as_dict())
@@ -122,16 +127,6 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
         )
     if config.forward_loop is not None:
         raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
-
-
-def _refuse_quantized(model: nn.Module, folder: Path) -> None:
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantization is not None:
-        kind = quantization.get("quant_method") if isinstance(quantization, Mapping) else type(quantization).__name__
-        raise ValueError(
-            f"{str(folder)!r} is quantized ({kind}): dequantize it and save that, or sparsify the model it was made of "
-            "and quantize after"
-        )
 
 
 def _block_names(model: nn.Module, plan: Plan) -> list[str]:
@@ -162,7 +157,9 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
 # what a run is started with -------------------------------------------------------------------------------------------
 
 
-def _started_with(folder: Path, plan: Plan, config: SparsifyConfig, dtype: Any) -> dict[str, Any]:
+def _started_with(
+    folder: Path, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
+) -> dict[str, Any]:
     """All that the result depends on, but for the calibration data, which is known when it has been read. The code of
     a method of the user's own is known by its name alone."""
     found: dict[str, Any] = {f"source file {name}": file_hash(folder / name) for name in _source_files(folder)}
@@ -171,6 +168,8 @@ def _started_with(folder: Path, plan: Plan, config: SparsifyConfig, dtype: Any) 
         found[f"layer {item.name}"] = f"{item.recipe} {item.pattern}{options}"
     found.update(Report.begin(plan, config).settings)
     found.update(dtype=str(dtype), device=str(config.device))
+    if quantized is not None:
+        found["quantized source"] = str(quantized)
     for name, mask in (config.masks or {}).items():
         found[f"mask {name}"] = hashlib.sha256(pack_mask(mask).numpy().tobytes()).hexdigest()
     return found | {f"version of {name}": version for name, version in library_versions().items()}
@@ -205,7 +204,7 @@ def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: Spars
 # the model without its blocks -----------------------------------------------------------------------------------------
 
 
-def _local(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
+def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
     """The folder of a checkpoint; that of a hub name is downloaded first, and stays in the cache."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
@@ -229,45 +228,41 @@ def _local(source: str | Path, revision: str | None, remote: Mapping[str, Any]) 
 
 
 def _without_blocks(
-    folder: Path, names: list[str], dtype: Any, work: WorkFolder, remote: Mapping[str, Any]
+    folder: Path,
+    names: list[str],
+    dtype: Any,
+    quantized: Quantized | None,
+    work: WorkFolder,
+    remote: Mapping[str, Any],
 ) -> "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]":
     """The model with placeholders in the place of its blocks' parameters; the blocks by name; and (file, name in it)
     of each of those parameters."""
-    architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
+    config = AutoConfig.from_pretrained(folder, **remote)
+    architecture = model_class(config, folder)
     devices = _devices(empty_model(folder, **remote), names)
+    options = {"device_map": devices, "offload_folder": str(work.path / "converted"), **remote}
     with _quiet():
-        model, found = architecture.from_pretrained(
-            folder,
-            dtype=dtype,
-            device_map=devices,
-            offload_folder=str(work.path / "converted"),
-            output_loading_info=True,
-            **remote,
-        )
+        if quantized is None:
+            model, found = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        else:
+            model, found = load_dequantized(architecture, folder, config, quantized, **options)
     if problems := unloaded(found):
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         shown = "; ".join(problems[:SHOWN])
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {shown}{more}")
     places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
     blocks = {name: model.get_submodule(name) for name in names}
-    kept_wide = _kept_wide(model)
+    wide = kept_wide(model)
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and name in places:
-            wide = [d for glob, d in kept_wide.items() if re.search(glob.replace("*", ".*"), name)]
-            empty = _nothing(parameter.shape, wide[0] if wide else parameter.dtype)
+            empty = _nothing(parameter.shape, dtype_of(name, wide, parameter.dtype))
             new.setdefault(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter in new:  # a tie stays a tie
                 setattr(module, key, new[parameter])
     return model, blocks, places
-
-
-def _kept_wide(model: Any) -> Mapping[str, torch.dtype]:
-    """Globs of parameters -> the dtype that they have whatever the model's is (T5's ``wo``: float32 in float16)."""
-    plan = getattr(model, "_get_dtype_plan", None)
-    return model.dtype_plan if plan is None else plan(model.config.dtype)  # the first in transformers 5.0
 
 
 def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:

@@ -189,6 +189,17 @@ def test_readme_shows_what_the_first_command_prints(first_command):
         assert line == "..." or without_numbers(line) in printed, line
 
 
+@pytest.mark.slow
+def test_page_on_large_models_shows_what_plan_prints(workplace):
+    """The estimate for a 70B model is what the page's own commands give, to the digit."""
+    blocks = _blocks(ROOT / "docs" / "large-models.md")[:3]
+    (_, written, _), (_, command, _), (_, shown, _) = blocks
+    assert [language for language, _, _ in blocks] == ["python", "sh", "text"]
+    exec(written, {})
+    ran = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.stdout == shown
+
+
 # figures ----------------------------------------------------------------------------------------------------------
 
 

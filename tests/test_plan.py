@@ -351,7 +351,7 @@ def test_weights_that_are_no_floats_are_refused_by_name():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
     with pytest.raises(
-        ValueError, match=r"layer '1' holds torch.int8 weights: quantized .* load the model dequantized"
+        ValueError, match=r"layer '1' holds torch.int8 codes, this Sequential is quantized: load the model dequantized"
     ):
         make_plan(model, "magnitude")
     assert names(make_plan(model, "magnitude", exclude="1")) == ["0"]
@@ -468,6 +468,58 @@ def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     assert make_plan(tied, "magnitude").memory["masks"] == 2 * 64
+
+
+def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
+    """32 wide, 2 blocks: q and o 32 x 32, k and v 16 x 32, gate and up 64 x 32, down 32 x 64, and two norms."""
+    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    block = 2 * (matrices + 2 * 32)  # bfloat16
+    outside = 2 * (2 * 97 * 32 + 32 + 2 * 4)  # embedding, head, last norm; two buffers of 4 rotary frequencies
+    grams, solver = 4 * (6 * 32 * 32 + 64 * 64), 4 * (10 * 32 * 64 + 4 * 64 * 64)
+    data = {"num_samples": 5, "seq_len": 10}
+    model = untied().bfloat16()
+    held = {
+        "outside_of_the_blocks": outside,
+        "one_block_twice": 2 * block,
+        "masks_of_one_block": matrices,
+        "activations": 5 * 10 * 32 * 2,
+    }
+    solving = {"statistics_of_one_block": grams, "workspace": solver}
+    assert make_plan(model, "sparsegpt", data).streamed == {"host": held | solving}
+    on_gpu = make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
+    assert on_gpu.streamed == {
+        "host": held | {"masks_of_one_block": 0},
+        "cuda:1": {"one_block": block, "masks_of_one_block": 0, **solving},
+    }
+    assert on_gpu.as_dict()["streamed_memory_bytes"] == on_gpu.streamed
+    total = sum(on_gpu.streamed["cuda:1"].values()) / 2**20
+    assert f"Memory of a run that streams, cuda:1, at most {total:,.1f} MiB: one block 0.0 MiB" in str(on_gpu)
+
+
+def test_a_large_batch_takes_more_than_the_solver():
+    """Each token: inputs and outputs of all layers of a block in bfloat16, and the inputs in float32."""
+    columns, rows = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
+    model = untied().bfloat16()
+    held = make_plan(model, "wanda", num_samples=64, batch_size=16, seq_len=64).streamed["host"]
+    assert held["workspace"] == 16 * 64 * (2 * (rows + columns) + 4 * columns)
+    batches = [torch.ones(1, 4, dtype=torch.long)]
+    unknown = make_plan(model, "wanda", data_loader=batches)
+    assert "activations" not in unknown.streamed["host"]
+    assert unknown.streamed["host"]["workspace"] == unknown.memory["solver_workspace"]
+
+
+def test_what_blocks_share_is_outside_of_them():
+    model = untied()
+    shared = model.model.layers[1].mlp.gate_proj
+    model.model.layers[0].mlp.gate_proj = shared
+    plain, tied = (make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
+    size = 4 * 64 * 32
+    assert tied["outside_of_the_blocks"] - plain["outside_of_the_blocks"] == size
+    assert plain["one_block_twice"] - tied["one_block_twice"] == 2 * size
+
+
+def test_a_model_without_blocks_cannot_be_streamed_and_has_no_estimate():
+    assert make_plan(nn.Sequential(nn.Linear(8, 8)), "magnitude").streamed == {}
 
 
 class LiveBytes(TorchDispatchMode):

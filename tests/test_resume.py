@@ -476,7 +476,7 @@ def test_sources_that_are_refused(tmp_path):
     (tmp_path / "quantized" / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
     )
-    with pytest.raises(ValueError, match=r"is quantized \(fp8\): dequantize it"):
+    with pytest.raises(ValueError, match=r"is quantized \(fp8\): give dequantize=True"):
         mts.sparsify_checkpoint(tmp_path / "quantized", target, "magnitude")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no 'model.safetensors': streaming reads safetensors files"):
