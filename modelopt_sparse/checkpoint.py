@@ -88,7 +88,7 @@ def save(
 
 
 def describe_mask(mask: Tensor) -> dict[str, Any]:
-    return {"shape": list(mask.shape), "kept": int(mask.sum())}
+    return {"shape": list(mask.shape), "kept": int(mask.count_nonzero())}
 
 
 def write_description(

@@ -23,6 +23,8 @@ SMALLEST = 64
 # how those say it that raise a plain RuntimeError: the CPU's allocator, C++'s, and two of CUDA's libraries
 WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
+PREPARED = "while its solver was prepared"
+
 Known = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
 
 
@@ -58,7 +60,7 @@ class Cut:
             if not is_out_of_memory(error):
                 raise
             if not self._halve(rows):
-                raise no_memory(self._layer, error, (self.experts, self.rows) if rows else None) from error
+                raise no_memory(self._layer, self._tried() if rows else PREPARED, error) from error
             self._failed = True
 
     def again(self) -> bool:
@@ -80,6 +82,14 @@ class Cut:
             found.append("one row at a time" if self.rows == 1 else f"{self.rows} rows at a time")
         return (f"solved {', '.join(found)}, because memory ran out",)
 
+    def _tried(self) -> str:
+        layer = self._layer
+        if (self.experts, self.rows) == (layer.matrices, layer.shape[-2]):
+            why = _whole_because(layer)
+            return "while it was solved" + (f", and it cannot be solved in pieces: {why}" if why else "")
+        experts = "" if layer.matrices == 1 else f"{self.experts} of its {layer.matrices} matrices, "
+        return f"even while no more than {experts}{self.rows} rows of {layer.shape[-1]} were solved at once"
+
     def _halve(self, rows: bool) -> bool:
         if isinstance(self._layer.layer.kind, RoutedKind) and self.experts > 1:
             self.experts = -(-self.experts // 2)
@@ -100,17 +110,8 @@ def _whole_because(layer: LayerPlan) -> str:
     return ""
 
 
-def no_memory(layer: LayerPlan, error: BaseException, tried: tuple[int, int] | None = None) -> MemoryError:
-    """The error of a layer for which there is not enough memory, and what to do. ``tried``: the experts and rows that
-    were solved at once; None if its state could not even be prepared."""
-    columns = layer.shape[-1]
-    if tried is None:
-        when = f"while its solver was prepared, for inputs of {columns} channels"
-    elif tried == (layer.matrices, layer.shape[-2]):
-        when = f"while it was solved; it cannot be solved in smaller pieces: {_whole_because(layer) or 'it is small'}"
-    else:
-        experts = "" if layer.matrices == 1 else f"{tried[0]} of its {layer.matrices} matrices, "
-        when = f"even while no more than {experts}{tried[1]} rows of {columns} were solved at once"
+def no_memory(layer: LayerPlan, when: str, error: BaseException) -> MemoryError:
+    """The error of a layer for which there is not enough memory, and what to do."""
     advice = []
     if layer.at_once is None and isinstance(layer.layer.kind, RoutedKind) and layer.needs == "gram":
         advice.append("memory_limit=, which holds the Gram matrices of a few experts at a time")

@@ -21,7 +21,7 @@ from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.experts import RoutedKind
-from modelopt_sparse.memory import Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.memory import PREPARED, Cut, Known, is_out_of_memory, no_memory
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -103,9 +103,11 @@ def sparsify(
                     if not is_whole(job.layer, parts):
                         job = solution = None  # only the statistics of the next experts are to be alive
                         continue
-                    target, (solution, steps) = job.layer, joined(job.layer, parts, job.cut.note)
+                    target = job.layer
+                    with _naming(target, whole="while its solution was put together"):
+                        solution, steps = joined(target, parts, job.cut.note)
+                        entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     parts.clear()
-                    entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
                     else:
@@ -168,10 +170,11 @@ def _prepared(group: Group, config: SparsifyConfig, known: Known) -> Iterator[_J
     scaled = cache(partial(Scaled.of, group.stats))
     for target in group.targets:
         began = time.perf_counter()
-        weight = _dense(target, slice(None), group.stats, config)
+        with _naming(target, whole="while its weight was copied"):
+            weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:
-            with _naming(target, prepared=True):
+            with _naming(target, whole=PREPARED):
                 shared = [target.method.prepare(group.stats, target.options)]
             states.append((target, shared[0]))
         polished = partial(scaled, target.options.get("damping", DAMPING))
@@ -228,16 +231,16 @@ def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: Sparsif
 
 
 @contextmanager
-def _naming(target: LayerPlan, *, prepared: bool = False) -> Iterator[None]:
-    """A method knows no names: say whose layer its error is about. ``prepared``: what is done serves all of it, so that
-    there are no smaller pieces if memory runs out."""
+def _naming(target: LayerPlan, *, whole: str = "") -> Iterator[None]:
+    """A method knows no names: say whose layer its error is about. ``whole``: what is done takes memory for all of the
+    layer, so that there are no smaller pieces if it runs out."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"layer {target.name!r}: {error}") from error
     except (MemoryError, RuntimeError) as error:
-        if prepared and is_out_of_memory(error):
-            raise no_memory(target, error) from error
+        if whole and is_out_of_memory(error):
+            raise no_memory(target, whole, error) from error
         raise
 
 
