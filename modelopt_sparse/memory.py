@@ -23,7 +23,12 @@ SMALLEST = 64
 # how those say it that raise a plain RuntimeError: the CPU's allocator, C++'s, and two of CUDA's libraries
 WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
-PREPARED = "while its solver was prepared"
+# what is done for all of a layer at once
+COPIED, PREPARED, JOINED = (
+    "while its weight was copied",
+    "while its solver was prepared",
+    "while its solution was put together",
+)
 
 Known = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
 
@@ -111,11 +116,11 @@ def _whole_because(layer: LayerPlan) -> str:
 
 
 def no_memory(layer: LayerPlan, when: str, error: BaseException) -> MemoryError:
-    """The error of a layer for which there is not enough memory, and what to do."""
+    """The error of a layer for which memory ran out ``when`` something was done, and what to do."""
     advice = []
     if layer.at_once is None and isinstance(layer.layer.kind, RoutedKind) and layer.needs == "gram":
         advice.append("memory_limit=, which holds the Gram matrices of a few experts at a time")
-    if layer.needs == "gram":
+    if layer.needs == "gram" and when not in (COPIED, JOINED):
         advice.append("a method without a Gram matrix (wanda, magnitude), for this layer through rules=")
     advice.append("device= with more memory, or exclude=")
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))

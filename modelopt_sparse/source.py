@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from modelopt_sparse.calibration.turns import Unreadable
 from modelopt_sparse.format import INDEX, file_hash, weight_files
 
 GET_IT_AGAIN = "get the file again, and start the run again"
@@ -39,7 +40,7 @@ class SourceFiles:
             self.hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
-        """Raise ValueError if the file has gone or changed since it was hashed, as far as its size, its time and its
+        """Raise Unreadable (a ValueError) if the file has gone or changed since it was hashed, as far as its size, its time and its
         place on the disk tell. Other files than the source's are let pass."""
         before = self._as_seen.get(path.resolve())
         if before is None:
@@ -47,9 +48,9 @@ class SourceFiles:
         try:
             now = _look(path)
         except OSError as error:
-            raise ValueError(f"{str(path)!r} has gone since the run started ({error}): {self._advice()}") from None
+            raise Unreadable(f"{str(path)!r} has gone since the run started ({error}): {self._advice()}") from None
         if now != before:
-            raise ValueError(f"{str(path)!r} has changed since the run started: {self._advice()}")
+            raise Unreadable(f"{str(path)!r} has changed since the run started: {self._advice()}")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -59,7 +60,7 @@ class SourceFiles:
         except (OSError, SafetensorError) as error:
             try:
                 self.check_all()
-            except ValueError as reason:
+            except Unreadable as reason:
                 raise reason from error
             raise
 

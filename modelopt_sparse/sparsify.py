@@ -21,7 +21,7 @@ from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.experts import RoutedKind
-from modelopt_sparse.memory import PREPARED, Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -104,7 +104,7 @@ def sparsify(
                         job = solution = None  # only the statistics of the next experts are to be alive
                         continue
                     target = job.layer
-                    with _naming(target, whole="while its solution was put together"):
+                    with _naming(target, whole=JOINED):
                         solution, steps = joined(target, parts, job.cut.note)
                         entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     parts.clear()
@@ -170,7 +170,7 @@ def _prepared(group: Group, config: SparsifyConfig, known: Known) -> Iterator[_J
     scaled = cache(partial(Scaled.of, group.stats))
     for target in group.targets:
         began = time.perf_counter()
-        with _naming(target, whole="while its weight was copied"):
+        with _naming(target, whole=COPIED):
             weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:

@@ -4,14 +4,16 @@
 line of JSON on its input is {"start": job}, answered by the number of the process, or {"wait": number}, answered by
 {"code": exit code, "result": what the run has written}. `Runs` is the other end.
 
-A job: ``do`` is "stream", "save", "cli" or "solve" with its arguments in ``given``; ``files``: prefix of the paths
+A job: ``do`` is a key of ``DO`` with its arguments in ``given``; ``files``: prefix of the paths
 whose operations are counted; ``at``: the operation before which ``fault`` strikes, a number or a part of a path.
 """
 
+import ctypes
 import fnmatch
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,7 +137,7 @@ class _Operations:
     """An audit hook that counts operations on files, and lets the fault strike."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._prefix, self._at, self._fault = job.get("files"), job.get("at"), job.get("fault")
+        self._prefix, self._at, self._fault = str(job.get("files")), job.get("at"), job.get("fault")
         self.number = 0
 
     def __call__(self, event: str, args: tuple) -> None:
@@ -196,14 +198,66 @@ FAULTS: dict[str, Callable[..., None]] = {
 # what runs do ---------------------------------------------------------------------------------------------------------
 
 
+def overflowing() -> Any:
+    """Wanda whose 21st layer, the last of block 2 of a Llama, comes out as large as float16 can be."""
+    from modelopt_sparse import Solution
+    from modelopt_sparse.methods import Wanda
+
+    class Overflowing(Wanda):
+        name = "overflowing"
+        solved = 0
+
+        def solve(self, weight, state, pattern, options):
+            found = super().solve(weight, state, pattern, options)
+            self.solved += 1
+            return Solution(found.weight.sign() * 6e4, found.mask, found.error) if self.solved == 21 else found
+
+    return Overflowing()
+
+
 def _stream(batches: Any, **given: Any) -> tuple[int, dict[str, Any]]:
     import torch
 
     import modelopt_sparse as mts
 
     data = [torch.tensor(batch) for batch in batches]
+    if given["method"] == "overflowing":
+        given["method"] = overflowing()
     report = mts.sparsify_checkpoint(data_loader=data, progress=False, **given)
     return 0, {"notes": report.notes}
+
+
+def _on_a_small_disk(disk: str, room: int, copy: str, **given: Any) -> tuple[int, dict[str, Any]]:
+    """Stream to a file system in memory that has ``room`` bytes left, then to one that has enough, and ``copy`` what
+    came of it: the file system is gone with the process."""
+    if problem := _mount(disk, 4 * 2**20):
+        return 0, {"skipped": problem}
+    ballast = Path(disk) / "ballast"
+    with ballast.open("wb") as file:
+        file.write(bytes(4 * 2**20 - room))
+    first = ""
+    try:
+        _stream(**given)
+    except OSError as error:
+        first = str(error)
+    ballast.unlink()
+    code, found = _stream(**given)
+    left = sorted(path.name for path in Path(disk).iterdir())
+    shutil.copytree(given["target"], copy, dirs_exist_ok=True)
+    return code, {**found, "first": first, "left": left}
+
+
+def _mount(folder: str, size: int) -> str:
+    """A file system of ``size`` bytes for this process alone -> why there can be none, or ""."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_user, private = 0x00020000, 0x10000000, (1 << 18) | (1 << 14)
+    if libc.unshare(new_mounts | (0 if os.geteuid() == 0 else new_user)):
+        return f"no mounts of its own: {os.strerror(ctypes.get_errno())}"
+    failed = libc.mount(b"none", b"/", None, private, None)
+    options = f"size={size}".encode()
+    if failed or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, options):
+        return f"cannot mount: {os.strerror(ctypes.get_errno())}"
+    return ""
 
 
 def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
@@ -237,27 +291,31 @@ def _solve(method: str, rows: int, columns: int, room: int | None, **options: An
 
     import modelopt_sparse as mts
 
+    small = nn.Sequential(nn.Linear(64, 64))  # so that what is set up at the first use has been
+    mts.sparsify(small, method, data_loader=[torch.randn(8, 64)], include="0", progress=False, **options)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+    dense = nn.Linear(columns, rows, bias=False)
+    model = nn.Sequential(dense)
     data = [torch.randn(64, columns)]
     if room is not None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
-    mts.sparsify(model, method, data_loader=data, include="0", progress=False, **options)
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        mts.sparsify(model, method, data_loader=data, include="0", progress=False, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     (layer,) = mts.report(model).layers
-    weight = model[0].weight.detach()
     mask = dict(mts.named_masks(model))["0.weight"]
     return 0, {
         "notes": layer.notes,
         "mask": hashlib.sha256(mask.numpy().tobytes()).hexdigest(),
-        "weight": hashlib.sha256(weight.numpy().tobytes()).hexdigest(),
-        "norm": float(weight.double().norm()),
+        "norm": float(dense.weight.detach().double().norm()),
     }
 
 
 DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream": _stream,
+    "small disk": _on_a_small_disk,
     "save": _save,
     "cli": _cli,
     "solve": _solve,
