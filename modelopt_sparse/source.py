@@ -40,8 +40,8 @@ class SourceFiles:
             self.hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
-        """Raise Unreadable (a ValueError) if the file has gone or changed since it was hashed, as far as its size, its time and its
-        place on the disk tell. Other files than the source's are let pass."""
+        """Raise Unreadable (a ValueError) if the file has gone or changed since it was hashed, as far as its size, its
+        time and its place on the disk tell. Other files than the source's are let pass."""
         before = self._as_seen.get(path.resolve())
         if before is None:
             return
