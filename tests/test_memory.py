@@ -324,3 +324,30 @@ def test_what_the_smaller_pieces_replace_is_freed():
     method = Watching(METHODS["sparsegpt"], 48 * 32)
     mts.sparsify(tiny_mixtral(), method, **{**EXPERTS, "include": "*.0.*.gate_up_proj"})
     assert [shape[0] for shape in method.tried] == [4, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+def test_a_gpu_that_runs_out_of_memory(name):
+    """For real: the process may have 768 MiB of the device, and the solver of this layer of 256 MiB takes more."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def solved() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 65536, bias=False))
+        mts.sparsify(model, name, data_loader=[torch.randn(64, 1024)], include="0", pattern="2:4", device="cuda")
+        mask = dict(mts.named_masks(model))["0.weight"]
+        return mask, model[0].weight.detach(), mts.report(model).layers[0].notes  # type: ignore[return-value]
+
+    whole, values, notes = solved()
+    assert notes == []
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(768 * 2**20 / total)
+    try:
+        mask, pieces, notes = solved()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(notes) == 1
+    assert notes[0].endswith(" rows at a time, because memory ran out")
+    assert torch.equal(mask, whole)
+    torch.testing.assert_close(pieces, values, rtol=1e-4, atol=1e-6)
