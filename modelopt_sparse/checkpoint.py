@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from modelopt_sparse.diskspace import is_full
 from modelopt_sparse.format import (
     DESCRIPTION,
     FORMAT_VERSION,
@@ -25,6 +27,7 @@ from modelopt_sparse.format import (
     checked_path,
     checksum,
     damaged_files,
+    move_in,
     pack_mask,
     read_description,
     read_masks,
@@ -32,6 +35,7 @@ from modelopt_sparse.format import (
     weight_files,
     weight_reader,
 )
+from modelopt_sparse.locks import hold
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import stored
 from modelopt_sparse.quantized import save_as_dense
@@ -86,7 +90,7 @@ def save(
 
 
 def describe_mask(mask: Tensor) -> dict[str, Any]:
-    return {"shape": list(mask.shape), "kept": int(mask.sum())}
+    return {"shape": list(mask.shape), "kept": int(mask.count_nonzero())}
 
 
 def write_description(
@@ -149,9 +153,13 @@ def _staged(folder: Path) -> Iterator[Path]:
     made = [parent for parent in folder.parents if not parent.exists()]
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
+    lock = None
     try:
+        _remove_what_was_killed(folder)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+        with suppress(OSError):  # a file system without locks
+            lock = hold(staging)
         yield staging
         mode = (staging / DESCRIPTION).stat().st_mode
         for path in staging.iterdir():
@@ -160,28 +168,30 @@ def _staged(folder: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         if folder.exists():
             left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
-            _move_into(folder, staging)
+            move_in(staging, folder, sorted(path.name for path in staging.iterdir()))
         else:
             staging.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"{str(folder)!r} could not be written ({left}): {error}") from error
+        advice = "; the disk is full: free space and save again" if is_full(error) else ""
+        raise OSError(f"{str(folder)!r} could not be written ({left}): {error}{advice}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         for parent in made:
             with suppress(OSError):  # it is not empty, all went well
                 parent.rmdir()
 
 
-def _move_into(folder: Path, staging: Path) -> None:
-    """Replace the files of an existing folder; it has a description only before the first and after the last step."""
-    (folder / DESCRIPTION).unlink(missing_ok=True)
-    new = {path.name for path in staging.iterdir()}
-    for name in new - {DESCRIPTION}:
-        (staging / name).replace(folder / name)
-    for path in folder.glob("model*.safetensors*"):  # shards of what was there before
-        if path.name not in new:
-            path.unlink()
-    (staging / DESCRIPTION).replace(folder / DESCRIPTION)
+def _remove_what_was_killed(folder: Path) -> None:
+    """Folders that saves to this place were writing to when their process ended: those that no process holds."""
+    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if re.fullmatch(rf"\.{re.escape(folder.name)}\.\d+\.partial", path.name):
+            with suppress(OSError):  # it is held, or cannot be locked
+                lock = hold(path)
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
 
 
 # read ---------------------------------------------------------------------------------------------------------------

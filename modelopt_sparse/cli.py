@@ -302,7 +302,7 @@ def main() -> None:
             if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
                 _complain("interrupted")
             raise
-        except (ValueError, TypeError, OSError, SafetensorError) as error:
+        except (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError) as error:
             _complain(error)
             sys.exit(WRONG_INPUT)
 

@@ -23,6 +23,7 @@ DESCRIPTION = "sparsity.json"
 MASKS = "sparsity_masks.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
+ENTRIES = ("config.json", DESCRIPTION)  # without these nothing takes a folder for a model
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 
 Read = Callable[[str], Tensor | None]
@@ -177,6 +178,27 @@ def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
     opened = [safe_open(folder / name, framework="pt") for name in files]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
+
+
+def move_in(finished: Path, folder: Path, names: Iterable[str]) -> None:
+    """Move the ``names`` of a finished folder into one that exists, and remove the weights of what was there before.
+
+    The folder's ``config.json`` and ``sparsity.json`` leave first and come last, so that what is half old and half new
+    is no model to anybody. May be called again after it was broken off.
+    """
+    names = [*names]
+    for name in reversed(ENTRIES):
+        if (finished / name).is_file():
+            (folder / name).unlink(missing_ok=True)
+    for name in names:
+        if name not in ENTRIES and (finished / name).is_file():
+            (finished / name).replace(folder / name)
+    for path in folder.glob("model*.safetensors*"):  # of what was there before
+        if path.name not in names:
+            path.unlink()
+    for name in ENTRIES:
+        if (finished / name).is_file():
+            (finished / name).replace(folder / name)
 
 
 def size_and_hash(path: Path) -> dict[str, Any]:

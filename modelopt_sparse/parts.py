@@ -1,4 +1,4 @@
-"""A layer of experts that is solved a few experts at a time."""
+"""A layer that is solved in parts: a few experts at a time, or some rows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,34 +13,57 @@ from modelopt_sparse.report import StepReport
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some experts, or all of a layer, solved; ``energy`` is what their errors are relative to, the squared norm of
-    their dense output (1 if these are all)."""
+class Piece:
+    """Where a part of a layer lies: its experts (all of anything else), and its rows."""
 
+    experts: slice
+    rows: slice
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """A view of this piece of ``[E, R, C]``, or of ``[..., R, C]`` for all experts."""
+        return matrix[self.experts][..., self.rows, :]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece, or all of a layer, solved; ``energy`` is what its errors are relative to, the squared norm of its dense
+    output (1 if it is all)."""
+
+    piece: Piece
     solution: Solution
     steps: list[StepReport]
-    experts: int
     energy: float
 
     @classmethod
     def of(
-        cls, layer: LayerPlan, solution: Solution, steps: list[StepReport], weight: Tensor, stats: Stats | None
+        cls,
+        layer: LayerPlan,
+        piece: Piece,
+        solution: Solution,
+        steps: list[StepReport],
+        weight: Tensor,
+        stats: Stats | None,
     ) -> "Part":
-        experts = torch.Size(weight.shape[:-2]).numel()
-        energy = 1.0 if experts == layer.matrices else output_energy(weight, stats)
-        return cls(solution, steps, experts, energy)
+        energy = 1.0 if weight.numel() == layer.size else output_energy(weight, stats)
+        return cls(piece, solution, steps, energy)
 
 
-def some_experts(target: LayerPlan, experts: range) -> LayerPlan:
-    """The plan of a layer as that of some of its experts."""
+def some_of(target: LayerPlan, piece: Piece) -> LayerPlan:
+    """The plan of a layer as that of a piece of it."""
+    shape = piece.of(torch.empty(target.shape, device="meta")).shape
     method = target.method
     if isinstance(method, GivenMask) and method.mask is not None:
-        method = GivenMask(method.mask[experts.start : experts.stop])
-    return replace(target, shape=(len(experts), *target.shape[1:]), method=method)
+        method = GivenMask(piece.of(method.mask))
+    return replace(target, shape=tuple(shape), method=method)
 
 
-def joined(found: Sequence[Part]) -> tuple[Solution, list[StepReport]]:
-    """The solution of all experts of a layer, and its steps: errors are relative to the energy of all of them."""
+def is_whole(layer: LayerPlan, found: Sequence[Part]) -> bool:
+    return sum(part.solution.mask.numel() for part in found) == layer.size
+
+
+def joined(layer: LayerPlan, found: Sequence[Part], notes: Sequence[str]) -> tuple[Solution, list[StepReport]]:
+    """The solution of all of a layer, and its steps: errors are relative to the energy of all of it. ``notes`` are
+    added to those of the parts."""
     if len(found) == 1:
         return found[0].solution, found[0].steps
     total = sum(part.energy for part in found)
@@ -55,10 +78,11 @@ def joined(found: Sequence[Part]) -> tuple[Solution, list[StepReport]]:
         StepReport(same[0].step, error(step.error for step in same), round(sum(step.seconds for step in same), 4))
         for same in zip(*(part.steps for part in found))
     ]
-    solution = Solution(
-        torch.cat([part.solution.weight for part in found]),
-        torch.cat([part.solution.mask for part in found]),
-        sum(part.energy * part.solution.error for part in found) / total if total > 0 else 0.0,
-        tuple(dict.fromkeys(note for part in found for note in part.solution.notes)),
-    )
-    return solution, steps
+    first = found[0].solution
+    weight, mask = first.weight.new_empty(layer.shape), first.mask.new_empty(layer.shape)
+    for part in found:
+        part.piece.of(weight).copy_(part.solution.weight)
+        part.piece.of(mask).copy_(part.solution.mask)
+    error_of_all = sum(part.energy * part.solution.error for part in found) / total if total > 0 else 0.0
+    said = dict.fromkeys(note for part in found for note in part.solution.notes)
+    return Solution(weight, mask, error_of_all, (*said, *notes)), steps

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,11 +20,13 @@ from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
-from modelopt_sparse.parts import Part, joined, some_experts
+from modelopt_sparse.out_of_memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.parts import Part, Piece, is_whole, joined, some_of
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import (
@@ -63,6 +65,7 @@ def sparsify(
     _check(model, plan, config, turns)
     report = Report.begin(plan, config)
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
+    known: Known = {}  # the pieces that layers are solved in, once memory has run out
     # of the block that is being solved
     masks: dict[nn.Parameter, torch.Tensor] = {}
     permuted: dict[str, Permuted] = {}
@@ -86,22 +89,25 @@ def sparsify(
                     _reconstruct(model, item, masks, plan, config, report)
                     masks.clear()
                     continue
-                parts: list[Part] = []  # a layer is one part, unless its experts are solved a few at a time
-                for job in _prepared(item, config):
+                parts: list[Part] = []  # a layer is one part, unless it is solved a few experts or rows at a time
+                for job in _prepared(item, config, known):
                     target = job.target
-                    with _naming(target):
-                        solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
-                    _check_solution(target, job.weight, solution)
-                    first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
-                    with _naming(target):
-                        solution, later = improved(target, job.weight, solution, job.stats, job.scaled, config)
-                    parts.append(Part.of(job.layer, solution, [first, *later], job.weight, job.stats))
-                    if sum(part.experts for part in parts) < job.layer.matrices:
-                        del job  # only the statistics of the next experts are to be alive
+                    with job.cut.attempt():  # where memory runs out, smaller pieces come next
+                        with _naming(target):
+                            solution = target.method.solve(job.weight, job.state, target.pattern, target.options)
+                        _check_solution(target, job.weight, solution)
+                        first = StepReport.of(target.method.name, solution, time.perf_counter() - job.began)
+                        with _naming(target):
+                            solution, later = improved(target, job.weight, solution, job.stats, job.scaled, config)
+                        parts.append(Part.of(job.layer, job.piece, solution, [first, *later], job.weight, job.stats))
+                    if not is_whole(job.layer, parts):
+                        job = solution = None  # only the statistics of the next experts are to be alive
                         continue
-                    target, (solution, steps) = job.layer, joined(parts)
+                    target = job.layer
+                    with _naming(target, whole=JOINED):
+                        solution, steps = joined(target, parts, job.cut.note)
+                        entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     parts.clear()
-                    entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
                     if item.hold:
                         held.append((target, solution, entry))
                     else:
@@ -138,11 +144,13 @@ def export(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Job:
-    """A layer, or some experts of one, ready to be solved: the dense weight as a matrix, and the state that its group
-    shares. ``target`` is the plan of these experts, ``layer`` that of all of them."""
+    """A layer, or a piece of one, ready to be solved: the dense weight as a matrix, and the state that its group
+    shares. ``target`` is the plan of the piece, ``layer`` that of all of it."""
 
     target: LayerPlan
     layer: LayerPlan
+    piece: Piece
+    cut: Cut
     weight: torch.Tensor
     state: Any
     stats: Stats | None
@@ -150,39 +158,65 @@ class _Job:
     began: float
 
 
-def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
-    """The layers of one group; those with the same method and options share one prepared state."""
-    if isinstance(group.stats, KeptStats) or group.targets[0].at_once is not None:
-        (layer,) = group.targets  # experts share no input with other layers
-        yield from _prepared_experts(layer, group.stats, config)
+def _prepared(group: Group, config: SparsifyConfig, known: Known) -> Iterator[_Job]:
+    """The layers of one group; those with the same method and options share one prepared state. A piece in which memory
+    ran out comes again in smaller ones."""
+    if isinstance(group.targets[0].layer.kind, RoutedKind):
+        for layer in group.targets:
+            yield from _prepared_experts(layer, group.stats, config, known)
         return
+    assert not isinstance(group.stats, KeptStats)  # which are of experts alone
     states: list[tuple[LayerPlan, Any]] = []
     scaled = cache(partial(Scaled.of, group.stats))
     for target in group.targets:
         began = time.perf_counter()
-        weight = _dense(target, slice(None), group.stats, config)
+        with _naming(target, whole=COPIED):
+            weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
         if not shared:
-            with _naming(target):
+            with _naming(target, whole=PREPARED):
                 shared = [target.method.prepare(group.stats, target.options)]
             states.append((target, shared[0]))
-        damping = target.options.get("damping", DAMPING)
-        yield _Job(target, target, weight, shared[0], group.stats, partial(scaled, damping), began)
+        polished = partial(scaled, target.options.get("damping", DAMPING))
+        piece = Piece(slice(None), slice(None))
+        job = _Job(target, target, piece, Cut(target, known), weight, shared[0], group.stats, polished, began)
+        yield from _some_rows(job)
 
 
-def _prepared_experts(layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[_Job]:
+def _prepared_experts(
+    layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig, known: Known
+) -> Iterator[_Job]:
     """A few experts at a time, each with statistics formed when their turn comes."""
-    assert layer.at_once is not None
-    for start in range(0, layer.matrices, layer.at_once):
-        began = time.perf_counter()
-        experts = range(start, min(start + layer.at_once, layer.matrices))
-        target, own = some_experts(layer, experts), part_of(stats, experts)
-        weight = _dense(layer, slice(experts.start, experts.stop), own, config)
-        with _naming(layer):
-            state = target.method.prepare(own, target.options)
-        scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
-        yield _Job(target, layer, weight, state, own, scaled, began)
-        del own, weight, state, scaled
+    cut = Cut(layer, known)
+    start, began = 0, time.perf_counter()
+    while start < layer.matrices:
+        piece = Piece(slice(start, min(start + cut.experts, layer.matrices)), slice(None))
+        job = None
+        with cut.attempt(rows=False), _naming(layer):
+            own = part_of(stats, range(piece.experts.start, piece.experts.stop))
+            weight = _dense(layer, piece.experts, own, config)
+            state = layer.method.prepare(own, layer.options)
+            scaled = partial(Scaled.of, own, layer.options.get("damping", DAMPING))
+            job = _Job(layer, layer, piece, cut, weight, state, own, scaled, began)
+        own = weight = state = scaled = None
+        if job is not None:
+            yield from _some_rows(job)
+            job = None
+        if not cut.again():
+            start, began = piece.experts.stop, time.perf_counter()
+
+
+def _some_rows(job: _Job) -> Iterator[_Job]:
+    """The job of all rows, or jobs of some of them at a time; ends early where fewer experts are to be tried."""
+    cut, began = job.cut, job.began
+    experts, rows = cut.experts, job.weight.shape[-2]
+    start = 0
+    while start < rows and cut.experts == experts:
+        piece = Piece(job.piece.experts, slice(start, min(start + cut.rows, rows)))
+        target, weight = some_of(job.layer, piece), job.weight[..., piece.rows, :]
+        yield replace(job, target=target, piece=piece, weight=weight, began=began)
+        if not cut.again():
+            start, began = piece.rows.stop, time.perf_counter()
 
 
 def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: SparsifyConfig) -> torch.Tensor:
@@ -197,12 +231,17 @@ def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: Sparsif
 
 
 @contextmanager
-def _naming(target: LayerPlan) -> Iterator[None]:
-    """A method knows no names: say whose layer its error is about."""
+def _naming(target: LayerPlan, *, whole: str = "") -> Iterator[None]:
+    """A method knows no names: say whose layer its error is about. ``whole``: what is done takes memory for all of the
+    layer, so that there are no smaller pieces if it runs out."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"layer {target.name!r}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if whole and is_out_of_memory(error):
+            raise no_memory(target, whole, error) from error
+        raise
 
 
 def _reconstruct(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
@@ -32,7 +32,8 @@ from modelopt_sparse.calibration.turns import Turn, Turns
 from modelopt_sparse.checkpoint import describe_mask, empty_model, model_class, unloaded, write_description
 from modelopt_sparse.checkpoint import report as report_in
 from modelopt_sparse.config import SparsifyConfig, resolve
-from modelopt_sparse.format import DESCRIPTION, INDEX, MASKS, WEIGHTS, checked_path, file_hash, pack_mask, weight_files
+from modelopt_sparse.diskspace import is_full
+from modelopt_sparse.format import DESCRIPTION, INDEX, MASKS, WEIGHTS, checked_path, pack_mask, weight_files
 from modelopt_sparse.freed import give_back_freed_memory
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks
 from modelopt_sparse.offload import taken_off
@@ -41,9 +42,10 @@ from modelopt_sparse.quantized import Quantized, asked_for, dtype_of, kept_wide,
 from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.report import LayerReport, Report, attached_report, library_versions
 from modelopt_sparse.shards import concatenate, write_index
+from modelopt_sparse.source import SourceFiles
 from modelopt_sparse.sparsify import sparsify
 from modelopt_sparse.spill import spilled
-from modelopt_sparse.workfolder import BlockRecord, WorkFolder, is_finished
+from modelopt_sparse.workfolder import BlockRecord, WorkFolder, is_finished, remove_leftovers, work_path
 
 NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
 ONE_FILE = 2**60  # a shard size that no block reaches
@@ -75,13 +77,16 @@ def sparsify_checkpoint(
 
     A run that was killed goes on from its last finished block when it is called again with the same arguments, and
     ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
-    set: then what is there is replaced. Raises ValueError before any work for what needs the whole model at once.
+    set: then what is there is replaced. Raises ValueError before any work for what needs the whole model at once, and
+    whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
+    blocks that are done are kept then.
     """
     target = checked_path(target)
     if target.is_file():
         raise ValueError(f"{str(target)!r} is a file: a folder is written, give another path")
     if Path(source).is_dir() and target.resolve() == Path(source).resolve():
         raise ValueError(f"{str(target)!r} is the source: give another target")
+    remove_leftovers(target)
     if target.exists() and not overwrite and not is_finished(target):
         raise ValueError(f"{str(target)!r} exists: give another target, or overwrite=True (--overwrite)")
     chosen, settings = resolve(method, config, options)
@@ -92,13 +97,19 @@ def sparsify_checkpoint(
     quantized = asked_for(empty, folder, dtype, dequantize=dequantize)
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
-    work = WorkFolder(target, _started_with(folder, plan, settings, dtype, quantized), overwrite=overwrite)
+    files = SourceFiles(folder)
+    with _saying_where_it_is_full(target):
+        work = WorkFolder(target, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
     try:
         if work.finished:
             work.put_in_place()
             return report_in(target)
         with ExitStack() as stack:
-            blocks = _Blocks(_without_blocks(folder, names, dtype, quantized, work, remote), work, spill=spill)
+            stack.enter_context(_saying_where_it_is_full(target))
+            stack.enter_context(files.watched())
+            built = _without_blocks(folder, names, dtype, quantized, work, remote)
+            files.check_all()  # what lies outside of the blocks has been read
+            blocks = _Blocks(built, work, files, spill=spill)
             stack.enter_context(blocks)
             report = _solved_before(work, blocks.model, plan, settings)
             if report is None:
@@ -114,6 +125,19 @@ def sparsify_checkpoint(
         return report
     finally:
         work.close()
+
+
+@contextmanager
+def _saying_where_it_is_full(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_full(error):
+            raise
+        raise OSError(
+            f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
+            f"again with the same arguments; the blocks that are done are kept in {str(work_path(target))!r}"
+        ) from error
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
@@ -158,11 +182,11 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _started_with(
-    folder: Path, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
+    files: SourceFiles, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
 ) -> dict[str, Any]:
     """All that the result depends on, but for the calibration data, which is known when it has been read. The code of
     a method of the user's own is known by its name alone."""
-    found: dict[str, Any] = {f"source file {name}": file_hash(folder / name) for name in _source_files(folder)}
+    found: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
     for item in plan.layers:
         options = "".join(f" {key}={value!r}" for key, value in item.options.items())
         found[f"layer {item.name}"] = f"{item.recipe} {item.pattern}{options}"
@@ -173,17 +197,6 @@ def _started_with(
     for name, mask in (config.masks or {}).items():
         found[f"mask {name}"] = hashlib.sha256(pack_mask(mask).numpy().tobytes()).hexdigest()
     return found | {f"version of {name}": version for name, version in library_versions().items()}
-
-
-def _source_files(folder: Path) -> list[str]:
-    names = weight_files(folder)
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{str(folder)!r} holds no {name!r}: streaming reads safetensors files; load the model and save it "
-                "with save_pretrained if it has others"
-            )
-    return ["config.json", *names]
 
 
 def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: SparsifyConfig) -> Report | None:
@@ -317,11 +330,12 @@ class _Blocks(Turns):
         self,
         built: "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]",
         work: WorkFolder,
+        files: SourceFiles,
         *,
         spill: bool,
     ) -> None:
         self.model, blocks, self._places = built
-        self._work, self._spill = work, spill
+        self._work, self._files, self._spill = work, files, spill
         self._blocks = list(blocks.values())
         self.names = list(blocks)
         self._home = {module: block for block in self._blocks for module in block.modules()}
@@ -399,6 +413,7 @@ class _Blocks(Turns):
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
         file, key = self._places[name]
+        self._files.check(file)
         with safe_open(file, framework="pt") as opened:
             tensor = opened.get_tensor(key).to(parameter.dtype)
         if tensor.shape != parameter.shape:
@@ -508,6 +523,7 @@ def _finish(blocks: _Blocks, source: Path, work: WorkFolder, report: Report) -> 
     cls = dense_class(model).__name__
     remove_masks(model)
     shard = blocks.saved(blocks.outside())
+    work.check_files()
     known = {Path(name).name: found for record in work.done.values() for name, found in record.files.items()}
     first = f"model-{1:05d}-of-{len(blocks.names) + 1:05d}.safetensors"
     for path in shard.parent.iterdir():

@@ -23,12 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelopt_sparse.format import DESCRIPTION, size_and_hash
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where nothing keeps two runs apart
-    fcntl = None
+from modelopt_sparse.format import DESCRIPTION, move_in, size_and_hash
+from modelopt_sparse.locks import hold
 
 STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
 FOLDERS = ("folder", "masks", "named")
@@ -59,12 +55,17 @@ class WorkFolder:
         self._overwrite = overwrite
         self._started = json.loads(json.dumps(started, default=str))
         self._refuse_strange_files()
-        shutil.rmtree(self.path.with_name(f"{self.path.name}.over"), ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path / LOCK)
+        try:
+            self._begin(overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, overwrite: bool) -> None:
         problem = self._problem()
         if problem and not overwrite:
-            self.close()
             raise ValueError(f"{str(self.path)!r} {problem}")
         if problem:
             _empty(self.path, but={LOCK})
@@ -97,10 +98,7 @@ class WorkFolder:
             record = BlockRecord(**self._read_json(path.name))
             for name, expected in record.files.items():
                 if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
-                    return (
-                        f"is damaged: {name!r} is not as block {record.block!r} left it; give overwrite=True "
-                        "(--overwrite) to start anew"
-                    )
+                    return _damage(name, record)
             self.done[int(path.stem.rpartition("-")[2])] = record
         return ""
 
@@ -157,6 +155,14 @@ class WorkFolder:
         file.replace(self.path / name)
         _sync(self.path)
 
+    def check_files(self) -> None:
+        """Raise ValueError if a file of a finished block is not there any more, or has another size."""
+        for record in self.done.values():
+            for name, expected in record.files.items():
+                path = self.path / name
+                if not path.is_file() or path.stat().st_size != expected["size"]:
+                    raise ValueError(f"{str(self.path)!r} {_damage(name, record)}")
+
     def read_report(self) -> dict[str, Any] | None:
         """The report of a run all of whose blocks are done."""
         return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
@@ -181,24 +187,16 @@ class WorkFolder:
 
     def put_in_place(self) -> None:
         """Move a finished folder to the target; again, if the run was killed while it did so. In a target that exists,
-        ``sparsity.json`` leaves first and comes last; other files than the model's stay."""
+        other files than the model's stay."""
         folder, names, target = self.path / "folder", self._read_json(FINISHED), self.target
         if not target.exists():
             folder.rename(target)
         elif (folder / DESCRIPTION).is_file():
-            (target / DESCRIPTION).unlink(missing_ok=True)
-            for name in names:
-                if name != DESCRIPTION and (folder / name).is_file():
-                    (folder / name).replace(target / name)
-            for path in target.glob("model*.safetensors*"):  # of what was there before
-                if path.name not in names:
-                    path.unlink()
-            (folder / DESCRIPTION).replace(target / DESCRIPTION)
+            move_in(folder, target, names)
         _sync(target)
         _sync(target.parent)
-        over = self.path.with_name(f"{self.path.name}.over")  # from one moment to the next there is nothing to continue
-        self.path.rename(over)
-        shutil.rmtree(over)
+        self.path.rename(_over(target))  # from one moment to the next there is nothing to continue
+        remove_leftovers(target)
 
     def close(self) -> None:
         """Let go of the folder, finished or not."""
@@ -217,19 +215,24 @@ def is_finished(target: Path) -> bool:
     return (work_path(target) / FINISHED).is_file()
 
 
+def remove_leftovers(target: Path) -> None:
+    """What is left of a run that was killed after its target was in place."""
+    shutil.rmtree(_over(target), ignore_errors=True)
+
+
+def _over(target: Path) -> Path:
+    path = work_path(target)
+    return path.with_name(f"{path.name}.over")
+
+
 def _locked(path: Path) -> int | None:
     """An open descriptor that keeps other runs out for as long as this process holds it."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(path, os.O_RDWR | os.O_CREAT)
     except BlockingIOError:
-        os.close(descriptor)
         raise ValueError(
             f"{str(path.parent)!r} is being written to by another run: wait for it, or give another target"
         ) from None
-    return descriptor
 
 
 def _empty(folder: Path, *, but: Collection[str]) -> None:
@@ -254,6 +257,13 @@ def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _shown(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _damage(name: str, record: BlockRecord) -> str:
+    return (
+        f"is damaged: {name!r} is not as block {record.block!r} left it; give overwrite=True (--overwrite) to start "
+        "anew"
+    )
 
 
 def _refusal(differences: list[str]) -> str:

@@ -662,6 +662,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(broken, tmp_path):
         kept = "what was there before is complete" if folder in existing else "nothing is left of it"
         assert line.startswith(f"OSError '{folder}' could not be written ({kept}): ")
         assert "File too large" in line
+        assert line.endswith("; the disk is full: free space and save again")
     assert [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in existing] == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "net", "new"]
     assert list((tmp_path / "new").iterdir()) == []

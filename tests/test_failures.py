@@ -314,7 +314,8 @@ def test_interrupted_while_solving(needs, at, error):
     before = state_of(model)
     data = {} if needs == "nothing" else {"data_loader": token_batches()}
     method = Stopping(at, needs, error)
-    with pytest.raises(error):
+    raised = error if error is KeyboardInterrupt else MemoryError  # which names the layer
+    with pytest.raises(raised):
         mts.sparsify(model, method, **data)
     assert [module.training for module in model.modules()] == modes
     assert model.config.use_cache is True
@@ -324,7 +325,7 @@ def test_interrupted_while_solving(needs, at, error):
             mts.report(model)
     else:
         assert_stopped_after(model, before, at - 1)
-        assert mts.report(model).notes[-1] == f"stopped by {error.__name__} after {at - 1} of 14 layers of the plan"
+        assert mts.report(model).notes[-1] == f"stopped by {raised.__name__} after {at - 1} of 14 layers of the plan"
     mts.sparsify(model, method, **data)  # and a second call works
     assert len(mts.verify(model, "2:4").layers) == 14
     assert sorted(layer.name for layer in mts.report(model).layers) == sorted(NAMES)

@@ -1,14 +1,7 @@
-"""Streaming runs that are killed or stopped go on where they were, to the same bits, or say why they cannot."""
+"""Streaming runs that were stopped: what is reused, what is refused, and targets that exist. Kills: test_faults.py."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,108 +13,10 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 import modelopt_sparse as mts
 from modelopt_sparse import stream
 from modelopt_sparse.methods.wanda import Wanda
-from tests.helpers import ROOT, tiny_llama, token_batches
+from tests.helpers import tiny_llama, token_batches
 from tests.test_stream import assert_same_folders, saved
 
 pytestmark = pytest.mark.core
-
-BLOCKS = 4
-# for each line of its input one run in a process of its own, which has nothing to import any more
-SERVER = """
-import json, os, sys
-import torch
-import modelopt_sparse as mts
-torch.set_num_threads(1)
-print("ready", flush=True)
-for line in sys.stdin:
-    pid = os.fork()
-    if not pid:
-        given = json.loads(line)
-        data = [torch.tensor(batch) for batch in given.pop("batches")]
-        mts.sparsify_checkpoint(data_loader=data, progress=False, **given)
-        os._exit(0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-DATA = [batch.tolist() for batch in token_batches(4)]
-
-
-class Runs:
-    """Starts runs, and kills them."""
-
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        assert self._server.stdout is not None
-        return self._server.stdout.readline().strip()
-
-    def run(self, kill_when: Callable[[], bool] | None = None, **given: Any) -> int:
-        """-> the exit code; that of a run killed when ``kill_when`` holds is -9."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps({"batches": DATA, **given}, default=str) + "\n")
-        self._server.stdin.flush()
-        pid = int(self._answer())
-        while kill_when is not None:
-            try:
-                if kill_when():
-                    os.kill(pid, signal.SIGKILL)
-                    break
-                os.kill(pid, 0)
-            except ProcessLookupError:  # it was faster
-                break
-        return int(self._answer())
-
-    def close(self) -> None:
-        self._server.communicate()
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    found = Runs()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Path:
-    """Blocks large enough that a write of them can be watched."""
-
-    def make() -> torch.nn.Module:
-        return tiny_llama(hidden_size=96, intermediate_size=384, num_hidden_layers=BLOCKS)
-
-    return saved(tmp_path_factory.mktemp("resume") / "dense", make)
-
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "sparsegpt": {"method": "sparsegpt"},
-    "tuned": {"method": "wanda", "permute": True, "reconstruct": 1},
-    "dense inputs": {"method": "wanda", "sequential": "none"},
-}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(dense, runs) -> Callable[[str], tuple[Path, float]]:
-    """The folder that a recipe gives when nothing happens, and the seconds that it takes."""
-    seconds: dict[str, float] = {}
-
-    def folder(recipe: str) -> tuple[Path, float]:
-        target = dense.parent / recipe
-        if recipe not in seconds:
-            began = time.perf_counter()
-            assert runs.run(source=dense, target=target, **RECIPES[recipe]) == 0
-            seconds[recipe] = time.perf_counter() - began
-        return target, seconds[recipe]
-
-    return folder
 
 
 def assert_incomplete(target: Path) -> None:
@@ -131,92 +26,6 @@ def assert_incomplete(target: Path) -> None:
         mts.verify(target)
     partial = target.with_name(f"{target.name}.partial")
     assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
-
-
-def finished_blocks(partial: Path) -> dict[str, tuple[int, int]]:
-    """The shards of the blocks that are done -> inode and time of their last change."""
-    records = [json.loads(path.read_text()) for path in partial.glob("block-*.json")]
-    files = [name for record in records for name in record["files"] if name.startswith("folder/")]
-    found = {Path(name).name: (partial / name).stat() for name in files}
-    return {name: (of.st_ino, of.st_mtime_ns) for name, of in found.items()}
-
-
-# killed ---------------------------------------------------------------------------------------------------------------
-
-MOMENTS = [
-    "started.json",
-    "writing/files/model.safetensors",  # while it is written
-    "folder/model-00002-of-*",
-    "block-00000.json",
-    "block-00002.json",
-    "report.json",
-    "folder/model-00001-of-*",
-    "folder/sparsity.json",
-    "finished.json",
-]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_at_a_moment_goes_on(tmp_path, dense, runs, undisturbed, moment):
-    target, partial = tmp_path / "sparse", tmp_path / "sparse.partial"
-    given = {"source": dense, "target": target, **RECIPES["sparsegpt"]}
-    code = runs.run(lambda: bool(list(partial.glob(moment))), **given)
-    assert code in ((-9, 0) if moment == "finished.json" else (-9,))
-    before = finished_blocks(partial) if (partial / "folder").is_dir() else {}
-    if target.exists():
-        assert moment == "finished.json"
-    else:
-        assert_incomplete(target)
-    if partial.exists():
-        assert runs.run(**given) == 0
-    assert not partial.exists()
-    assert_same_folders(target, undisturbed("sparsegpt")[0])
-    for name, (inode, changed) in before.items():
-        assert ((target / name).stat().st_ino, (target / name).stat().st_mtime_ns) == (inode, changed)
-    if moment in MOMENTS[2:5]:
-        assert mts.report(target).notes == [f"{len(before)} of {BLOCKS} blocks were reused from a stopped run"] * (
-            len(before) > 0
-        )
-        assert len(before) >= {"block-00000.json": 1, "block-00002.json": 3}.get(moment, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_killed_again_and_again_ends_in_the_same_bits(tmp_path, dense, runs, undisturbed, recipe):
-    chance = random.Random(recipe)
-    target, partial = tmp_path / "sparse", tmp_path / "sparse.partial"
-    given = {"source": dense, "target": target, **RECIPES[recipe]}
-    expected, whole = undisturbed(recipe)
-    kills = 0
-    while True:
-        limit = time.perf_counter() + chance.uniform(0.4, 0.9) * whole
-        code = runs.run(lambda limit=limit: time.perf_counter() > limit, **given)
-        if code == 0:
-            break
-        assert code == -9
-        kills += 1
-        if not target.exists():
-            assert_incomplete(target)
-        whole *= 1.3  # so that it ends
-    assert kills
-    assert not partial.exists()
-    assert_same_folders(target, expected)
-
-
-def test_two_runs_cannot_write_one_target(tmp_path, dense, runs):
-    target, partial = tmp_path / "sparse", tmp_path / "sparse.partial"
-    refused: list[str] = []
-
-    def meanwhile() -> bool:
-        if not (partial / "started.json").exists():
-            return False
-        with pytest.raises(ValueError, match="is being written to by another run") as caught:
-            mts.sparsify_checkpoint(dense, target, "magnitude", overwrite=True)
-        refused.append(str(caught.value))
-        return True
-
-    assert runs.run(meanwhile, source=dense, target=target, method="sparsegpt") == -9
-    assert refused
 
 
 # stopped, and started with something else -----------------------------------------------------------------------------
@@ -395,21 +204,6 @@ def test_overwrite_replaces_a_model_and_leaves_other_files(tmp_path):
     assert_same_folders(old, tmp_path / "fresh")
     assert (old / "notes.txt").read_text() == "mine"
     assert {path.name for path in old.iterdir()} - {"notes.txt"} == {p.name for p in (tmp_path / "fresh").iterdir()}
-
-
-def test_killed_while_it_replaces_a_model(tmp_path, dense, runs, undisturbed):
-    """The old model is whole until the new one is; between, nothing says that it is."""
-    target, partial = tmp_path / "sparse", tmp_path / "sparse.partial"
-    mts.save(mts.sparsify(tiny_llama(), "magnitude"), target)
-    given = {"source": dense, "target": target, "overwrite": True, **RECIPES["sparsegpt"]}
-    old = content(target)
-    assert runs.run(lambda: (partial / "folder" / "sparsity.json").exists(), **given) in (-9, 0)
-    if (target / "sparsity.json").exists() and not (partial / "finished.json").exists() and partial.exists():
-        assert content(target) == old
-    if partial.exists():
-        assert runs.run(**given) == 0
-    assert_same_folders(target, undisturbed("sparsegpt")[0])
-    assert not partial.exists()
 
 
 def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from modelopt_sparse.calibration.batches import (
@@ -20,7 +21,9 @@ from modelopt_sparse.calibration.batches import (
 )
 from modelopt_sparse.calibration.record import flat_tensors
 from modelopt_sparse.calibration.stats import LayerInputs, SharingChanged, Side
+from modelopt_sparse.calibration.turns import Unreadable
 from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.out_of_memory import is_out_of_memory
 from modelopt_sparse.plan import Plan
 
 
@@ -84,9 +87,11 @@ class Runner:
             )
         except _Stopped:
             pass
-        except (PaddingError, SharingChanged, torch.OutOfMemoryError):
+        except (PaddingError, SharingChanged, Unreadable, OSError, SafetensorError):  # the batch is not to blame
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
             raise ValueError(
                 f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from modelopt_sparse.report import Report
 
 
+class Unreadable(ValueError):
+    """The weights of a block cannot be read, now that its turn has come."""
+
+
 class Turn:
     """One block's turn. ``done``: an earlier run has solved the block, and only its output is needed; `make_sparse`
     then puts that run's weights in the place of the dense ones."""

@@ -56,7 +56,9 @@ class Method(ABC):
 
     ``name`` stands in plans and reports (default: the class's own); ``needs`` says what calibration has to collect;
     ``options`` are the accepted options with their defaults; ``scope`` is the default scope of unstructured patterns;
-    ``updates`` says that kept weights do not stay what they were.
+    ``updates`` says that kept weights do not stay what they were; ``rows_independent`` that with an N:M pattern, or one
+    per row, ``solve`` gives some rows ``[..., r, C]`` of a weight what it gives them among all others, for the same
+    state: then a layer that is too large for memory is solved some rows at a time.
     """
 
     name: ClassVar[str]
@@ -64,6 +66,7 @@ class Method(ABC):
     options: ClassVar[Mapping[str, Any]] = {}
     scope: ClassVar[str] = "matrix"
     updates: ClassVar[bool] = False
+    rows_independent: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

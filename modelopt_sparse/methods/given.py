@@ -14,6 +14,7 @@ class GivenMask(Method):
     weights stay bit for bit what they were."""
 
     name = "masks"
+    rows_independent = True
 
     def __init__(self, mask: Tensor | None = None) -> None:
         self.mask = mask

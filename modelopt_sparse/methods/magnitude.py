@@ -9,6 +9,7 @@ from modelopt_sparse.methods.base import Method, Solution, masked_solution
 
 class Magnitude(Method):
     name = "magnitude"
+    rows_independent = True
 
     def solve(self, weight, state, pattern, options) -> Solution:
         del options

@@ -38,6 +38,7 @@ class SparseGPT(Method):
     name = "sparsegpt"
     needs = "gram"
     updates = True
+    rows_independent = True
     options = {"damping": 0.01, "block_size": 128}
 
     def check(self, options) -> None:

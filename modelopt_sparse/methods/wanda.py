@@ -9,6 +9,7 @@ class Wanda(Method):
     name = "wanda"
     needs = "square_sums"
     scope = "row"
+    rows_independent = True
 
     def solve(self, weight, state, pattern, options) -> Solution:
         del options
