@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,8 +18,9 @@ from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.turns import Turns
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.channels import DenseBlock, Permuted, permute
-from modelopt_sparse.config import SparsifyConfig, resolve
-from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.config import SparsifyConfig, distributed_in, resolve
+from modelopt_sparse.distributed import Team, is_sharded
+from modelopt_sparse.fingerprint import fingerprint
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -35,6 +36,7 @@ from modelopt_sparse.report import (
     attached_report,
     merged_report,
 )
+from modelopt_sparse.sharing import Piece, Shares
 from modelopt_sparse.steps import improved
 
 
@@ -57,25 +59,46 @@ def sparsify(
     model untouched; if something fails later (or Ctrl-C), the layers solved so far stay sparse, the rest untouched, and
     the call can be repeated. ``turns`` is what `sparsify_checkpoint` gives, whose models are not all in memory.
     """
-    method, config = resolve(method, config, options)
-    plan = plan_for(model, method, config)
-    turns = turns or Turns()
-    _check(model, plan, config, turns)
+    team = Team.of(distributed_in(config, options))
+    with team.heard():
+        method, config = resolve(method, config, options)
+        config = config if team.rank == 0 else replace(config, progress=False)
+        plan = plan_for(model, method, config)
+        turns = turns or Turns()
+        _check(model, plan, config, turns)
+        if team.size > 1:
+            team.same(fingerprint(model, plan, config), "give all of them the same model and the same options")
     report = Report.begin(plan, config)
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
     # of the block that is being solved
     masks: dict[nn.Parameter, torch.Tensor] = {}
     permuted: dict[str, Permuted] = {}
     undoing: list[Callable[[], None]] = []  # a block none of whose layers was solved is left as it was
+    mine: dict[Piece, Part] = {}  # what this process has solved, of layers that it shares with others
+    stage: list[Group] = []
+
+    def finish(group: Group, target: LayerPlan, parts: list[Part]) -> None:
+        solution, steps = joined(parts)
+        entry = LayerReport.of(target, solution, group.stats, steps, config, permuted.get(target.name))
+        if group.hold:
+            held.append((target, solution, entry))
+        else:
+            undoing.clear()
+            _attach(model, target, solution, entry, config=config, report=report)
+        if config.reconstruct is not None:
+            masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
+
     try:
         runner = None
         if config.allocation != "uniform":
             with _calibrating(model):
-                runner = Runner(model, plan, config)  # a generator can be gone over once: the walk takes what it gave
+                # a generator can be gone over once: the walk takes what it gave
+                runner = Runner(model, plan, config, team)
                 allocation = allocation_for(model, plan, config, runner)
             plan = allocation.plan
+            team.same({"the allocation": str(plan)}, "report this")
             report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
-        with _calibrating(model), closing(walk(model, plan, config, report, runner, turns)) as walked:
+        with _calibrating(model), closing(walk(model, plan, config, report, runner, turns, team)) as walked:
             for item in walked:
                 if isinstance(item, DenseBlock):
                     for found in permute(item):
@@ -83,7 +106,7 @@ def sparsify(
                         undoing.append(found.undo)
                     continue
                 if isinstance(item, SolvedBlock):
-                    _reconstruct(model, item, masks, plan, config, report)
+                    _reconstruct(model, item, masks, plan, config, report, team)
                     masks.clear()
                     continue
                 parts: list[Part] = []  # a layer is one part, unless its experts are solved a few at a time
@@ -96,33 +119,41 @@ def sparsify(
                     with _naming(target):
                         solution, later = improved(target, job.weight, solution, job.stats, job.scaled, config)
                     parts.append(Part.of(job.layer, solution, [first, *later], job.weight, job.stats))
+                    if team.size > 1:
+                        mine[job.layer.name, job.start] = parts.pop()
+                        del job, solution
+                        continue
                     if sum(part.experts for part in parts) < job.layer.matrices:
                         del job  # only the statistics of the next experts are to be alive
                         continue
-                    target, (solution, steps) = job.layer, joined(parts)
+                    finish(item, job.layer, parts)
                     parts.clear()
-                    entry = LayerReport.of(target, solution, item.stats, steps, config, permuted.get(target.name))
-                    if item.hold:
-                        held.append((target, solution, entry))
-                    else:
-                        undoing.clear()
-                        _attach(model, target, solution, entry, config=config, report=report)
-                    if config.reconstruct is not None:
-                        masks[target.layer.parameter] = target.layer.unmatrix(solution.mask)
                     del job, solution
+                stage.append(item)
+                if team.size > 1 and item.last:
+                    for group in stage:
+                        for target in group.targets:
+                            finish(group, target, item.shares.exchanged(target, mine, team, _home(target, config)))
+                            mine = {piece: part for piece, part in mine.items() if piece[0] != target.name}
+                        del group
+                if item.last:
+                    stage.clear()
                 del item  # the next block is collected while this frame waits: its statistics alone are to be alive
             for target, solution, entry in held:
                 _attach(model, target, solution, entry, config=config, report=report)
+            team.end()
     except BaseException as error:
         for undo in undoing:
             undo()
         done = f"{len(report.layers)} of {len(plan.layers)} layers"
         report.notes.append(f"stopped by {type(error).__name__} after {done} of the plan")
+        team.fail(error)
         raise
     finally:
         if report.layers:  # after a failure as well: what is sparse stands in the report
             earlier = attached_report(model)
             attach_report(model, report if earlier is None else merged_report(earlier, report))
+        team.close()
     return model
 
 
@@ -139,7 +170,7 @@ def export(model: nn.Module) -> nn.Module:
 @dataclass(frozen=True)
 class _Job:
     """A layer, or some experts of one, ready to be solved: the dense weight as a matrix, and the state that its group
-    shares. ``target`` is the plan of these experts, ``layer`` that of all of them."""
+    shares. ``target`` is the plan of these experts, of which number ``start`` is the first, ``layer`` that of all."""
 
     target: LayerPlan
     layer: LayerPlan
@@ -148,17 +179,22 @@ class _Job:
     stats: Stats | None
     scaled: Callable[[], Scaled]
     began: float
+    start: int = 0
 
 
 def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
-    """The layers of one group; those with the same method and options share one prepared state."""
-    if isinstance(group.stats, KeptStats) or group.targets[0].at_once is not None:
+    """Those layers of one group that this process solves; those with the same method and options share one prepared
+    state."""
+    first, shares = group.targets[0], group.shares
+    if isinstance(group.stats, KeptStats) or len(shares.pieces(first)) > 1:
         (layer,) = group.targets  # experts share no input with other layers
-        yield from _prepared_experts(layer, group.stats, config)
+        yield from _prepared_experts(layer, group.stats, config, shares)
         return
     states: list[tuple[LayerPlan, Any]] = []
     scaled = cache(partial(Scaled.of, group.stats))
     for target in group.targets:
+        if not shares.mine(target, range(target.matrices)):
+            continue
         began = time.perf_counter()
         weight = _dense(target, slice(None), group.stats, config)
         shared = [state for other, state in states if (other.method, other.options) == (target.method, target.options)]
@@ -170,18 +206,28 @@ def _prepared(group: Group, config: SparsifyConfig) -> Iterator[_Job]:
         yield _Job(target, target, weight, shared[0], group.stats, partial(scaled, damping), began)
 
 
-def _prepared_experts(layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig) -> Iterator[_Job]:
-    """A few experts at a time, each with statistics formed when their turn comes."""
-    assert layer.at_once is not None
-    for start in range(0, layer.matrices, layer.at_once):
+def _prepared_experts(
+    layer: LayerPlan, stats: Stats | KeptStats | None, config: SparsifyConfig, shares: Shares
+) -> Iterator[_Job]:
+    """A few experts at a time, each with statistics formed when their turn comes: by all processes together, so that
+    each of them gets one turn, and then all solve."""
+    pieces = shares.pieces(layer)
+    for first in range(0, len(pieces), shares.size):
         began = time.perf_counter()
-        experts = range(start, min(start + layer.at_once, layer.matrices))
-        target, own = some_experts(layer, experts), part_of(stats, experts)
+        experts = own = None
+        for piece in pieces[first : first + shares.size]:
+            formed = part_of(stats, piece)
+            if shares.mine(layer, piece):
+                experts, own = piece, formed
+            del formed
+        if experts is None:
+            continue
+        target = some_experts(layer, experts)
         weight = _dense(layer, slice(experts.start, experts.stop), own, config)
         with _naming(layer):
             state = target.method.prepare(own, target.options)
         scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
-        yield _Job(target, layer, weight, state, own, scaled, began)
+        yield _Job(target, layer, weight, state, own, scaled, began, experts.start)
         del own, weight, state, scaled
 
 
@@ -194,6 +240,11 @@ def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: Sparsif
     device = config.device if stats is None else stats.square_sums.device
     values = stored(layer.owner, layer.param).detach()
     return layer.matrix(values[which].to(device, copy=True))
+
+
+def _home(target: LayerPlan, config: SparsifyConfig) -> torch.device:
+    """Where a layer that another process has solved is received."""
+    return config.device or stored(target.layer.owner, target.layer.param).device
 
 
 @contextmanager
@@ -212,6 +263,7 @@ def _reconstruct(
     plan: Plan,
     config: SparsifyConfig,
     report: Report,
+    team: Team,
 ) -> None:
     assert config.reconstruct is not None
     name = solved.parts[-1].name
@@ -219,7 +271,7 @@ def _reconstruct(
     layers = {target.name for target in plan.layers if target.layer.parameter in inside & masks.keys()}
     outputs = {target.layer.parameter: target.size // target.shape[-1] for target in plan.layers}
     try:
-        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed, outputs):
+        for found in reconstruct(model, solved, masks, config.reconstruct, config.seed, outputs, team):
             report.reconstructed(found, layers)
     except BaseException:
         report.notes.append(f"{name!r}: its reconstruction was broken off; it has the best values up to then")
@@ -280,12 +332,18 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -
         raise ValueError(
             f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
         )
+    for target in plan.layers if config.deterministic else ():
+        if target.at_once is not None and target.needs == "gram":
+            raise ValueError(
+                f"layer {target.name!r}: memory_limit keeps tokens, to form {target.at_once} experts' Gram matrices "
+                "at a time, and deterministic=True sums them up batch by batch: leave one of them out"
+            )
     refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
     for target in plan.layers:
         if is_sharded(target.layer.parameter):
             raise ValueError(
-                f"layer {target.name!r} is sharded over processes (DTensor): sparsify the model first, then shard it; "
-                "its masks hold"
+                f"layer {target.name!r} is sharded over processes (DTensor): sparsify the model first, whole in each "
+                "process (they share the work), then shard it; its masks hold"
             )
         turns.load(target.layer.owner)
         if not torch.isfinite(stored(target.layer.owner, target.layer.param)).all():
