@@ -191,7 +191,7 @@ class Team:
             self._over = True
             self.close()
             late = "Timed out" in text
-            waited = f"did not come within {TIMEOUT.total_seconds() / 60:.0f} minutes" if late else "died or left"
+            waited = f"did not come within {TIMEOUT} hours" if late else "died or left"
             raise RankError(
                 f"another process of this run {waited}, as rank {self.rank} noticed at {what!r}; look at what the "
                 f"others printed, and start all of them again ({text[:200]})"

@@ -214,21 +214,22 @@ def _prepared_experts(
     pieces = shares.pieces(layer)
     for first in range(0, len(pieces), shares.size):
         began = time.perf_counter()
-        experts = own = None
-        for piece in pieces[first : first + shares.size]:
-            formed = part_of(stats, piece)
-            if shares.mine(layer, piece):
-                experts, own = piece, formed
-            del formed
-        if experts is None:
-            continue
-        target = some_experts(layer, experts)
-        weight = _dense(layer, slice(experts.start, experts.stop), own, config)
-        with _naming(layer):
-            state = target.method.prepare(own, target.options)
-        scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
-        yield _Job(target, layer, weight, state, own, scaled, began, experts.start)
-        del own, weight, state, scaled
+        held = []
+        for experts in pieces[first : first + shares.size]:
+            own = part_of(stats, experts)
+            if shares.mine(layer, experts):
+                held.append((experts, own))
+            del own
+        for experts, own in held:
+            target = some_experts(layer, experts)
+            weight = _dense(layer, slice(experts.start, experts.stop), own, config)
+            with _naming(layer):
+                state = target.method.prepare(own, target.options)
+            scaled = partial(Scaled.of, own, target.options.get("damping", DAMPING))
+            yield _Job(target, layer, weight, state, own, scaled, began, experts.start)
+            began = time.perf_counter()
+            del own, weight, state, scaled
+        del held
 
 
 def _dense(target: LayerPlan, which: slice, stats: Stats | None, config: SparsifyConfig) -> torch.Tensor:

@@ -4,7 +4,7 @@ Two ways: each process adds up all it has, and then the sums are added; or, to g
 their number, the sums of every single call of the model are added in float64, in the order of the batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,7 @@ class Sums:
         self._deterministic = deterministic
         self._device = device or torch.device("cpu")
         self._totals: dict[tuple[str, ...], tuple[_Described, Tensor]] = {}
+        self._known = False  # to all processes: that layers share inputs in some calls only
 
     def end_call(self) -> None:
         self._collector.end_call()
@@ -89,7 +90,8 @@ class Sums:
 
     def changed(self) -> None:
         """Tell the others that layers which shared an input in one call did not in another. Raises SharingChanged."""
-        self._team.meet(WHAT, CHANGED)
+        if not self._known:
+            self._team.meet(WHAT, CHANGED)
         raise SharingChanged
 
     def groups(self) -> Groups:
@@ -111,7 +113,7 @@ class Sums:
         for given in self._met([_Described.of(names, stats) for names, stats in groups]):
             for item in given or ():
                 union[item.names] = union[item.names] + item if item.names in union else item
-        _check_sharing(union)
+        self._check_sharing(union)
         own = {tuple(names): stats for names, stats in groups}
         device = next((_sums(stats).device for stats in own.values()), self._device)
         sums = {names: self._own_part(item, own.get(names), device) for names, item in union.items()}
@@ -148,7 +150,7 @@ class Sums:
             team.give(WHAT, sums, rank)
             for item, values in zip(given, sums):
                 self._take(item, values)
-        _check_sharing(self._totals)
+        self._check_sharing(self._totals)
         return all(given is None for given in found)
 
     def _take(self, item: _Described, values: Tensor) -> None:
@@ -162,19 +164,18 @@ class Sums:
     def _met(self, mine: list[_Described] | None) -> list[list[_Described] | None]:
         found = self._team.meet(WHAT, mine)
         if CHANGED in found:
+            self._known = True
             raise SharingChanged
         return found
+
+    def _check_sharing(self, groups: Collection[tuple[str, ...]]) -> None:
+        names = [name for group in groups for name in group]
+        if len(set(names)) < len(names):
+            self._known = True
+            raise SharingChanged
 
 
 def _sums(stats: Stats | KeptStats) -> Tensor:
     """What of the statistics is summed up, and gives the rest."""
     gram = None if isinstance(stats, KeptStats) else stats.gram
     return stats.square_sums if gram is None else gram
-
-
-def _check_sharing(
-    groups: "dict[tuple[str, ...], _Described] | dict[tuple[str, ...], tuple[_Described, Tensor]]",
-) -> None:
-    names = [name for group in groups for name in group]
-    if len(set(names)) < len(names):
-        raise SharingChanged

@@ -52,8 +52,8 @@ class Runner:
         )
         if len(calls) < self.team.size:
             raise ValueError(
-                f"{len(calls)} calibration batches cannot be shared out to {self.team.size} processes: give smaller "
-                "batches, more data, or start fewer processes"
+                f"{self.team.size} processes share out the calibration batches, and there are only {len(calls)}: give "
+                "smaller batches, more data, or start fewer processes"
             )
         return calls[self.team.rank :: self.team.size]
 
