@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -145,7 +146,8 @@ def _staged(folder: Path) -> Iterator[Path]:
     """A folder to write to beside ``folder``; it takes its place at the end, or is removed if anything fails."""
     folder = folder.resolve()
     made = [parent for parent in folder.parents if not parent.exists()]
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    writer = f"{socket.gethostname()}.{os.getpid()}"  # several processes may write the same folder
+    staging = folder.with_name(f".{folder.name}.{writer}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
         shutil.rmtree(staging, ignore_errors=True)
@@ -156,11 +158,9 @@ def _staged(folder: Path) -> Iterator[Path]:
             path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-        if folder.exists():
+        if not _took_its_place(staging, folder):
             left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
             _move_into(folder, staging)
-        else:
-            staging.rename(folder)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{str(folder)!r} could not be written ({left}): {error}") from error
     finally:
@@ -168,6 +168,19 @@ def _staged(folder: Path) -> Iterator[Path]:
         for parent in made:
             with suppress(OSError):  # it is not empty, all went well
                 parent.rmdir()
+
+
+def _took_its_place(staging: Path, folder: Path) -> bool:
+    """Whether ``folder`` was new, and is what was staged now. Another process may make it at the same time."""
+    if folder.exists():
+        return False
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        return False
+    return True
 
 
 def _move_into(folder: Path, staging: Path) -> None:
@@ -178,7 +191,7 @@ def _move_into(folder: Path, staging: Path) -> None:
         (staging / name).replace(folder / name)
     for path in folder.glob("model*.safetensors*"):  # shards of what was there before
         if path.name not in new:
-            path.unlink()
+            path.unlink(missing_ok=True)
     (staging / DESCRIPTION).replace(folder / DESCRIPTION)
 
 

@@ -137,13 +137,15 @@ class Team:
                 for tensor in tensors:
                     self._through(tensor, lambda x, group: dist.all_reduce(x, group=group))  # type: ignore[union-attr]
 
-    def give(self, what: str, tensors: Sequence[Tensor], source: int) -> None:
-        """Put in the place of each tensor the one that rank ``source`` has. Shapes and dtypes are the same in all."""
+    def give(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
+        """Put in the place of each tensor the one that rank ``source`` has -> the ``value`` that it has. Shapes and
+        dtypes are the same in all."""
+        value = self.meet(what, value)[source]
         if self.size > 1:
-            self.meet(what)
             with self._sending(what):
                 for tensor in tensors:
                     self._given(tensor, source)
+        return value
 
     def fail(self, error: BaseException) -> None:
         """This process cannot go on: say so where the others expect it at a header. Does nothing after a RankError,
