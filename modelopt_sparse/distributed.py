@@ -5,6 +5,7 @@ each says what it is about to do, or that it cannot go on: a process that fails 
 to their next header, and one that dies is noticed there, so that nobody waits for what never comes.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,7 +51,7 @@ def processes(asked: bool | None) -> int:
     """
     if asked not in (None, True, False):
         raise ValueError(f"distributed={asked!r}: must be True, False or None")
-    ready = dist is not None and dist.is_initialized()
+    ready = in_group()
     if asked and not ready:
         raise ValueError(
             "distributed=True needs a process group: start the program with torchrun and call "
@@ -219,6 +220,54 @@ class Team:
         send(values, self._values)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
+
+
+@contextmanager
+def while_others_wait(asked: bool | None) -> Iterator[bool]:
+    """Work that one process does for all of them: it gets True, the others False and wait for its end at theirs.
+
+    ``asked`` as for `processes`. Its error becomes a RankError in the others.
+    """
+    team = Team.of(asked)
+    with team.heard():
+        yield team.rank == 0
+        team.end()
+    team.close()
+
+
+# programs that torchrun starts ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def launched_group() -> Iterator[None]:
+    """The default group of the processes that torchrun has started, for a program that is no library. Without torchrun,
+    or where there is just one process, nothing."""
+    if dist is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ or in_group():
+        yield
+        return
+    gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_group() -> bool:
+    """Whether there is a default group."""
+    return dist is not None and dist.is_initialized()
+
+
+def rank() -> int:
+    """The number of this process in the default group; 0 without one."""
+    return dist.get_rank() if dist is not None and in_group() else 0
+
+
+def own_device(device: str) -> str:
+    """The device of this process, where several of one machine are all given ``device``: "cuda" is a GPU for each."""
+    if device != "cuda" or processes(None) == 1:
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def _serves(device: torch.device) -> bool:
