@@ -69,6 +69,8 @@ def sparsify(
         if team.size > 1:
             team.same(fingerprint(model, plan, config), "give all of them the same model and the same options")
     report = Report.begin(plan, config)
+    if team.size > 1:
+        report.settings["processes"] = team.size
     held: list[tuple[LayerPlan, Solution, LayerReport]] = []
     # of the block that is being solved
     masks: dict[nn.Parameter, torch.Tensor] = {}

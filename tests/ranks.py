@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -26,7 +27,7 @@ from modelopt_sparse import distributed
 from modelopt_sparse.calibration.walk import Group, walk
 from modelopt_sparse.config import resolve
 from modelopt_sparse.distributed import RankError, Team
-from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.plan import plan_for
 from modelopt_sparse.report import Report
@@ -132,7 +133,7 @@ def experts() -> Found:
     return {
         "sparsegpt": sparse("mixtral", "sparsegpt"),
         "wanda": sparse("mixtral", "wanda", pattern=0.5),
-        "few at a time": sparse("mixtral", "sparsegpt", memory_limit=100_000),
+        "few at a time": sparse("mixtral", "sparsegpt", memory_limit=100_000, min_tokens=90),
         "all tokens": sparse("mixtral", "sparsegpt", experts="all_tokens", min_tokens=90),
     }
 
@@ -212,6 +213,33 @@ def sharing() -> Found:
     return found
 
 
+class Counting(Method):
+    """Counts the Gram matrices that are alive while layers are prepared."""
+
+    name = "counting"
+    needs = "gram"
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref] = []
+        self.most = 0
+
+    def prepare(self, stats: Stats | None, options: Any) -> Stats | None:
+        assert stats is not None
+        self.alive.append(weakref.ref(stats.gram))
+        self.most = max(self.most, sum(gram() is not None for gram in self.alive))
+        return stats
+
+    def solve(self, weight, state, pattern, options):
+        return mts.masked_solution(weight, pattern.mask(weight.abs()), state)
+
+
+def memory() -> Found:
+    """How many Gram matrices of one process were alive at once, with four in each of six blocks."""
+    method = Counting()
+    mts.sparsify(tiny_llama(num_hidden_layers=6), method, data_loader=BATCHES["llama"], progress=False)
+    return {"most": method.most, "prepared": len(method.alive)}
+
+
 def saved(folder: Path) -> Found:
     model = mts.sparsify(llama(), "magnitude", progress=False)
     target = folder / f"saved-{size()}"
@@ -272,6 +300,7 @@ def failures() -> Found:
         "kept tokens": failing(
             mixtral(), "sparsegpt", data_loader=BATCHES["mixtral"], memory_limit=100_000, deterministic=True
         ),
+        "write": {"error": error_of(failing_to_write)},
         "stream": {"error": error_of(lambda: mts.sparsify_checkpoint("nowhere", "anywhere"))},
     }
     shards = llama()
@@ -280,6 +309,12 @@ def failures() -> Found:
     fully_shard(shards)
     found["shards"] = {"error": error_of(lambda: mts.sparsify(shards, "magnitude", progress=False))}
     return found
+
+
+def failing_to_write() -> None:
+    with distributed.while_others_wait(None) as writes:
+        if writes:
+            raise OSError("the disk is full")
 
 
 def loop_that_fails(model: nn.Module) -> None:
@@ -348,7 +383,7 @@ def lost(method: Any) -> Found:
 
 # the groups ----------------------------------------------------------------------------------------------------------
 
-BASIC = (methods, experts, in_order, gram_matrices, sharing)
+BASIC = (memory, methods, experts, in_order, gram_matrices, sharing)
 WORKING = (*BASIC, modes, more_in_order, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),

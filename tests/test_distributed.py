@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.distributed import Team, processes
@@ -20,7 +21,7 @@ from modelopt_sparse.fingerprint import checksum
 from modelopt_sparse.plan import make_plan
 from modelopt_sparse.sharing import Shares
 from tests import ranks
-from tests.helpers import run_python, tiny_llama
+from tests.helpers import TESTBED, run_python, tiny_llama, trained_model
 
 GROUPS = {"two": 2, "four": 4}
 MASKS_ALIKE = 0.999
@@ -190,6 +191,39 @@ def test_a_folder_that_all_processes_write_at_once_is_whole(results, folder, gro
     assert not list(folder.glob(".saved*"))  # nothing is left beside it
 
 
+@slow
+@pytest.mark.parametrize("group", ["alone", *GROUPS])
+def test_only_one_block_s_statistics_are_alive(results, group):
+    for found in results(group, ranks.memory):
+        assert 6 <= found["prepared"] <= 24
+        assert found["most"] <= 4
+
+
+@slow
+def test_the_command_line_under_torchrun_writes_what_one_process_makes(tmp_path):
+    """One process prints and writes; nothing is left of the others."""
+    out = tmp_path / "sparse"
+    text: dict[str, Any] = {"data": TESTBED / "calibration.txt"}
+    flags = ["--method", "sparsegpt", "--data", text["data"], "--num-samples", 5, "--seq-len", 32, "--batch-size", 1]
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command = ["-m", "modelopt_sparse", "sparsify", TESTBED / "tiny-llama", *flags, "--deterministic"]
+    ran = run_python(*launched, *command, "--set", "include=['*.layers.0.*']", "--out", out)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("Written to") == 1
+    assert ran.stdout.count("layers pruned") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+    text["tokenizer"] = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    torch.set_num_threads(1)
+    expected = trained_model()
+    options = {"num_samples": 5, "seq_len": 32, "batch_size": 1, "include": "*.layers.0.*", "deterministic": True}
+    mts.sparsify(expected, "sparsegpt", **text, **options, progress=False)
+    found = mts.load(out)
+    assert_equal(ranks.state(found), ranks.state(expected))
+    report = mts.report(out)
+    assert report.settings["processes"] == 2
+    assert report.calibration == mts.report(expected).calibration
+
+
 # errors ---------------------------------------------------------------------------------------------------------------
 
 DEALT = [  # what fails, what rank 1 says, what the others say
@@ -200,6 +234,7 @@ DEALT = [  # what fails, what rank 1 says, what the others say
         r"RankError: rank 1 stopped: ValueError",
     ),
     ("solve", r"ArithmeticError: this layer is too hard", r"RankError: rank 1 stopped: ArithmeticError: this layer is"),
+    ("write", r"RankError: rank 0 stopped: OSError: the disk is full", r"(OSError|RankError: rank 0 stopped: OSError)"),
     ("loop", r"OSError: this process's data is gone", r"RankError: rank 1 stopped: OSError: this process's data"),
 ]
 REFUSED = [
@@ -222,8 +257,8 @@ def test_a_process_that_fails_stops_the_others_with_its_error(results, group, wh
     """At once, and a call that follows works: `failing` makes one."""
     for rank, found in enumerate(results(group, ranks.failures)):
         assert re.match(own if rank == 1 else others, found[what]["error"]), found[what]["error"]
-        assert found[what]["seconds"] < 10
-        assert found[what]["same"] or what == "solve"
+        assert found[what].get("seconds", 0) < 10
+        assert found[what].get("same", True) or what == "solve"
 
 
 @slow
