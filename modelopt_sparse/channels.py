@@ -43,11 +43,13 @@ class Fold:
 @dataclass(frozen=True)
 class DenseBlock:
     """A block before any of its layers is solved. ``stats`` are those of the takers' inputs; ``run(layer)`` gives the
-    layer's output and the block's in a forward of the block on the first calibration batch."""
+    layer's output and the block's in a forward of the block on the first calibration batch. ``decide`` takes what that
+    batch says and gives what the first batch of all processes says."""
 
     folds: list[Fold]
     stats: Mapping[str, Stats]
     run: Callable[[Layer], tuple[Tensor, Tensor]]
+    decide: Callable[[bool], bool] = bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def permute(block: DenseBlock) -> Iterator[Permuted]:
         score = layer.matrix(stored(layer.owner, layer.param).detach()).to(sums).square() * sums
         columns, rows = _orders(fold, score, pattern)
         before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, columns]))
-        if after > before and _fold(fold, columns, rows, block.run):
+        if after > before and _fold(fold, columns, rows, block):
             done.add(fold.taker.name)
             back = (columns.argsort(), [order.argsort() for order in rows])
             yield Permuted(fold.taker.name, before, after, partial(_reorder, fold, *back))
@@ -128,7 +130,7 @@ def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor
     return torch.cat([order + k * fold.head for k, order in enumerate(taken)]), [rows]
 
 
-def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], run: Callable[[Layer], tuple[Tensor, Tensor]]) -> bool:
+def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], block: DenseBlock) -> bool:
     """Reorder both sides, and say whether the block still computes the same; if not, everything is as before.
 
     Reordering the columns alone has to change the output, else the batch does not reach the layer and shows nothing.
@@ -136,17 +138,17 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], run: Callable[[Layer]
     layer = fold.taker.layer
 
     def changes() -> list[float]:
-        return [float((now.float() - then.float()).norm()) for now, then in zip(run(layer), dense)]
+        return [float((now.float() - then.float()).norm()) for now, then in zip(block.run(layer), dense)]
 
     before = [values.clone() for values in _values(fold)]
     same = False
     try:
-        dense = run(layer)
+        dense = block.run(layer)
         _reorder_columns(layer, columns)
         torn = changes()
         for maker, order in zip(fold.makers, rows):
             _reorder_rows(maker, order)
-        same = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
+        same = block.decide(all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME)))
     finally:
         if not same:  # or interrupted half way
             for values, old in zip(_values(fold), before):

@@ -22,6 +22,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
 from modelopt_sparse.checkpoint import empty_model, model_class
 from modelopt_sparse.codes import quantization_of
+from modelopt_sparse.distributed import RankError, launched_group, own_device, rank, while_others_wait
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.quality import QUALITIES
 from modelopt_sparse.quantized import Quantized, asked_for, load_dequantized
@@ -30,9 +31,10 @@ from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
-Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong arguments or input; 130 Ctrl-C.
+Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong arguments or input; 3 another process of the
+run stopped or died (torchrun); 130 Ctrl-C.
 """
-VIOLATION, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+VIOLATION, WRONG_INPUT, RANK_LOST, INTERRUPTED = 1, 2, 3, 130
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PYTHON_ONLY = (
     "data_loader",
@@ -104,6 +106,9 @@ def sparsify(
     exclude: Exclude = None,
     sequential: Sequential = None,
     seed: Seed = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
+    ] = None,
     config: ConfigFile = None,
     options: Options = None,
     eval_data: Annotated[
@@ -124,8 +129,10 @@ def sparsify(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Make MODEL sparse and write a folder. Plain transformers loads it."""
+    """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
     settings = _settings(locals(), config, options)
+    if rank() > 0:
+        progress = settings["progress"] = False
     if stream and eval_data is not None:
         raise ValueError(
             "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
@@ -154,10 +161,13 @@ def sparsify(
         network = mts.sparsify(source.load(quantized=quantized), method, settings)
         if quantized is not None:
             mts.report(network).notes.append(str(quantized))
-        if held_out is not None:
-            place = settings.get("device") or "cpu"
-            evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
-        mts.save(network.to("cpu"), out, companions=companions)
+        with while_others_wait(settings.get("distributed")) as writes:
+            if not writes:
+                return
+            if held_out is not None:
+                place = settings.get("device") or "cpu"
+                evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
+            mts.save(network.to("cpu"), out, companions=companions)
         found = mts.report(network)
     if as_json:
         _print_json({"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": found.as_dict()})
@@ -294,7 +304,7 @@ def speed(
 def main() -> None:
     """Entry point: wrong input becomes one line and exit code 2, Ctrl-C exit code 130; neither shows a traceback."""
     transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), launched_group():
         warnings.showwarning = lambda message, *_: _complain(f"warning: {message}")
         try:
             app()
@@ -302,13 +312,17 @@ def main() -> None:
             if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
                 _complain("interrupted")
             raise
+        except RankError as error:
+            _complain(error)
+            sys.exit(RANK_LOST)
         except (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError) as error:
             _complain(error)
             sys.exit(WRONG_INPUT)
 
 
 def _complain(what: object) -> None:
-    typer.echo(f"modelopt-sparse: {' '.join(str(what).split())}", err=True)
+    who = f"rank {rank()}: " if rank() > 0 else ""
+    typer.echo(f"modelopt-sparse: {who}{' '.join(str(what).split())}", err=True)
 
 
 class _Yaml(yaml.SafeLoader):
@@ -358,6 +372,8 @@ def _settings(
     if "data" in settings:
         settings["data"] = Path(settings["data"])
         read_documents(settings["data"])  # what is wrong with it shows before weights are read
+    if settings.get("device") is not None:
+        settings["device"] = own_device(settings["device"])
     if check_device and settings.get("device") is not None:
         _check_device(settings["device"])
     return settings

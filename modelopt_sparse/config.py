@@ -75,6 +75,13 @@ class SparsifyConfig:
         are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
       progress: True or False; default: a bar if standard error is a terminal.
+    Several processes (torchrun), which end with the same bits:
+      distributed: None (default) works together with all processes of torch.distributed's default group, if it has been
+        initialised; False makes this process work by itself; True is an error without a group.
+      split_data: True (default): all processes give the same data, and each takes its share, rank r of N the batches r,
+        r + N, and so on; False: what each gives is its share. A forward_loop always is.
+      deterministic: statistics are summed in float64 in the order of the batches, so that any number of processes gives
+        the bits of one.
     """
 
     pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))
@@ -110,6 +117,9 @@ class SparsifyConfig:
     enforce: bool = True
     seed: int = 0
     progress: bool | None = None
+    distributed: bool | None = None
+    split_data: bool = True
+    deterministic: bool = False
 
     @classmethod
     def make(cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any):
@@ -189,9 +199,10 @@ class SparsifyConfig:
         if self.masks is not None and any(choosing.values()):
             given = " and ".join(name for name, wanted in choosing.items() if wanted)
             raise ValueError(f"masks= says which weights stay, and {given} would choose others; leave one of them out")
-        for name in ("hardware_only", "count_padding", "enforce", "progress", "permute", "update"):
+        flags = ("hardware_only", "count_padding", "enforce", "progress", "permute", "update")
+        for name in (*flags, "distributed", "split_data", "deterministic"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "progress" and value is None):
+            if not isinstance(value, bool) and not (name in ("progress", "distributed") and value is None):
                 raise ValueError(f"{name}={value!r}: must be True or False")
         if self.data_loader is not None and not isinstance(self.data_loader, (Iterable, Dataset)):
             kind = type(self.data_loader).__name__
@@ -215,6 +226,13 @@ def resolve(
         method = DEFAULT_METHOD if quality is None else quality_of(quality).method
     found, config = resolve_method(method, config)
     return found, SparsifyConfig.make(found, config, **options)
+
+
+def distributed_in(config: "SparsifyConfig | Mapping[str, Any] | None", options: Mapping[str, Any]) -> Any:
+    """The option ``distributed``, before anything else is looked at: what is wrong with the rest in one process has to
+    be heard by the others."""
+    whole = {"distributed": config.distributed} if isinstance(config, SparsifyConfig) else config
+    return options.get("distributed", whole.get("distributed") if isinstance(whole, Mapping) else None)
 
 
 def resolve_method(method: object, config: Any) -> tuple[Method, Any]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache
 
-from modelopt_sparse.calibration.batches import Call, TokenMasks
+from modelopt_sparse.calibration.batches import TokenMasks
 from modelopt_sparse.calibration.experts import filled, pooled
+from modelopt_sparse.calibration.merge import Sums
 from modelopt_sparse.calibration.record import flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs
@@ -66,19 +67,28 @@ class Divergence:
 
     The mean KL(dense || masked) of the predictions where the model gives logits, else the relative squared error of its
     first output; padding does not count. One run over the data serves all plans: hooks on the model, which see what a
-    forward_loop does as well, repeat each call with masked layers until ``SAMPLES`` samples have been seen.
+    forward_loop does as well, repeat each call with masked layers until ``SAMPLES`` samples have been seen (of a
+    forward_loop's calls: in each process). Where several processes work together, each measures on its own batches.
     """
 
     def __init__(self, runner: Runner, stats: Mapping[str, Stats], bar: tqdm) -> None:
         self.title = ""  # what the numbers are, known after a run
         self._runner, self._stats, self._bar = runner, stats, bar
+        self._team = runner.team
+        self._numbers: list[int] | None = None  # of the calls that are measured on, among those of all processes
         if runner.calls is not None:
+            sizes = self._team.meet("the sizes of batches", [_samples(call.args, call.kwargs) for call in runner.calls])
+            places = [(i, rank) for rank, theirs in enumerate(sizes) for i in range(len(theirs))]
+            places.sort()  # batches by their number: the first of every rank, the second of every rank, and so on
+            chosen = _spread_out([sizes[rank][i] for i, rank in places])
+            self._numbers = [number for number in chosen if places[number][1] == self._team.rank]
             self._runner = copy(runner)
-            self._runner.calls = _spread_out(runner.calls)
+            self._runner.calls = [runner.calls[places[number][0]] for number in self._numbers]
 
     def __call__(self, plans: Sequence[Plan]) -> list[float]:
         self._plans = plans
-        self._totals, self._scale, self._samples = [0.0] * len(plans), 0.0, 0
+        self._found: list[tuple[int, list[float], float]] = []  # of each call: its number, a total per plan, the scale
+        self._samples = 0
         self._inside, self._problem = False, ""
         model = self._runner.model
         with (
@@ -87,10 +97,16 @@ class Divergence:
             model.register_forward_hook(self._after),
         ):
             self._runner.run_model(self._begin)
-        if self._problem or not self._scale:
-            raise ValueError(f"allocation='search': {self._problem or 'the dense model gives no number but zero'}")
+        everywhere = self._team.meet("a divergence", (self._found, self._problem, self.title))
+        found = sorted(item for theirs, _, _ in everywhere for item in theirs)
+        problem = next((text for _, text, _ in everywhere if text), "")
+        self.title = next((title for _, _, title in everywhere if title), "")
+        scale = sum(scale for _, _, scale in found)
+        if problem or not scale:
+            raise ValueError(f"allocation='search': {problem or 'the dense model gives no number but zero'}")
         self._bar.update(len(plans))
-        return [total / self._scale if math.isfinite(total) else math.inf for total in self._totals]
+        totals = [sum(totals[index] for _, totals, _ in found) for index in range(len(plans))]
+        return [total / scale if math.isfinite(total) else math.inf for total in totals]
 
     def _begin(self, masks: TokenMasks) -> None:
         self._keep = masks.decoder
@@ -101,7 +117,8 @@ class Divergence:
             self._call = (args, kwargs)
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        if self._inside or self._problem or self._samples >= SAMPLES:
+        enough = self._numbers is None and self._samples >= SAMPLES
+        if self._inside or self._problem or enough:
             return
         args, kwargs = self._call
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
@@ -115,18 +132,21 @@ class Divergence:
             return
         self.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
         self._samples += _samples(args, kwargs)
-        self._scale += len(dense) if is_logits else float(dense.double().square().sum())
+        scale = float(len(dense)) if is_logits else float(dense.double().square().sum())
+        totals, seen = [0.0] * len(self._plans), len(self._found)
+        number = seen * self._team.size + self._team.rank if self._numbers is None else self._numbers[seen]
         self._inside = True
         try:
             for index, plan in enumerate(self._plans):
                 with masked(plan, self._stats):
                     other, _ = _compared(model(*args, **kwargs), self._keep)
-                self._totals[index] += sum(
+                totals[index] = sum(
                     _kl(p, q) if is_logits else float((p - q).double().square().sum())
                     for p, q in zip(dense.split(CHUNK), other.split(CHUNK))
                 )
         finally:
             self._inside = False
+        self._found.append((number, totals, scale))
 
 
 def _compared(output: Any, keep: Tensor | None) -> tuple[Tensor, bool]:
@@ -155,11 +175,10 @@ def _samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
     return sizes[0] if sizes else 1
 
 
-def _spread_out(calls: Sequence[Call]) -> list[Call]:
-    """Calls from all over the data that hold about ``SAMPLES`` samples."""
-    samples = sum(_samples(call.args, call.kwargs) for call in calls)
-    count = min(math.ceil(len(calls) * SAMPLES / max(samples, 1)), len(calls))
-    return [calls[i * len(calls) // count] for i in range(count)]
+def _spread_out(sizes: Sequence[int]) -> list[int]:
+    """The numbers of batches from all over the data that hold about ``SAMPLES`` samples; ``sizes`` are theirs."""
+    count = min(math.ceil(len(sizes) * SAMPLES / max(sum(sizes), 1)), len(sizes))
+    return [i * len(sizes) // count for i in range(count)]
 
 
 def statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
@@ -171,8 +190,11 @@ def statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
         collector.end_call()  # nothing is shared, so that no input has to stay alive
 
     inputs = LayerInputs(items, runner.side_of, runner.blocks, see)
-    runner.run_model(inputs.begin, inputs=inputs)
-    stats = {name: found for (name,), found in collector.groups() if isinstance(found, Stats)}  # nothing is kept
+    config = runner.config
+    sums = Sums(collector, runner.team, deterministic=config.deterministic, device=config.device)
+    runner.run_model(sums.between(inputs.begin), inputs=inputs)
+    sums.end_call()
+    stats = {name: found for (name,), found in sums.groups() if isinstance(found, Stats)}  # nothing is kept
     for item in items:
         if item.name not in stats or not stats[item.name].tokens:
             raise ValueError(

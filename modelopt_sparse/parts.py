@@ -23,6 +23,16 @@ class Piece:
         """A view of this piece of ``[E, R, C]``, or of ``[..., R, C]`` for all experts."""
         return matrix[self.experts][..., self.rows, :]
 
+    def within(self, other: "Piece") -> "Piece":
+        """The same place counted from the first expert of a piece with all rows that it is part of."""
+        first = other.experts.start or 0
+        if not first:
+            return self
+        return Piece(slice(self.experts.start - first, self.experts.stop - first), self.rows)
+
+
+WHOLE = Piece(slice(None), slice(None))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -57,15 +67,11 @@ def some_of(target: LayerPlan, piece: Piece) -> LayerPlan:
     return replace(target, shape=tuple(shape), method=method)
 
 
-def is_whole(layer: LayerPlan, found: Sequence[Part]) -> bool:
-    return sum(part.solution.mask.numel() for part in found) == layer.size
-
-
-def joined(layer: LayerPlan, found: Sequence[Part], notes: Sequence[str]) -> tuple[Solution, list[StepReport]]:
-    """The solution of all of a layer, and its steps: errors are relative to the energy of all of it. ``notes`` are
-    added to those of the parts."""
-    if len(found) == 1:
-        return found[0].solution, found[0].steps
+def joined(piece: Piece, shape: Sequence[int], found: Sequence[Part], notes: Sequence[str] = ()) -> Part:
+    """Parts that make up ``piece``, whose weights are of ``shape``, as one; errors are relative to the energy of all of
+    them. ``notes`` are added to those of the parts."""
+    if len(found) == 1 and not notes:
+        return found[0]
     total = sum(part.energy for part in found)
 
     def error(errors: Iterable[float | None]) -> float | None:
@@ -79,10 +85,11 @@ def joined(layer: LayerPlan, found: Sequence[Part], notes: Sequence[str]) -> tup
         for same in zip(*(part.steps for part in found))
     ]
     first = found[0].solution
-    weight, mask = first.weight.new_empty(layer.shape), first.mask.new_empty(layer.shape)
+    weight, mask = first.weight.new_empty(shape), first.mask.new_empty(shape)
     for part in found:
-        part.piece.of(weight).copy_(part.solution.weight)
-        part.piece.of(mask).copy_(part.solution.mask)
+        place = part.piece.within(piece)
+        place.of(weight).copy_(part.solution.weight)
+        place.of(mask).copy_(part.solution.mask)
     error_of_all = sum(part.energy * part.solution.error for part in found) / total if total > 0 else 0.0
     said = dict.fromkeys(note for part in found for note in part.solution.notes)
-    return Solution(weight, mask, error_of_all, (*said, *notes)), steps
+    return Part(piece, Solution(weight, mask, error_of_all, (*said, *notes)), steps, total)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.distributed import Team
 from modelopt_sparse.methods.base import is_number, written
 
 TARGETS = ("dense", "sparse")
@@ -73,13 +74,15 @@ class SolvedBlock:
     """A block whose layers are all sparse, and what it takes to tune it.
 
     ``run(part, i)`` is the output of the part's module in a forward of the block on calibration batch i; ``keep[i]`` is
-    the mask of its real tokens, or None if all are.
+    the mask of its real tokens, or None if all are. ``places`` says of each batch of all processes, in their order,
+    which rank has it, and as which of its own.
     """
 
     block: nn.Module
     parts: list[Part]
     keep: list[Tensor | None]
     run: Callable[[Part, int], Tensor]
+    places: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,14 @@ def reconstruct(
     options: Reconstruct,
     seed: int,
     outputs: Mapping[nn.Parameter, int],
+    team: Team,
 ) -> Iterator[BlockReport]:
     """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept);
     ``outputs`` says how many outputs each of these weights has (of all of its experts, if it has experts).
 
     Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
-    as before afterwards, and an interruption leaves the best values so far.
+    as before afterwards, and an interruption leaves the best values so far. Where several processes work together, each
+    batch's gradient comes from the one that has the batch, and all take the same step.
     """
     rest = dict(_tunable(model, solved.block, masks, options))
     for part in solved.parts:
@@ -115,7 +120,7 @@ def reconstruct(
         chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
         if chosen:
             with _only_these_require_grad(solved.block, chosen):
-                yield _tune(part, solved, chosen, options, seed, outputs)
+                yield _tune(part, solved, chosen, options, seed, outputs, team)
 
 
 def _tune(
@@ -125,14 +130,30 @@ def _tune(
     options: Reconstruct,
     seed: int,
     outputs: Mapping[nn.Parameter, int],
+    team: Team,
 ) -> BlockReport:
     began = time.perf_counter()
-    held_back = range(len(part.goals) - max(1, len(part.goals) // HELD_BACK), len(part.goals))
-    energies = [_energy(goal, keep) for goal, keep in zip(part.goals, solved.keep)]
+    count = len(solved.places)
+    held_back = range(count - max(1, count // HELD_BACK), count)
+    own = {number: place for number, (rank, place) in enumerate(solved.places) if rank == team.rank}
+
+    def of_all(found: dict[int, float]) -> dict[int, float]:
+        """A number of each batch, from the processes that have them."""
+        return {
+            number: value
+            for theirs in team.meet(f"batches of {part.name!r}", found)
+            for number, value in theirs.items()
+        }
+
+    def error_of(place: int) -> Tensor:
+        return _squared_error(solved.run(part, place), part.goals[place], solved.keep[place])
+
+    energies = of_all({number: _energy(part.goals[place], solved.keep[place]) for number, place in own.items()})
 
     def judge() -> float:
-        errors = [float(_squared_error(solved.run(part, i), part.goals[i], solved.keep[i])) for i in held_back]
-        return sum(errors) / max(sum(energies[i] for i in held_back), torch.finfo(torch.float32).tiny)
+        errors = of_all({number: float(error_of(own[number])) for number in held_back if number in own})
+        least = torch.finfo(torch.float32).tiny
+        return sum(errors[i] for i in held_back) / max(sum(energies[i] for i in held_back), least)
 
     before = best = judge()
     # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
@@ -148,12 +169,14 @@ def _tune(
             for i in torch.randperm(held_back.start, generator=order).tolist():
                 for group, rate in zip(optimizer.param_groups, rates):
                     group["lr"] = rate * _schedule(step, steps)
-                with torch.enable_grad():
-                    error = _squared_error(solved.run(part, i), part.goals[i], solved.keep[i])
-                    # scaled so that neither its gradients nor those inside of the block leave float16's range
-                    (error / max(energies[i], 1e-30) * part.goals[i].numel() ** 0.5).backward()
-                for parameter, master in zip(masks, masters):  # Adam is elementwise; `_write` leaves pruned places zero
-                    master.grad = _taken_gradient(parameter, master)
+                if i in own:
+                    with torch.enable_grad():
+                        # scaled so that neither its gradients nor those inside of the block leave float16's range
+                        scale = part.goals[own[i]].numel() ** 0.5
+                        (error_of(own[i]) / max(energies[i], 1e-30) * scale).backward()
+                taken = [_taken_gradient(parameter, master) for parameter, master in zip(masks, masters)]
+                for master, gradient in zip(masters, _gradients_of(solved.places[i][0], taken, masters, team)):
+                    master.grad = gradient  # Adam is elementwise; `_write` leaves pruned places zero
                 optimizer.step()
                 _write(masks, masters)
                 step += 1
@@ -204,6 +227,18 @@ def _schedule(step: int, steps: int) -> float:
 def _taken_gradient(parameter: nn.Parameter, like: Tensor) -> Tensor | None:
     gradient, parameter.grad = parameter.grad, None
     return None if gradient is None else gradient.to(like.dtype)
+
+
+def _gradients_of(rank: int, taken: list[Tensor | None], masters: Sequence[Tensor], team: Team) -> list[Tensor | None]:
+    """The gradients that one rank has taken, in all processes."""
+    if team.size == 1:
+        return taken
+    there = team.meet("a gradient", [gradient is not None for gradient in taken])[rank]
+    if rank != team.rank:
+        taken = [torch.empty_like(master) if has else None for master, has in zip(masters, there)]
+    found = [None if gradient is None else gradient.contiguous() for gradient in taken]
+    team.give("a gradient", [gradient for gradient in found if gradient is not None], rank)
+    return found
 
 
 @torch.no_grad()

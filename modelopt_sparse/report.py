@@ -165,6 +165,7 @@ class Report:
             "reconstruct": config.reconstruct and asdict(config.reconstruct),
             "allocation": config.allocation,
             "autocast": config.autocast,
+            "deterministic": config.deterministic,
         }
         if config.data is not None:
             settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)

@@ -33,6 +33,7 @@ from modelopt_sparse.checkpoint import describe_mask, empty_model, model_class, 
 from modelopt_sparse.checkpoint import report as report_in
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.diskspace import is_full
+from modelopt_sparse.distributed import processes
 from modelopt_sparse.format import DESCRIPTION, INDEX, MASKS, WEIGHTS, checked_path, pack_mask, weight_files
 from modelopt_sparse.freed import give_back_freed_memory
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks
@@ -90,6 +91,7 @@ def sparsify_checkpoint(
     if target.exists() and not overwrite and not is_finished(target):
         raise ValueError(f"{str(target)!r} exists: give another target, or overwrite=True (--overwrite)")
     chosen, settings = resolve(method, config, options)
+    _refuse_several_processes(settings)
     _refuse_whole_model(settings)
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder = local_folder(source, revision, remote)
@@ -141,6 +143,14 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
+
+
+def _refuse_several_processes(config: SparsifyConfig) -> None:
+    if (count := processes(config.distributed)) > 1:
+        raise ValueError(
+            f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
+            "them with distributed=False; models that fit into memory are made sparse by all of them with sparsify"
+        )
 
 
 def _refuse_whole_model(config: SparsifyConfig) -> None:

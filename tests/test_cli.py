@@ -689,7 +689,7 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 def test_help_names_every_command_and_exit_code(run):
     done = run("--help")
     assert (done.code, done.err) == (0, "")
-    for part in (*COMMANDS, "Exit codes: 0", "1 verify", "2 wrong", "130 Ctrl-C"):
+    for part in (*COMMANDS, "Exit codes: 0", "1 verify", "2 wrong", "3 another process", "130 Ctrl-C"):
         assert part in " ".join(done.out.split())
     assert "..." not in done.out.replace("[ARGS]...", "")  # the commands' first sentences fit
     for command in COMMANDS:

@@ -5,12 +5,13 @@ Shape letters: E experts, C columns.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from modelopt_sparse.distributed import Team
 from modelopt_sparse.experts import Route
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
@@ -55,6 +56,7 @@ class KeptRows:
     counts: list[int]
     square_sums: Tensor
     routes: list[list[Route]]
+    team: Team = field(default_factory=Team)  # whose rows these are a share of; counts and square sums are of all
 
     @classmethod
     def empty(cls, layer: Layer, like: Tensor) -> "KeptRows":
@@ -71,7 +73,7 @@ class KeptRows:
         return KeptStats(self)
 
     def gram(self, expert: int, total: Tensor) -> None:
-        """Add the Gram matrix of one expert to ``total`` ``[C, C]``."""
+        """Add the Gram matrix of one expert to ``total`` ``[C, C]``, of the rows that are held here."""
         for route in self.routes[expert]:
             rows = route.rows.detach().to(total.dtype)
             total.addmm_(rows.mT, rows)
@@ -187,6 +189,7 @@ class KeptStats:
         if self.how == "pool":  # the others need no Gram matrix of it
             for expert in range(len(self.rows.counts)):
                 self.rows.gram(expert, total)
+            self.rows.team.add_up("the tokens of all experts", [total])
         return Stats(self.tokens, self.rows.square_sums.sum(0), total)
 
 
@@ -195,6 +198,7 @@ def _formed(rows: KeptRows, experts: range) -> Stats:
     gram = rows.square_sums.new_zeros(len(experts), columns, columns)
     for place, expert in enumerate(experts):
         rows.gram(expert, gram[place])
+    rows.team.add_up(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
     counts = torch.tensor([rows.counts[expert] for expert in experts])
     return Stats(int(counts.sum()), gram.diagonal(dim1=-2, dim2=-1).clone(), gram, counts)
 

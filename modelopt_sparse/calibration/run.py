@@ -23,18 +23,42 @@ from modelopt_sparse.calibration.record import flat_tensors
 from modelopt_sparse.calibration.stats import LayerInputs, SharingChanged, Side
 from modelopt_sparse.calibration.turns import Unreadable
 from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.distributed import Team
 from modelopt_sparse.out_of_memory import is_out_of_memory
 from modelopt_sparse.plan import Plan
 
 
 class Runner:
-    """A model with the blocks of its plan, and the data to run it on. ``calls`` is None for a forward_loop."""
+    """A model with the blocks of its plan, and the data to run it on: this process's share of it, where several work
+    together. ``calls`` is None for a forward_loop; ``sha256`` is that of all the data, if it is known beforehand."""
 
-    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, team: Team | None = None) -> None:
         self.model, self.config = model, config
+        self.team = team or Team()
+        self.sha256: str | None = None
         self.calls = None if config.forward_loop is not None else load_calls(config, model)
+        if self.calls is not None and config.split_data and self.team.size > 1:
+            self.calls = self._share(self.calls)
         self.blocks = [block for stack in plan.stacks for block in stack.blocks]
         self._sides = _sides(model)
+
+    def _share(self, calls: list[Call]) -> list[Call]:
+        """Every so manieth batch of data that is the same in all processes."""
+        digest = hashlib.sha256()
+        for call in calls:
+            take_in(digest, call.args, call.kwargs)
+        self.sha256 = digest.hexdigest()
+        self.team.same(
+            {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": self.sha256},
+            "give all of them the same batches in the same order (a shuffling DataLoader needs a generator with one "
+            "seed), of which each takes its share; or split_data=False, if what each of them gives is its share",
+        )
+        if len(calls) < self.team.size:
+            raise ValueError(
+                f"{self.team.size} processes share out the calibration batches, and there are only {len(calls)}: give "
+                "smaller batches, more data, or start fewer processes"
+            )
+        return calls[self.team.rank :: self.team.size]
 
     def run_model(
         self,
@@ -67,7 +91,7 @@ class Runner:
                 hooks.enter_context(stop_after.register_forward_hook(lambda *_: self.stop()))
             assert self.calls is not None
             for index, call in enumerate(self.calls):
-                self._call_model(call, index)
+                self._call_model(call, index * self.team.size + self.team.rank)
 
     @property
     def may_stop(self) -> bool:

@@ -197,12 +197,13 @@ class Collector:
         self._inputs_of.clear()
         self._alive.clear()
 
-    def groups(self) -> list[tuple[list[str], Stats | KeptStats]]:
-        """(names of layers with one input, their statistics), in call order."""
+    def take(self) -> list[tuple[list[str], Stats | KeptStats]]:
+        """(names of layers with one input, their statistics), in call order. Sums begin anew after that."""
         members: dict[str, list[str]] = {}
         for name, leader in self._leader_of.items():
             members.setdefault(leader, []).append(name)
-        return [(names, self._sums[leader].stats()) for leader, names in members.items()]
+        sums, self._sums = self._sums, {}
+        return [(names, sums[leader].stats()) for leader, names in members.items() if leader in sums]
 
     def _gram_needed(self) -> bool:
         return "gram" in self._needs.values()

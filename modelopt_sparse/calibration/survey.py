@@ -58,6 +58,7 @@ def take_survey(
     stops, stopped = runner.may_stop and not whole, False
     survey = Survey({stack: Recorder(stack, complete, turns.keep) for stack in plan.stacks})
     leader: dict[tuple, str] = {}
+    first_call: dict[str, int] = {}
     alive: list[Any] = []
     begun = 0
 
@@ -70,6 +71,7 @@ def take_survey(
             survey.stage_of.setdefault(layer.name, leads)
         survey.stage_of.setdefault(layer.name, layer.name)
         survey.order.setdefault(layer.name, len(survey.order))
+        first_call.setdefault(layer.name, begun)
         for x in inputs:
             finite = torch.isfinite((x if keep is None else x[keep]).detach().float().sum())
             survey.finite[layer.name] = survey.finite.get(layer.name, finite) & finite
@@ -95,16 +97,43 @@ def take_survey(
             recorder.start()
             hooks.callback(recorder.stop)
         digest = hashlib.sha256()
-        runner.run_model(begin, inputs=inputs, digest=digest)
+        runner.run_model(begin, inputs=inputs, digest=digest if runner.sha256 is None else None)
     bar.update()
-    report.calibration.update(calls=begun, sha256=digest.hexdigest())
+    report.calibration.update(calls=begun, sha256=runner.sha256 or digest.hexdigest())
     if begun == 0:
         raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+    if runner.team.size > 1:
+        stopped = _agree(survey, runner, first_call, stopped, report)
     if stopped and any(item.calibrated and item.name not in survey.order for item in plan.layers):
         return take_survey(plan, runner, turns, report, block_of, bar, whole=True)
     _forget_later_stacks(survey, runner, turns, block_of)
     _check(survey, plan)
     return survey
+
+
+def _agree(survey: Survey, runner: Runner, first_call: Mapping[str, int], stopped: bool, report: Report) -> bool:
+    """What the data of all processes show together, as one process would see it that goes over the batches in their
+    order. -> whether any process has stopped its calls early."""
+    team = runner.team
+    seen = {name: (first_call[name] * team.size + team.rank, place) for name, place in survey.order.items()}
+    finite = {name: bool(value) for name, value in survey.finite.items()}
+    found = team.meet("the survey", (seen, survey.stage_of, finite, stopped, report.calibration))
+    firsts: dict[str, tuple[int, int]] = {}
+    for theirs, _, _, _, _ in found:
+        for name, place in theirs.items():
+            firsts[name] = min(place, firsts.get(name, place))
+    survey.order = {name: number for number, name in enumerate(sorted(firsts, key=firsts.__getitem__))}
+    _, first_stages, _, _, _ = found[0]  # rank 0 has the first batch
+    survey.stage_of = {name: first_stages.get(name, name) for name in survey.order}
+    survey.finite = {
+        name: torch.tensor(all(values.get(name, True) for _, _, values, _, _ in found)) for name in survey.order
+    }
+    calibrations = [calibration for *_, calibration in found]
+    report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
+    if runner.sha256 is None:  # each process has data of its own
+        together = "".join(calibration["sha256"] for calibration in calibrations)
+        report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
+    return any(early for _, _, _, early, _ in found)
 
 
 def whole_runs_because(model: nn.Module, stack: Stack, problem: str) -> str:

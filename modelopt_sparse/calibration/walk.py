@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
 from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_fellows, pooled
 from modelopt_sparse.calibration.leaving import Leaving
+from modelopt_sparse.calibration.merge import Sums
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
@@ -21,22 +22,27 @@ from modelopt_sparse.calibration.survey import Survey, take_survey, whole_runs_b
 from modelopt_sparse.calibration.turns import Turn, Turns
 from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
+from modelopt_sparse.distributed import Team
 from modelopt_sparse.layers import Layer
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.offload import offloaded_after_errors
 from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.reconstruct import Part, SolvedBlock
 from modelopt_sparse.report import Report
+from modelopt_sparse.sharing import Shares
 
 
 @dataclass(frozen=True)
 class Group:
     """Layers with one input, to be solved now. ``hold``: attach the solutions only after the whole walk, because
-    inputs that are still to be collected must come from the dense model."""
+    inputs that are still to be collected must come from the dense model. ``shares`` says which process solves what of
+    several groups, of which the ``last`` one is marked: what they have solved is exchanged after it."""
 
     targets: list[LayerPlan]
     stats: Stats | KeptStats | None
     hold: bool = False
+    shares: Shares = field(default_factory=Shares)
+    last: bool = True
 
 
 @dataclass
@@ -60,34 +66,37 @@ def walk(
     report: Report,
     runner: Runner | None = None,
     turns: Turns | None = None,
+    team: Team | None = None,
 ) -> Generator[DenseBlock | Group | SolvedBlock, None, None]:
     """Yield the plan's layers group by group, with the statistics that they need; each block before its groups if
     channels are to be permuted, and after them if it is to be reconstructed.
 
     Layers of a group must be attached (unless ``hold``) before the next group is asked for. What did not go the
     usual way is noted in ``report``. Nothing of the model is changed; the caller restores modes and flags. Each block's
-    work is one turn of ``turns``. ``runner``: one that has loaded the data already.
+    work is one turn of ``turns``. ``runner``: one that has loaded the data already. ``team``: the processes that walk
+    together.
     """
-    turns = turns or Turns()
+    turns, team = turns or Turns(), team or Team()
     if not any(target.calibrated for target in plan.layers):
-        yield from _without_data(model, plan, config, report, turns)
+        yield from _without_data(model, plan, config, report, turns, team)
         return
     with offloaded_after_errors(model):
-        yield from _Walk(model, plan, config, report, turns, runner or Runner(model, plan, config)).run()
+        yield from _Walk(model, plan, config, report, turns, runner or Runner(model, plan, config, team)).run()
 
 
 def _without_data(
-    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, turns: Turns
+    model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, turns: Turns, team: Team
 ) -> Iterator[Group]:
     by_block: dict[str | None, list[LayerPlan]] = {}
     for target in plan.layers:
         by_block.setdefault(target.block, []).append(target)
     with tqdm(total=len(plan.layers), desc="sparsify", unit="layer", disable=_no_bar(config)) as bar:
         for block, targets in by_block.items():
+            shares = Shares.of([[target] for target in targets], team, whole_layers=config.deterministic)
             with turns.turn(None if block is None else model.get_submodule(block), report) as turn:
                 for target in targets:
                     if not turn.done:
-                        yield Group([target], None)
+                        yield Group([target], None, shares=shares, last=target is targets[-1])
                     bar.update()
 
 
@@ -96,7 +105,7 @@ class _Walk:
         self, model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report, turns: Turns, runner: Runner
     ) -> None:
         self.model, self.plan, self.config, self.report, self._runner = model, plan, config, report, runner
-        self._turns = turns
+        self._turns, self._team = turns, runner.team
         self._leaving: list[Leaving] = []  # of the block whose turn it is
         self._regular: set[type[nn.Module]] = set()  # kinds of blocks that can be left early
         self._may_leave = True
@@ -148,8 +157,14 @@ class _Walk:
     def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
         """One stage's groups. Its own generator, so that no name still holds their statistics afterwards."""
         hold = self.config.sequential == "none" and chain is None
-        for names, stats in self._collect(unit, stage, chain):
-            yield Group([target for target in stage if target.name in names], stats, hold)
+        groups = [
+            Group([target for target in stage if target.name in names], stats, hold)
+            for names, stats in self._collect(unit, stage, chain)
+        ]
+        whole_layers = self.config.deterministic
+        shares = Shares.of([group.targets for group in groups], self._team, whole_layers=whole_layers)
+        for number, group in enumerate(groups):
+            yield replace(group, shares=shares, last=number == len(groups) - 1)
 
     def _make_sparse(self, unit: _Unit, chain: Chain | None, turn: Turn) -> None:
         """What an earlier run made of a block takes its place; in "none" the dense one's output goes on first."""
@@ -176,7 +191,8 @@ class _Walk:
             return taker, block
 
         with self._runner.resident(unit.blocks):
-            yield DenseBlock([fold for fold in folds if fold.taker.name in stats], stats, run)
+            folds = [fold for fold in folds if fold.taker.name in stats]
+            yield DenseBlock(folds, stats, run, lambda same: self._team.meet("a permutation", same)[0])
 
     # reconstruction -------------------------------------------------------------------------------------------------
 
@@ -188,10 +204,10 @@ class _Walk:
         found: dict[Stack | None, Chain | None] = {}
         for stack, chain in chains.items():
             if isinstance(chain, Chain):
-                if len(chain) < 2:
+                if (number := sum(self._team.meet("the batches to tune by", len(chain)))) < 2:
                     raise ValueError(
                         "reconstruct needs at least two calibration batches, because one is held back to judge by, "
-                        f"and there is {len(chain)}: give smaller batches"
+                        f"and there is {number}: give smaller batches"
                     )
                 found[stack] = chain.copy() if options.target == "dense" else None
         return found
@@ -232,8 +248,10 @@ class _Walk:
             return _watched(lambda: chain.run(unit.position, index), [part.module])[1][0]
 
         keep = [self._keep(unit, chain.masks[index], goal) for index, goal in enumerate(parts[-1].goals)]
+        counts = self._team.meet("the batches to tune by", len(chain))
+        places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
         with self._runner.resident(unit.blocks):
-            yield SolvedBlock(block, parts, keep, run)
+            yield SolvedBlock(block, parts, keep, run, places)
 
     def _keep(self, unit: _Unit, masks: TokenMasks, goal: Tensor) -> Tensor | None:
         """Which tokens of a block's output are real."""
@@ -276,14 +294,15 @@ class _Walk:
 
     def _chain(self, recorder: Recorder, units: Sequence[_Unit]) -> "Chain | Literal['later'] | None":
         """A recorded stack, ready to run block by block; None if it has to go through the whole model instead."""
-        problem = recorder.problem
-        if problem is None and not recorder.records:
+        problem, recorded = self._agreed("the record", recorder.problem, bool(recorder.records))
+        if problem is None and not recorded:
+            recorder.forget()
             return "later"
         chain = None
         if problem is None:
             chain = Chain(recorder)
             with self._runner.resident(recorder.stack.blocks):
-                problem = chain.problem()
+                problem, _ = self._agreed("the check of the record", chain.problem())
         if problem is None:
             return chain
         why = whole_runs_because(self.model, recorder.stack, problem)
@@ -296,6 +315,11 @@ class _Walk:
         warnings.warn(text, stacklevel=2)
         self.report.notes.append(text)
         return None
+
+    def _agreed(self, what: str, problem: str | None, ready: bool = True) -> tuple[str | None, bool]:
+        """The first problem that a process has, and whether all are ready."""
+        found = self._team.meet(f"{what} of a stack", (problem, ready))
+        return next((text for text, _ in found if text is not None), None), all(ready for _, ready in found)
 
     # running --------------------------------------------------------------------------------------------------------
 
@@ -386,29 +410,39 @@ class _Walk:
     ) -> list[tuple[list[str], Stats | KeptStats]]:
         """Statistics of all calls. ``ahead``: a copy of the chain that the block's outputs are sent on to."""
         inputs = LayerInputs(targets, self._runner.side_of, unit.blocks, collector.see)
-        if chain is None:
+        sums = Sums(collector, self._team, deterministic=self.config.deterministic, device=self.config.device)
+        try:
+            if chain is None:
+                self._runner.run_model(sums.between(inputs.begin), inputs=inputs)
+                sums.end_call()
+            else:
+                self._run_block(unit, targets, chain, inputs, sums, ahead)
+        except SharingChanged:
+            sums.changed()
+        return sums.groups()
 
-            def begin(masks: TokenMasks) -> None:
-                collector.end_call()
-                inputs.begin(masks)
-
-            self._runner.run_model(begin, inputs=inputs)
-            collector.end_call()
-        else:
-            (block,) = unit.blocks
-            last = unit.position == len(chain.stack.blocks) - 1
-            checked = not last or type(block) in self._regular  # nothing is sent on after the last one
-            leaving = Leaving(block, targets, allowed=self._may_leave and checked and ahead is None)
-            self._leaving.append(leaving)
-            inputs.seen = leaving.has_input
-            with self._runner.resident(unit.blocks), inputs:
-                for index in range(len(chain)):
-                    inputs.begin(chain.masks[index])
-                    output = leaving.run(lambda i=index: chain.run(unit.position, i))
-                    collector.end_call()
-                    if ahead is not None and not last:
-                        ahead.advance(unit.position, index, output)
-        return collector.groups()
+    def _run_block(
+        self,
+        unit: _Unit,
+        targets: list[LayerPlan],
+        chain: Chain,
+        inputs: LayerInputs,
+        sums: Sums,
+        ahead: Chain | None,
+    ) -> None:
+        (block,) = unit.blocks
+        last = unit.position == len(chain.stack.blocks) - 1
+        checked = not last or type(block) in self._regular  # nothing is sent on after the last one
+        leaving = Leaving(block, targets, allowed=self._may_leave and checked and ahead is None)
+        self._leaving.append(leaving)
+        inputs.seen = leaving.has_input
+        with self._runner.resident(unit.blocks), inputs:
+            for index in range(len(chain)):
+                inputs.begin(chain.masks[index])
+                output = leaving.run(lambda i=index: chain.run(unit.position, i))
+                sums.end_call()
+                if ahead is not None and not last:
+                    ahead.advance(unit.position, index, output)
 
     def _propagate(self, unit: _Unit, chain: Chain) -> None:
         """Send the output of the block, sparse by now, on to the next; in "none" the dense one has gone on already."""
