@@ -427,7 +427,8 @@ class _Source:
         config = AutoConfig.from_pretrained(self.name, **self.hub)
         architecture = model_class(config, self.name)
         if quantized is not None:
-            return load_dequantized(architecture, self.name, config, quantized, **self.hub)[0].to(device)
+            folder = local_folder(self.name, self.hub["revision"], self.remote)
+            return load_dequantized(architecture, folder, config, quantized, **self.remote)[0].to(device)
         return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
 
     def tokenizer(self) -> Any:

@@ -5,7 +5,7 @@ it leaves open: which folders it gets right, in what dtype and size, and that it
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from modelopt_sparse.format import weight_files
 METHODS = ("fp8", "mxfp4")  # that transformers dequantizes on any device and without other packages
 DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of them
 SHOWN = 3  # tensors that an error spells out
+INSTEAD = "sparsify the model that it was made of, and quantize after"
 
 
 @dataclass(frozen=True)
@@ -55,55 +56,49 @@ def asked_for(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: b
         if dequantize:
             raise ValueError(f"{str(source)!r} is not quantized: leave out dequantize (--dequantize)")
         return None
-    method, after = method_of(quantization), "sparsify the model that it was made of, and quantize after"
+    method = method_of(quantization)
     if method not in METHODS:
         raise ValueError(
             f"{str(source)!r} is quantized ({method}); {' and '.join(METHODS)} are dequantized here: dequantize it "
-            f"with what it was made with and save that, or {after}"
+            f"with what it was made with and save that, or {INSTEAD}"
         )
-    folder = Path(source)
-    files = [folder / name for name in weight_files(folder)] if folder.is_dir() else []
-    stored = sum(file.stat().st_size for file in files) if files and all(file.is_file() for file in files) else None
+    files = _files(source)
+    stored = sum(file.stat().st_size for file in files) if files else None
     dense = _dense_dtype(dtype, config)
     size = sum(parameter.numel() for parameter in model.parameters()) * dense.itemsize
     found = Quantized(method, dense, size, stored)
     if not dequantize:
         raise ValueError(
             f"{str(source)!r} is quantized ({method}): give dequantize=True (--dequantize) to have it {found}; or "
-            f"{after}"
+            f"{INSTEAD}"
         )
-    if stored is not None and (problems := [*_problems(files, quantization)]):
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise ValueError(
-            f"{str(source)!r} is quantized ({method}), and transformers {transformers.__version__} would not "
-            f"dequantize all of it rightly: {'; '.join(problems[:SHOWN])}{more}; dequantize it with what it was made "
-            f"with and save that, or {after}"
-        )
+    _refuse_what_goes_wrong(source, files, quantization)
     return found
 
 
 def load_dequantized(
-    architecture: Any, source: str | Path, config: Any, found: Quantized, **options: Any
+    architecture: Any, folder: Path, config: Any, found: Quantized, **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     """The model with weights in the place of codes, and transformers' account of what it loaded. ``options`` are those
     of ``from_pretrained``. Raises ValueError for what it cannot load, or leaves out."""
-    quantization = quantization_of(config)
-    forget_quantization(config)
-    config.quantization_config = {**(quantization or {}), "dequantize": True}
-    options = {**options, "config": config, "dtype": found.dtype, "output_loading_info": True}
-    try:
-        model, info = architecture.from_pretrained(source, **options)
-    except (ImportError, RuntimeError, ValueError) as error:
+    quantization = quantization_of(config) or {}
+    if not (files := _files(folder)):
         raise ValueError(
-            f"{str(source)!r}: transformers {transformers.__version__} cannot dequantize it ({found.method}) here, a "
-            f"newer one may: {error}"
-        ) from error
-    if left := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-        raise ValueError(
-            f"{str(source)!r}: transformers {transformers.__version__} does not find what it dequantizes "
-            f"({found.method}), a newer one may: {', '.join(map(repr, left[:SHOWN]))}{more}"
+            f"{str(folder)!r} is quantized ({found.method}) and does not hold all of its safetensors files"
         )
+    _refuse_what_goes_wrong(folder, files, quantization)
+    forget_quantization(config)
+    config.quantization_config = {**quantization, "dequantize": True}
+    options = {**options, "config": config, "dtype": found.dtype, "output_loading_info": True}
+    where = f"{str(folder)!r}: transformers {transformers.__version__}"
+    try:
+        model, info = architecture.from_pretrained(folder, **options)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{where} cannot dequantize it ({found.method}) here, a newer one may: {error}") from error
+    left = {*info["missing_keys"], *info["unexpected_keys"]}
+    left |= {name for name, parameter in model.named_parameters() if parameter.dtype not in FLOATS}
+    if left:
+        raise ValueError(f"{where} does not dequantize all of it ({found.method}), a newer one may: {_shown(left)}")
     forget_quantization(model.config)
     wide = kept_wide(model)
     for name, parameter in model.named_parameters():
@@ -141,6 +136,27 @@ def _dense_dtype(given: Any, config: Any) -> torch.dtype:
     if dtype not in FLOATS:
         raise ValueError(f"dtype={given!r}: weights are dequantized to {', '.join(str(x) for x in FLOATS)}")
     return dtype
+
+
+def _files(source: str | Path) -> list[Path]:
+    """The weight files of a folder; none if they are not all there, or if it is a name on the hub."""
+    folder = Path(source)
+    files = [folder / name for name in weight_files(folder)] if folder.is_dir() else []
+    return files if all(file.is_file() for file in files) else []
+
+
+def _refuse_what_goes_wrong(source: str | Path, files: list[Path], quantization: Mapping[str, Any]) -> None:
+    if problems := list(_problems(files, quantization)):
+        raise ValueError(
+            f"{str(source)!r} is quantized ({method_of(quantization)}), and transformers {transformers.__version__} "
+            f"would not dequantize all of it rightly: {_shown(problems)}; dequantize it with what it was made with and "
+            f"save that, or {INSTEAD}"
+        )
+
+
+def _shown(found: Collection[str]) -> str:
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(sorted(found)[:SHOWN]) + more
 
 
 def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:

@@ -386,6 +386,11 @@ def test_plan_needs_no_weights(run, work):
     assert as_json.err == ""
 
 
+def test_plan_takes_the_device_of_another_machine(run, work):
+    done = run("plan", work / "llama", "--device", "cuda:63", "--json")
+    assert set(json.loads(done.out)["streamed_memory_bytes"]) == {"host", "cuda:63"}
+
+
 def test_plan_estimates_memory_in_the_dtype_of_the_run(run, work):
     def cached(*options):
         done = run("plan", work / "llama", "--json", "--data", work / "text.txt", "--num-samples", 4, *options)
@@ -481,8 +486,9 @@ def test_verify_accepts_its_own_output_on_a_plain_folder(run, work, sparse, tmp_
         ("plan {llama} --set exclude=[", "--set 'exclude=[' is not YAML: while parsing a flow node"),
         ("plan {llama} --set patern=2:4", "option 'patern' is not known, did you mean 'pattern'?; allowed are"),
         ("plan {llama} --dtype int4", "--dtype int4: allowed are auto, float32, bfloat16, float16"),
-        ("plan {llama} --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
-        ("plan {llama} --set device=nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("plan {llama} --device nonsense", "device 'nonsense' is not known: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --set device=nonsense", "--device nonsense: Expected one of cpu, cuda"),
         ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' is not a file"),
         ("plan {llama} --config {unknown}", "option 'dampin' is not known, did you mean 'damping'?"),
         ("plan {llama} --config {list}", "must hold a mapping of options"),

@@ -34,7 +34,7 @@ from tests.test_stream import assert_same_folders, in_memory, saved, streamed, w
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.*RoPE scaling:UserWarning")]
 
 TRANSFORMERS = Version(transformers.__version__)
-MERGES = Version("5.1")  # the first whose fp8 goes with experts that are single on disk and fused in memory
+MERGES = Version("5.1")  # 5.0 does not dequantize experts that are single on disk and fused in memory; 5.23 does
 BLOCK = 128
 VOCAB = 97
 # the 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa: OCP Microscaling Formats, table 11
@@ -367,6 +367,16 @@ def test_weights_are_not_dequantized_to_codes(tmp_path):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     with pytest.raises(ValueError, match=r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
+
+
+def test_weights_that_cannot_be_looked_at_are_not_dequantized(tmp_path, run):  # noqa: F811
+    source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    flags = ("--method", "magnitude", "--dequantize")
+    assert "instead" not in json.loads(run("plan", source, *flags, "--json").out)["notes"][0]
+    done = run("sparsify", source, "--out", tmp_path / "sparse", *flags)
+    assert done.code == 2
+    assert "is quantized (fp8) and does not hold all of its safetensors files" in done.err
 
 
 # quantized models in memory -------------------------------------------------------------------------------------------
