@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.diskspace import is_full
 from modelopt_sparse.format import file_hash
 from tests import faulty
 from tests.faulty import Runs
@@ -280,6 +281,21 @@ def test_killed_while_it_saves_over_a_model(world, target, before):
 
 
 # a full disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", True),
+        ("unable to resize file <a> to the right size: No space left on device (28)", True),
+        ("unable to open file <a> in read-write mode: Permission denied (13)", False),
+        ("the size of tensor a (28) must match the size of tensor b (27)", False),
+    ],
+)
+def test_what_safetensors_and_torch_say_of_a_full_disk(text, full):
+    outer = RuntimeError("in between")
+    outer.__cause__ = RuntimeError(text)
+    assert is_full(outer) == full
 
 
 @pytest.mark.parametrize(
