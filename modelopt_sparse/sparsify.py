@@ -21,7 +21,7 @@ from modelopt_sparse.channels import DenseBlock, Permuted, permute
 from modelopt_sparse.config import SparsifyConfig, resolve
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.experts import RoutedKind
-from modelopt_sparse.memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.memory import COPIED, JOINED, PREPARED, WRITTEN, Cut, Known, is_out_of_memory, no_memory
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
@@ -275,7 +275,7 @@ def _attach(
     config: SparsifyConfig,
     report: Report,
 ) -> None:
-    """Write a solution into the model, in place: the values, then the mask on every module that holds the weight."""
+    """Write a solution into the model, in place: the mask on every module that holds the weight, and the values."""
     layer = target.layer
     mask = layer.unmatrix(solution.mask)
     values = stored(layer.owner, layer.param)
@@ -286,11 +286,13 @@ def _attach(
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
-    with _uninterrupted():
-        values.copy_(layer.unmatrix(solution.weight))
-        values.masked_fill_(~mask.to(values.device), 0)
+    with _naming(target, whole=WRITTEN), _uninterrupted():
+        # what takes memory comes before the first write, so that a layer is never left half written
+        new, pruned = layer.unmatrix(solution.weight), ~mask.to(values.device)
         for name in (layer.parameter_name, *twins) if enforce else ():
             set_mask(model, name, mask)
+        values.copy_(new)
+        values.masked_fill_(pruned, 0)
         report.layers.append(entry)
 
 
