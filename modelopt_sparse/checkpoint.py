@@ -182,13 +182,16 @@ def _staged(folder: Path) -> Iterator[Path]:
 
 def _remove_what_was_killed(folder: Path) -> None:
     """Folders that saves to this place were writing to when their process ended: those that no process holds."""
-    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
-        if re.fullmatch(rf"\.{re.escape(folder.name)}\..+\.\d+\.partial", path.name):
-            with suppress(OSError):  # it is held, or cannot be locked
-                lock = hold(path)
-                if lock is not None:
-                    shutil.rmtree(path, ignore_errors=True)
-                    os.close(lock)
+    name = re.compile(rf"\.{re.escape(folder.name)}\..+\.\d+\.partial")
+    found: list[Path] = []
+    with suppress(OSError):  # it may be no folder yet, or one that cannot be listed
+        found += [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
+    for path in found:
+        with suppress(OSError):  # it is held, or cannot be locked
+            lock = hold(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 def _made_and_held(staging: Path) -> int | None:

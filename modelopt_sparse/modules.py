@@ -218,8 +218,9 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
             "belongs: rename it, or sparsify with enforce=False"
         )
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
+        own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
         _swap(owner)
-        owner.register_buffer(param + SUFFIX, mask.to(owner.get_parameter(param).device, copy=True).contiguous())
+        owner.register_buffer(param + SUFFIX, own)
     apply_masks(owner, recurse=False)
     _hide_from_save_pretrained(module, name + SUFFIX)
     path = name.rpartition(".")[0]

@@ -24,10 +24,11 @@ SMALLEST = 64
 WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
 # what is done for all of a layer at once
-COPIED, PREPARED, JOINED = (
+COPIED, PREPARED, JOINED, WRITTEN = (
     "while its weight was copied",
     "while its solver was prepared",
     "while its solution was put together",
+    "while its solution was written into the model",
 )
 
 Known = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
@@ -120,7 +121,7 @@ def no_memory(layer: LayerPlan, when: str, error: BaseException) -> MemoryError:
     advice = []
     if layer.at_once is None and isinstance(layer.layer.kind, RoutedKind) and layer.needs == "gram":
         advice.append("memory_limit=, which holds the Gram matrices of a few experts at a time")
-    if layer.needs == "gram" and when not in (COPIED, JOINED):
+    if layer.needs == "gram" and when not in (COPIED, JOINED, WRITTEN):
         advice.append("a method without a Gram matrix (wanda, magnitude), for this layer through rules=")
     advice.append("device= with more memory, or exclude=")
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))

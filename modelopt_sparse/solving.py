@@ -60,7 +60,7 @@ class Job:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        with self.cut.attempt(), _naming(self.target):
+        with self.cut.attempt(), naming(self.target):
             yield
 
     def take(self, solution: Solution) -> None:
@@ -109,12 +109,12 @@ class Solver:
             if not group.shares.mine(layer, range(layer.matrices)):
                 continue
             began = time.perf_counter()
-            with _naming(layer, whole=COPIED):
+            with naming(layer, whole=COPIED):
                 weight = self._dense(layer, slice(None), stats)
             recipe = (layer.method, layer.options)
             shared = [state for other, state in states if (other.method, other.options) == recipe]
             if not shared:
-                with _naming(layer, whole=PREPARED):
+                with naming(layer, whole=PREPARED):
                     shared = [layer.method.prepare(stats, layer.options)]
                 states.append((layer, shared[0]))
             polished = partial(scaled, layer.options.get("damping", DAMPING))
@@ -155,7 +155,7 @@ class Solver:
         while start < experts.stop:
             some = slice(start, min(start + cut.experts, experts.stop))
             job = None
-            with cut.attempt(rows=False), _naming(layer):
+            with cut.attempt(rows=False), naming(layer):
                 stats = stats_of(range(some.start, some.stop))
                 weight = self._dense(layer, some, stats)
                 state = layer.method.prepare(stats, layer.options)
@@ -185,7 +185,7 @@ class Solver:
     def _kept(
         self, group: Group, layer: LayerPlan, piece: Piece, shape: Sequence[int], found: list[Part], cut: Cut
     ) -> Iterator[Solved]:
-        with _naming(layer, whole=JOINED):
+        with naming(layer, whole=JOINED):
             part = joined(piece, shape, found, cut.note)
         if self._team.size > 1:
             self._mine[layer.name, piece.experts.start or 0] = part
@@ -196,7 +196,7 @@ class Solver:
         home = self._config.device or stored(layer.layer.owner, layer.layer.param).device
         parts = group.shares.exchanged(layer, self._mine, self._team, home)
         self._mine = {share: part for share, part in self._mine.items() if share[0] != layer.name}
-        with _naming(layer, whole=JOINED):
+        with naming(layer, whole=JOINED):
             part = joined(WHOLE, layer.shape, parts)
         return Solved(layer, part.solution, part.steps, group)
 
@@ -221,7 +221,7 @@ def _counted_from(first: int, stats: Stats | None, experts: range) -> Stats | No
 
 
 @contextmanager
-def _naming(target: LayerPlan, *, whole: str = "") -> Iterator[None]:
+def naming(target: LayerPlan, *, whole: str = "") -> Iterator[None]:
     """A method knows no names: say whose layer its error is about. ``whole``: what is done takes memory for all of the
     layer, so that there are no smaller pieces if it runs out."""
     try:

@@ -21,10 +21,11 @@ from modelopt_sparse.fingerprint import fingerprint
 from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
+from modelopt_sparse.out_of_memory import WRITTEN
 from modelopt_sparse.plan import LayerPlan, Plan, plan_for
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import LayerReport, Report, attach_report, attached_report, merged_report
-from modelopt_sparse.solving import Solved, Solver
+from modelopt_sparse.solving import Solved, Solver, naming
 
 
 def sparsify(
@@ -166,7 +167,7 @@ def _attach(
     config: SparsifyConfig,
     report: Report,
 ) -> None:
-    """Write a solution into the model, in place: the values, then the mask on every module that holds the weight."""
+    """Write a solution into the model, in place: the mask on every module that holds the weight, and the values."""
     layer = target.layer
     mask = layer.unmatrix(solution.mask)
     values = stored(layer.owner, layer.param)
@@ -177,11 +178,13 @@ def _attach(
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
-    with _uninterrupted():
-        values.copy_(layer.unmatrix(solution.weight))
-        values.masked_fill_(~mask.to(values.device), 0)
+    with naming(target, whole=WRITTEN), _uninterrupted():
+        # what takes memory comes before the first write, so that a layer is never left half written
+        new, pruned = layer.unmatrix(solution.weight), ~mask.to(values.device)
         for name in (layer.parameter_name, *twins) if enforce else ():
             set_mask(model, name, mask)
+        values.copy_(new)
+        values.masked_fill_(pruned, 0)
         report.layers.append(entry)
 
 

@@ -1,5 +1,6 @@
 """Memory that runs out in a solve: smaller pieces give the same, and where there are none the error says what to do."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -280,6 +281,28 @@ def test_a_preparation_has_no_pieces():
         "a method without a Gram matrix",
         done=6,
     )
+
+
+def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
+    module = sys.modules["modelopt_sparse.sparsify"]  # as an attribute of the package it is the function
+    original, seen = module.set_mask, []
+
+    def scarce(*args: Any) -> None:
+        seen.append(args[1])
+        if len(seen) == 3:
+            raise FAILURES["cpu"]()
+        original(*args)
+
+    monkeypatch.setattr(module, "set_mask", scarce)
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory .* while its solution was written into"):
+        mts.sparsify(model, "magnitude")
+    assert [layer.name.rpartition(".")[2] for layer in mts.report(model).layers] == ["q_proj", "k_proj"]
+    for name, (cls, tensor) in state_of(model).items():
+        if "layers.0.self_attn.q_proj" not in name and "layers.0.self_attn.k_proj" not in name:
+            assert cls is before[name][0]
+            assert_bits(tensor, before[name][1])
 
 
 def test_one_expert_is_too_large():
