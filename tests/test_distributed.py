@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import modelopt_sparse as mts
@@ -185,10 +185,23 @@ def test_processes_that_work_by_themselves(results):
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_folder_that_all_processes_write_at_once_is_whole(results, folder, group):
     results(group, ranks.saved)
-    target = folder / f"saved-{GROUPS[group]}"
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
+    mts.restore(model, folder / f"saved-{GROUPS[group]}")
+    assert len(mts.verify(model, "2:4").layers) == 2
+    assert not list(folder.glob(".*"))  # nothing is left beside it
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
+    first, *others = results(group, ranks.saved)
+    assert first["error"] == "nothing was raised"
+    for rank, other in enumerate(others, start=1):
+        assert other["error"].startswith("ValueError: transformers writes a model in rank 0 of a process group alone,")
+        assert f"and this is rank {rank}: call save there" in other["error"]
+    target = folder / f"llama-{GROUPS[group]}"
     assert len(mts.verify(target, "2:4").layers) == 14
     mts.restore(tiny_llama(), target)
-    assert not list(folder.glob(".saved*"))  # nothing is left beside it
 
 
 @slow
@@ -214,7 +227,7 @@ def test_the_command_line_under_torchrun_writes_what_one_process_makes(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
     text["tokenizer"] = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     torch.set_num_threads(1)
-    expected = trained_model()
+    expected = trained_model(torch.bfloat16)
     options = {"num_samples": 5, "seq_len": 32, "batch_size": 1, "include": "*.layers.0.*", "deterministic": True}
     mts.sparsify(expected, "sparsegpt", **text, **options, progress=False)
     found = mts.load(out)
@@ -226,7 +239,7 @@ def test_the_command_line_under_torchrun_writes_what_one_process_makes(tmp_path)
 
 # errors ---------------------------------------------------------------------------------------------------------------
 
-DEALT = [  # what fails, what rank 1 says, what the others say
+FAILING = [  # what fails, what rank 1 says, what the others say
     ("typo", r"ValueError: option 'patern' is not known", r"RankError: rank 1 stopped: ValueError: option 'patern'"),
     (
         "batch",
@@ -250,9 +263,18 @@ REFUSED = [
 ]
 
 
+def for_groups(cases: list[tuple[str, ...]]) -> list[Any]:
+    """Each case for two processes, and some of them for four."""
+    return [
+        pytest.param(group, *case, id=f"{group}-{case[0]}")
+        for group in GROUPS
+        for case in cases
+        if group == "two" or case[0] in ranks.ALSO_OF_FOUR
+    ]
+
+
 @slow
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("what", "own", "others"), DEALT, ids=[what for what, *_ in DEALT])
+@pytest.mark.parametrize(("group", "what", "own", "others"), for_groups(FAILING))
 def test_a_process_that_fails_stops_the_others_with_its_error(results, group, what, own, others):
     """At once, and a call that follows works: `failing` makes one."""
     for rank, found in enumerate(results(group, ranks.failures)):
@@ -271,8 +293,7 @@ def test_layers_that_were_finished_before_a_failure_are_sparse_in_all_processes(
 
 
 @slow
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("what", "error"), REFUSED, ids=[what for what, _ in REFUSED])
+@pytest.mark.parametrize(("group", "what", "error"), for_groups(REFUSED))
 def test_what_does_not_go_together_is_refused_in_all_processes(results, group, what, error):
     for found in results(group, ranks.failures):
         assert re.match(error, found[what]["error"]), found[what]["error"]
