@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
 from modelopt_sparse.distributed import Team, processes
@@ -196,7 +196,8 @@ def test_a_folder_that_all_processes_write_at_once_is_whole(results, folder, gro
 def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
     first, *others = results(group, ranks.saved)
     assert first["error"] == "nothing was raised"
-    for rank, other in enumerate(others, start=1):
+    alone = hasattr(PreTrainedModel, "should_save_on_this_rank")  # the first releases of transformers 5 write in all
+    for rank, other in enumerate(others if alone else (), start=1):
         assert other["error"].startswith("ValueError: transformers writes a model in rank 0 of a process group alone,")
         assert f"and this is rank {rank}: call save there" in other["error"]
     target = folder / f"llama-{GROUPS[group]}"
