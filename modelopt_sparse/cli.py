@@ -79,6 +79,9 @@ Sequential = Annotated[
     typer.Option(help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows. Default: 0.")]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
+]
 Progress = Annotated[
     bool | None,
     typer.Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
@@ -100,9 +103,7 @@ def sparsify(
     exclude: Exclude = None,
     sequential: Sequential = None,
     seed: Seed = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
-    ] = None,
+    deterministic: Deterministic = None,
     config: ConfigFile = None,
     options: Options = None,
     eval_data: Annotated[
@@ -188,6 +189,7 @@ def plan(
     exclude: Exclude = None,
     sequential: Sequential = None,
     seed: Seed = None,
+    deterministic: Deterministic = None,
     config: ConfigFile = None,
     options: Options = None,
     device: Device = None,

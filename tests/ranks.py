@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -33,6 +34,7 @@ from modelopt_sparse.plan import plan_for
 from modelopt_sparse.report import Report
 from modelopt_sparse.sparsify import _calibrating
 from tests import expert_models
+from tests.architectures import ARCHITECTURES
 from tests.helpers import tiny_llama, token_batches
 
 SIZES = (1, 2, 4)
@@ -133,6 +135,7 @@ def experts() -> Found:
     return {
         "sparsegpt": sparse("mixtral", "sparsegpt"),
         "wanda": sparse("mixtral", "wanda", pattern=0.5),
+        "magnitude": sparse("mixtral", "magnitude"),
         "few at a time": sparse("mixtral", "sparsegpt", memory_limit=100_000, min_tokens=90),
         "all tokens": sparse("mixtral", "sparsegpt", experts="all_tokens", min_tokens=90),
     }
@@ -158,6 +161,20 @@ def more_in_order() -> Found:
         "search": sparse("llama", "wanda", **search, **more),
         "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
     }
+
+
+def architectures() -> Found:
+    """A decoder behind an encoder; blocks that cannot be run one by one; layers outside of the blocks. With padding."""
+    found = {}
+    for name in ("t5", "albert"):
+        model = ARCHITECTURES[name].build()
+        batches = ARCHITECTURES[name].batches("right")
+        options: dict[str, Any] = {"sequential": "stage", "deterministic": True, "progress": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what calibration through the whole model costs
+            mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=batches, **options)
+        found[name] = {"state": state(model), "report": mts.report(model).as_dict()}
+    return found
 
 
 def loop(model: nn.Module) -> None:
@@ -391,7 +408,7 @@ def lost(method: Any) -> Found:
 # the groups ----------------------------------------------------------------------------------------------------------
 
 BASIC = (memory, methods, experts, in_order, gram_matrices, sharing)
-WORKING = (*BASIC, modes, more_in_order, more_options)
+WORKING = (*BASIC, architectures, modes, more_in_order, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
     "two": (2, (*WORKING, by_themselves, saved, failures, late)),

@@ -73,6 +73,7 @@ def masks_alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 SCENARIOS = [
     *((group, scenario) for group in GROUPS for scenario in (ranks.methods, ranks.experts, ranks.in_order)),
     ("two", ranks.modes),
+    ("two", ranks.architectures),
     ("two", ranks.more_options),
     ("two", ranks.more_in_order),
 ]
@@ -105,7 +106,8 @@ def test_several_processes_make_what_one_makes(results, group, scenario):
     for name, one in alone.items():
         several = together[name]
         assert masks_alike(one["state"], several["state"]) >= MASKS_ALIKE, name
-        assert math.exp(several["loss"]) == pytest.approx(math.exp(one["loss"]), rel=1e-3), name
+        if scenario is not ranks.architectures:
+            assert math.exp(several["loss"]) == pytest.approx(math.exp(one["loss"]), rel=1e-3), name
         if name not in ("own data", "loop"):  # one process's data is another thing than several processes' shares
             assert one["report"]["calibration"] == several["report"]["calibration"], name
         for layer, other in zip(one["report"]["layers"], several["report"]["layers"], strict=True):
@@ -131,7 +133,12 @@ def test_gram_matrices_are_those_of_one_process(results, group):
 @slow
 @pytest.mark.parametrize(
     ("group", "scenario"),
-    [("two", ranks.in_order), ("four", ranks.in_order), ("two", ranks.more_in_order)],
+    [
+        ("two", ranks.in_order),
+        ("four", ranks.in_order),
+        ("two", ranks.more_in_order),
+        ("two", ranks.architectures),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_in_order_any_number_of_processes_gives_the_bits_of_one(results, group, scenario):
@@ -142,6 +149,14 @@ def test_in_order_any_number_of_processes_gives_the_bits_of_one(results, group, 
             assert_equal(one["state"], together[name]["state"])
         for layer, other in zip(one["report"]["layers"], together[name]["report"]["layers"], strict=True):
             assert layer["error"] == other["error"]
+
+
+@slow
+def test_bits_would_differ_otherwise(results):
+    """The comparison above is worth something: sums over another order have other bits."""
+    (alone,), (together, *_) = results("alone", ranks.methods), results("two", ranks.methods)
+    one, several = (found["sparsegpt"]["state"] for found in (alone, together))
+    assert any(not torch.equal(one[name], several[name]) for name in one)
 
 
 @slow
@@ -254,8 +269,14 @@ FAILING = [  # what fails, what rank 1 says, what the others say
 REFUSED = [
     ("weights", r"ValueError: parameter 'model.layers.1.mlp.up_proj.weight' is not the same in all processes: rank 0 "),
     ("data", r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False"),
-    ("pattern", r"ValueError: the plan of layer 'model.layers.0.self_attn.q_proj' is not the same in all processes"),
-    ("rule", r"ValueError: the plan of layer 'model.layers.0.self_attn.q_proj' is not the same.*2:8.*1:4"),
+    (
+        "pattern",
+        r"ValueError: the pattern of layer 'model.layers.0.self_attn.q_proj' is not the same in all processes:",
+    ),
+    (
+        "rule",
+        r"ValueError: the pattern of layer 'model.layers.0.self_attn.q_proj' .*rank 0 has 2:8, rank 1 has 1:4; give",
+    ),
     ("not finite", r"ValueError: layer 'model.layers.0.self_attn.q_proj': its input holds NaN or inf"),
     ("few batches", r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller"),
     ("kept tokens", r"ValueError: layer 'model.layers.0.mlp.experts.gate_up_proj': memory_limit keeps.*deterministic="),
