@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from modelopt_sparse.diskspace import is_full
+from modelopt_sparse.distributed import rank
 from modelopt_sparse.format import (
     DESCRIPTION,
     FORMAT_VERSION,
@@ -63,8 +64,10 @@ def save(
     ``max_shard_size`` is that of transformers' ``save_pretrained``.
 
     A new folder appears only when it is complete. In an existing one files are replaced one by one, ``sparsity.json``
-    last; until then the folder has none. Raises ValueError for a pickle path and for what cannot be saved, OSError (a
-    full disk) with nothing left behind.
+    last; until then the folder has none. Nothing waits for other processes; where several write the same folder, it is
+    whole when the last one is done. Raises ValueError for a pickle path, for what cannot be saved, and for a model of
+    transformers in another rank than 0 of a process group, which it does not write there; OSError (a full disk) with
+    nothing left behind.
     """
     folder = checked_path(folder)
     if folder.is_file():
@@ -78,6 +81,11 @@ def save(
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             save_as_dense(model)
             model.save_pretrained(staging, state_dict=dict(state), **options)
+            if not any(staging.glob("*.safetensors")):
+                raise ValueError(
+                    f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}: call "
+                    "save there, and torch.distributed.barrier() in all of them afterwards"
+                )
         else:
             aliases = _tied(state)
             unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}

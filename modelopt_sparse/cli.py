@@ -85,6 +85,9 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows. D
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
 ]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
+]
 Progress = Annotated[
     bool | None,
     typer.Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
@@ -106,9 +109,7 @@ def sparsify(
     exclude: Exclude = None,
     sequential: Sequential = None,
     seed: Seed = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
-    ] = None,
+    deterministic: Deterministic = None,
     config: ConfigFile = None,
     options: Options = None,
     eval_data: Annotated[
@@ -198,6 +199,7 @@ def plan(
     exclude: Exclude = None,
     sequential: Sequential = None,
     seed: Seed = None,
+    deterministic: Deterministic = None,
     config: ConfigFile = None,
     options: Options = None,
     device: Device = None,

@@ -87,7 +87,10 @@ class Team:
             return cls(dist.get_rank(), size, *(dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)))
         except RuntimeError as error:
             text = str(error)
-        raise RankError(f"not all of the {size} processes have come to this call: {text}")
+        raise RankError(
+            f"not all of the {size} processes of the group have come to this call: make it in all of them, or with "
+            f"distributed=False where one works by itself ({text})"
+        )
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -185,6 +188,9 @@ class Team:
         text = None
         try:
             yield
+        except torch.OutOfMemoryError:
+            self._over = True
+            raise
         except RuntimeError as error:
             text = " ".join(str(error).split())
         except BaseException:

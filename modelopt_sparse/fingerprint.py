@@ -12,6 +12,7 @@ from modelopt_sparse.plan import Plan
 from modelopt_sparse.report import Report, library_versions
 
 OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OF_LAYERS = ("shape", "block", "recipe", "pattern", "options")
 DATA = ("data_loader", "forward_loop", "data")
 
 
@@ -20,8 +21,10 @@ def fingerprint(model: nn.Module, plan: Plan, config: SparsifyConfig) -> dict[st
     items: dict[str, Any] = {f"the version of {name}": value for name, value in library_versions().items()}
     items["the class of the model"] = type(model).__name__
     described = plan.as_dict()
+    items["the layers to prune"] = [layer["name"] for layer in described["layers"]]
     for layer in described["layers"]:
-        items[f"the plan of layer {layer['name']!r}"] = json.dumps(layer, default=str)
+        for key in OF_LAYERS:
+            items[f"the {key} of layer {layer['name']!r}"] = str(layer[key])
     items["what stays dense"] = json.dumps(described["skipped"], default=str)
     items.update({f"option {name!r}": str(value) for name, value in Report.begin(plan, config).settings.items()})
     items["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]

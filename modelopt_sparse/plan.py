@@ -33,6 +33,7 @@ WORKSPACE_WEIGHTS = 10  # times the weights
 WORKSPACE_GRAMS = 4  # times the Gram matrix
 # copies of a block's weights: the optimizer's, their gradients, two moments, the best so far, a graph's masked ones
 RECONSTRUCTION = 6
+IN_ORDER = 4  # deterministic: sums of one call, those of another process, and totals in float64
 
 
 @dataclass(frozen=True)
@@ -469,7 +470,8 @@ def _memory(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig, 
                 rows = tokens * item.shape[-1] * (1 if item.layer.kind is UP else chosen)
                 kept[together] = kept.get(together, 0) + rows * item.layer.parameter.element_size()
         tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
-    memory = {"statistics_of_one_block": max(statistics.values()), "solver_workspace": workspace}
+    copies = IN_ORDER if config.deterministic else 1
+    memory = {"statistics_of_one_block": copies * max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
         memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
     if config.reconstruct is not None:

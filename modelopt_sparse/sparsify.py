@@ -45,7 +45,9 @@ def sparsify(
     that hold their masks (``enforce=False``: plain modules with zeros); the Parameter objects stay the same. The model
     comes back in the mode, dtype, device and with the flags that it came with. Raises ValueError or TypeError with the
     model untouched; if something fails later (or Ctrl-C), the layers solved so far stay sparse, the rest untouched, and
-    the call can be repeated. ``turns`` is what `sparsify_checkpoint` gives, whose models are not all in memory.
+    the call can be repeated. Under torch.distributed all processes of the default group call it and share the work; if
+    one of them fails or dies, the others raise RankError. ``turns`` is what `sparsify_checkpoint` gives, whose models
+    are not all in memory.
     """
     team = Team.of(distributed_in(config, options))
     with team.heard():

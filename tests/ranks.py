@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -33,6 +34,7 @@ from modelopt_sparse.plan import plan_for
 from modelopt_sparse.report import Report
 from modelopt_sparse.sparsify import _calibrating
 from tests import expert_models
+from tests.architectures import ARCHITECTURES
 from tests.helpers import tiny_llama, token_batches
 
 SIZES = (1, 2, 4)
@@ -133,6 +135,7 @@ def experts() -> Found:
     return {
         "sparsegpt": sparse("mixtral", "sparsegpt"),
         "wanda": sparse("mixtral", "wanda", pattern=0.5),
+        "magnitude": sparse("mixtral", "magnitude"),
         "few at a time": sparse("mixtral", "sparsegpt", memory_limit=100_000, min_tokens=90),
         "all tokens": sparse("mixtral", "sparsegpt", experts="all_tokens", min_tokens=90),
     }
@@ -158,6 +161,20 @@ def more_in_order() -> Found:
         "search": sparse("llama", "wanda", **search, **more),
         "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
     }
+
+
+def architectures() -> Found:
+    """A decoder behind an encoder; blocks that cannot be run one by one; layers outside of the blocks. With padding."""
+    found = {}
+    for name in ("t5", "albert"):
+        model = ARCHITECTURES[name].build()
+        batches = ARCHITECTURES[name].batches("right")
+        options: dict[str, Any] = {"sequential": "stage", "deterministic": True, "progress": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what calibration through the whole model costs
+            mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=batches, **options)
+        found[name] = {"state": state(model), "report": mts.report(model).as_dict()}
+    return found
 
 
 def loop(model: nn.Module) -> None:
@@ -241,11 +258,12 @@ def memory() -> Found:
 
 
 def saved(folder: Path) -> Found:
-    model = mts.sparsify(llama(), "magnitude", progress=False)
-    target = folder / f"saved-{size()}"
-    for _ in range(2):  # the first time it is a new folder
-        mts.save(model, target)
-    return {}
+    torch.manual_seed(0)
+    model = mts.sparsify(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), "magnitude", include="*", progress=False)
+    for _ in range(4):  # the first time it is a new folder
+        mts.save(model, folder / f"saved-{size()}")
+    sparse_llama = mts.sparsify(llama(), "magnitude", progress=False)
+    return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
 
 
 # failures ------------------------------------------------------------------------------------------------------------
@@ -274,6 +292,9 @@ def failing(model: nn.Module | None = None, method: Any = "wanda", **options: An
     return {"error": text, "masks": masks, "same": same and not masks, "seconds": seconds, "state": state(model)}
 
 
+ALSO_OF_FOUR = ("weights", "batch", "solve")
+
+
 def failures() -> Found:
     other = rank() == 1
     changed = llama()
@@ -286,23 +307,26 @@ def failures() -> Found:
     holed[1]["inputs_embeds"][0, 3, 3] = float("nan")  # the second process's first batch
     too_large = [batch.clone() for batch in BATCHES["llama"]]
     too_large[1][0, 0] = 97  # no such token
-    found = {
-        "weights": failing(changed),
-        "data": failing(data_loader=shuffled),
-        "pattern": failing(pattern="2:4" if other else "1:4"),
-        "rule": failing(rules={"*.0.*": {"pattern": "1:4"} if other else {"pattern": "2:8"}}),
-        "typo": failing(patern=2) if other else failing(),
-        "not finite": failing(data_loader=holed),
-        "batch": failing(data_loader=too_large),
-        "few batches": failing(max_batches=size() - 1),
-        "solve": failing(method=Failing(where=1, after=3)),
-        "loop": failing(data_loader=None, forward_loop=loop_that_fails),
-        "kept tokens": failing(
+    cases: dict[str, Callable[[], Found]] = {
+        "weights": lambda: failing(changed),
+        "data": lambda: failing(data_loader=shuffled),
+        "pattern": lambda: failing(pattern="2:4" if other else "1:4"),
+        "rule": lambda: failing(rules={"*.0.*": {"pattern": "1:4"} if other else {"pattern": "2:8"}}),
+        "typo": lambda: failing(patern=2) if other else failing(),
+        "not finite": lambda: failing(data_loader=holed),
+        "batch": lambda: failing(data_loader=too_large),
+        "few batches": lambda: failing(max_batches=size() - 1),
+        "solve": lambda: failing(method=Failing(where=1, after=3)),
+        "loop": lambda: failing(data_loader=None, forward_loop=loop_that_fails),
+        "kept tokens": lambda: failing(
             mixtral(), "sparsegpt", data_loader=BATCHES["mixtral"], memory_limit=100_000, deterministic=True
         ),
-        "write": {"error": error_of(failing_to_write)},
-        "stream": {"error": error_of(lambda: mts.sparsify_checkpoint("nowhere", "anywhere"))},
+        "write": lambda: {"error": error_of(failing_to_write)},
+        "stream": lambda: {"error": error_of(lambda: mts.sparsify_checkpoint("nowhere", "anywhere"))},
     }
+    found = {name: run() for name, run in cases.items() if size() == 2 or name in ALSO_OF_FOUR}
+    if size() > 2:
+        return found
     shards = llama()
     for layer in shards.get_submodule("model.layers").children():
         fully_shard(layer)
@@ -384,7 +408,7 @@ def lost(method: Any) -> Found:
 # the groups ----------------------------------------------------------------------------------------------------------
 
 BASIC = (memory, methods, experts, in_order, gram_matrices, sharing)
-WORKING = (*BASIC, modes, more_in_order, more_options)
+WORKING = (*BASIC, architectures, modes, more_in_order, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
     "two": (2, (*WORKING, by_themselves, saved, failures, late)),
