@@ -65,11 +65,19 @@ class Stack(nn.Module):
         return x
 
 
-def data(large: bool) -> list[Tensor]:
+class Sharing(Block):
+    """Its layers share an input if that has a large first entry."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first(x) + self.last(x if x[0, 0] > 10 else x * 2)
+
+
+def data(large: int | None) -> list[Tensor]:
+    """Batches, of which number ``large`` has a large first entry."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(6, 8, generator=generator) for _ in range(3)]
-    if large:
-        batches[1][0, 0] = 40.0
+    if large is not None:
+        batches[large][0, 0] = 40.0
     return batches
 
 
@@ -108,11 +116,13 @@ def sparsified(model: nn.Module, batches: list[Tensor]) -> Watched:
     return method
 
 
-@pytest.mark.parametrize("block", [Block, Never, Swapped, Longer])
-def test_statistics_are_those_of_whole_runs(block):
+@pytest.mark.parametrize(
+    ("block", "large"), [(Block, 1), (Never, 1), (Swapped, 1), (Longer, 1), (Sharing, 1), (Sharing, 2)]
+)
+def test_statistics_are_those_of_whole_runs(block, large):
     """Also of layers that the first batch calls in another order than the second, or not at all."""
     torch.manual_seed(0)
-    model, batches = Stack(block(), Block()), data(large=True)  # the last block would not be left
+    model, batches = Stack(block(), Block()), data(large)  # the last block would not be left
     dense = copy.deepcopy(model)
     found = sparsified(model, batches)
     for name, gram, tokens in zip(("blocks.0.first", "blocks.0.last"), found.grams, found.tokens):
@@ -132,20 +142,20 @@ def products(model: nn.Module, name: str, batches: list[Tensor]) -> int:
 def test_what_comes_after_the_last_input_is_left_out():
     """Two dense runs of the first batch; one to the end that shows which layer is the last; those that go on."""
     torch.manual_seed(0)
-    assert products(Stack(Block(), Block()), "blocks.0.last", data(large=False)) == 2 + 1 + 3
-    assert products(Stack(Block(), Block()), "blocks.0.first", data(large=False)) == 2 + 3 + 3
+    assert products(Stack(Block(), Block()), "blocks.0.last", data(large=None)) == 2 + 1 + 3
+    assert products(Stack(Block(), Block()), "blocks.0.first", data(large=None)) == 2 + 3 + 3
 
 
 def test_the_last_block_is_left_if_one_of_its_kind_was_checked():
     """Nothing runs through it to the end afterwards, which would show that it was left too early."""
     torch.manual_seed(0)
-    assert products(Stack(Block(), Block()), "blocks.1.last", data(large=False)) == 2 + 1
-    assert products(Stack(Often(), Block()), "blocks.1.last", data(large=False)) == 2 + 3
+    assert products(Stack(Block(), Block()), "blocks.1.last", data(large=None)) == 2 + 1
+    assert products(Stack(Often(), Block()), "blocks.1.last", data(large=None)) == 2 + 3
 
 
 def test_a_block_that_was_left_too_early_is_named_and_the_others_run_to_the_end():
     torch.manual_seed(0)
-    model, batches = Stack(Often(), Often(), Often()), data(large=True)
+    model, batches = Stack(Often(), Often(), Often()), data(large=1)
     with pytest.warns(UserWarning, match=r"block 'blocks\.0' calls its layers a number of times that depends on"):
         found = sparsified(model, batches)
     assert any("block 'blocks.0' calls its layers" in note for note in mts.report(model).notes)
@@ -158,7 +168,7 @@ def test_a_block_under_hooks_of_accelerate_is_not_left():
     torch.manual_seed(0)
     model = Stack(Block(), Block())
     model.blocks[0].first._hf_hook = None  # type: ignore[assignment] - there is one, whatever it does
-    assert products(model, "blocks.0.last", data(large=False)) == 3 + 1 + 3 + 3
+    assert products(model, "blocks.0.last", data(large=None)) == 3 + 1 + 3 + 3
 
 
 @pytest.mark.parametrize("sequential", ["block", "stage"])

@@ -61,12 +61,12 @@ class Leaving:
         """To be entered while the block runs to the end on the same calls -> whether those that were left had called
         each layer as often as it is called to the end."""
         counts: Counter[nn.Module] = Counter()
-        left = iter(self._left)
+        left = iter(self._left)  # fewer than there are calls, if collecting was broken off and begun anew
         regular = True
 
         def ended(*_: Any) -> None:
             nonlocal regular
-            regular = regular and (not next(left) or counts == Counter(self._first))
+            regular = regular and (not next(left, False) or counts == Counter(self._first))
             counts.clear()
 
         with ExitStack() as hooks:
