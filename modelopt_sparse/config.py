@@ -22,6 +22,7 @@ from modelopt_sparse.wording import nearest, unknown_option
 SEQUENTIAL = ("block", "stage", "none")
 ALLOCATIONS = ("uniform", "block", "owl", "search")
 EXPERTS = ("pool", "all_tokens", "weight_only")
+AUTOCAST = ("bfloat16", "float16")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
 
@@ -70,6 +71,8 @@ class SparsifyConfig:
         out over the layers.
       quality: "fast", "balanced" or "best" sets those of these options that are not given, and the method if none is.
       device: where blocks are calibrated and solved; default: where they are.
+      autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
+        are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
       progress: True or False; default: a bar if standard error is a terminal.
     """
@@ -103,6 +106,7 @@ class SparsifyConfig:
     allocation: str = "uniform"
     quality: str | None = None
     device: torch.device | None = None
+    autocast: str | None = None
     enforce: bool = True
     seed: int = 0
     progress: bool | None = None
@@ -178,6 +182,9 @@ class SparsifyConfig:
                 "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
                 "'stage', or leave reconstruct out"
             )
+        if self.autocast not in (None, *AUTOCAST):
+            allowed = ", ".join(map(repr, (*AUTOCAST, None)))
+            raise ValueError(f"autocast={self.autocast!r}: allowed are {allowed} (the model's own precision)")
         choosing = {"refine": self.refine, "permute": self.permute, "allocation": self.allocation != "uniform"}
         if self.masks is not None and any(choosing.values()):
             given = " and ".join(name for name, wanted in choosing.items() if wanted)
@@ -262,6 +269,8 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
             given[key] = _globs(key, given[key])
     if given.get("exclude", ()) is None:
         given["exclude"] = ()
+    if isinstance(given.get("autocast"), torch.dtype):
+        given["autocast"] = str(given["autocast"]).removeprefix("torch.")
     if given.get("device") is not None:
         try:
             given["device"] = torch.device(given["device"])

@@ -59,6 +59,8 @@ def activations(model: nn.Module, planned: "Sequence[LayerPlan]", config: Sparsi
     if hidden is None or not any(item.calibrated for item in planned):
         return 0
     copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
+    if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
+        copies = max(copies, 2)
     return copies * tokens * hidden * next(model.parameters()).element_size()
 
 

@@ -164,6 +164,7 @@ class Report:
             "polish": config.polish,
             "reconstruct": config.reconstruct and asdict(config.reconstruct),
             "allocation": config.allocation,
+            "autocast": config.autocast,
         }
         if config.data is not None:
             settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)

@@ -273,6 +273,11 @@ def _uninterrupted() -> Iterator[None]:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -> None:
     """What only a model with values can be asked, still before any work."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ValueError(
+            "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
+            "autocast='bfloat16' (or 'float16') to run the model's blocks under it"
+        )
     needing = [f"method {target.recipe!r}" for target in plan.layers if target.calibrated]
     if config.allocation != "uniform":
         needing.append(f"allocation={config.allocation!r}")

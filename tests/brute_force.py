@@ -84,7 +84,7 @@ def all_rows(batch: Any, name: str) -> Tensor | None:
     return None
 
 
-def _call(model: nn.Module, batch: Any) -> None:
+def call_model(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, dict):
         model(**batch)
     else:
@@ -97,7 +97,7 @@ def brute_force(
     batches: Iterable[Any],
     within: list[str],
     real: Real = all_rows,
-    call: Callable[[nn.Module, Any], None] = _call,
+    call: Callable[[nn.Module, Any], None] = call_model,
 ) -> Seen:
     """What every layer inside the modules ``within`` is given when the whole model runs over the batches."""
     seen = Seen()
@@ -157,14 +157,14 @@ def brute_force(
     return seen
 
 
-def assert_stats(found: Mapping[str, mts.Stats], expected: Seen) -> None:
-    """Gram matrices to 1e-5 of their largest entry, token counts exactly, for exactly these layers."""
+def assert_stats(found: Mapping[str, mts.Stats], expected: Seen, tolerance: float = 1e-5) -> None:
+    """Gram matrices to ``tolerance`` of their largest entry, token counts exactly, for exactly these layers."""
     assert found.keys() == expected.grams.keys()
     for layer, gram in expected.grams.items():
         actual = found[layer].gram
         assert actual is not None
         error = (actual - gram).abs().max() / gram.abs().max()
-        assert error <= 1e-5, (layer, float(error))
+        assert error <= tolerance, (layer, float(error))
         assert found[layer].tokens == expected.tokens[layer], layer
 
 

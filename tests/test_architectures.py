@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 import modelopt_sparse as mts
 from tests.architectures import ARCHITECTURES, Architecture
-from tests.brute_force import Recording, Seen, assert_stats, brute_force, make_sparse, matrices_of
+from tests.brute_force import Recording, Seen, assert_stats, brute_force, call_model, make_sparse, matrices_of
 
 pytestmark = pytest.mark.core
 
@@ -77,6 +78,30 @@ def test_grams_of_the_half_sparse_model(name, side):
         expected.tokens.update(seen.tokens)
         make_sparse(half_sparse, sparse, [block])
     assert_stats(method.by_layer(matrices), expected)
+
+
+@every_architecture
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_grams_under_autocast(name, dtype):
+    """They are those of the dense model run under it, and float32. What lies behind an attention or a mixture that is
+    one module, the oracle computes in another precision."""
+    behind_one_module = name in ("mixtral", "transformer_encoder", "multihead_attention")
+    architecture, method = ARCHITECTURES[name], Recording()
+    dense = architecture.build()
+    blocks = architecture.block_names(dense)
+    sparsified(name, method, "right", sequential="none", autocast=dtype)
+
+    def call(model: nn.Module, batch: Any) -> None:
+        with torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False):
+            call_model(model, batch)
+
+    batches = architecture.batches("right")
+    seen = [brute_force(dense, batches, blocks, architecture.real, each) for each in (call, call_model)]
+    found = method.by_layer(matrices_of(dense, blocks))
+    assert {stats.gram.dtype for stats in found.values() if stats.gram is not None} == {torch.float32}
+    assert_stats(found, seen[0], tolerance=2e-2 if behind_one_module else 1e-5)
+    with pytest.raises(AssertionError):
+        assert_stats(found, seen[1])
 
 
 @every_architecture

@@ -28,7 +28,7 @@ from modelopt_sparse.calibration.record import Recorder, flat_tensors
 from modelopt_sparse.methods import METHODS
 from tests.architectures import ARCHITECTURES, ragged
 from tests.brute_force import Real, Recording, Seen, all_rows, assert_stats, brute_force, make_sparse, matrices_of
-from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.helpers import TESTBED, assert_same_state, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -975,6 +975,15 @@ def test_autocast_in_the_loop_is_what_the_statistics_are_of():
     assert_stats(found, expected)
 
 
+def test_a_users_own_autocast_is_refused():
+    """It would round the solvers' products."""
+    model = tiny_llama()
+    before = state_of(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"leave it, and give autocast="):
+        mts.sparsify(model, data_loader=token_batches())
+    assert_same_state(model, before)
+
+
 def test_layers_of_one_stage_share_their_statistics():
     found = collected(tiny_llama(), data_loader=token_batches(), sequential="stage")
     for block in LAYERS:
@@ -1527,21 +1536,23 @@ def test_stacks_that_take_turns(sequential):
 # what it costs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sequential", "runs"), [("block", 2), ("stage", 5), ("none", 2)])
-def test_how_often_a_block_runs(sequential, runs):
-    """The first batch in a dense run and for the self-check; then each of them two times (once for each stage, and once
-    to go on)."""
+@pytest.mark.parametrize(
+    ("sequential", "begun", "ended", "last"),
+    [("block", 4 + 4, 1 + 4, 1), ("stage", 4 * 4 + 4, 4 * 1 + 4, 4), ("none", 4, 4, 4)],
+)
+def test_how_often_a_block_runs(sequential, begun, ended, last):
+    """The first batch in a dense run and for the self-check; then each of them once, or once for each stage, to collect
+    (to the end in the first batch alone), and once to go on. Nothing is behind the last block. In "none" the run that
+    collects goes on."""
     model = tiny_llama(num_hidden_layers=3)
-    calls = [0, 0, 0]
-
-    def count(index: int) -> None:
-        calls[index] += 1
-
+    beginnings: list[int] = []
+    ends: list[int] = []
     for index, block in enumerate(model.model.layers):
-        block.register_forward_hook(lambda *_, index=index: count(index))
+        block.register_forward_pre_hook(lambda *_, index=index: beginnings.append(index))
+        block.register_forward_hook(lambda *_, index=index: ends.append(index))
     mts.sparsify(model, data_loader=token_batches(4), sequential=sequential, progress=False)
-    goes_on = runs if sequential == "none" else runs - 1  # nothing is behind the last block
-    assert calls == [2 + 4 * runs, 2 + 4 * runs, 2 + 4 * goes_on]
+    assert beginnings.count(1) == 2 + begun
+    assert [ends.count(index) for index in range(3)] == [2 + ended, 2 + ended, 2 + last]
 
 
 def test_later_stacks_are_recorded_without_what_is_behind_them():

@@ -101,6 +101,8 @@ def test_any_iterable_is_a_data_loader(loader):
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"hardware_only": 1}, "hardware_only=1: must be True or False"),
         ({"count_padding": "yes"}, "count_padding='yes': must be True or False"),
+        ({"autocast": "int8"}, "autocast='int8': allowed are 'bfloat16', 'float16', None"),
+        ({"autocast": True}, "autocast=True: allowed are"),
         ({"enforce": "false"}, "enforce='false': must be True or False"),
         ({"enforce": None}, "enforce=None: must be True or False"),
         ({"progress": "off"}, "progress='off': must be True or False"),

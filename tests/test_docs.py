@@ -401,16 +401,17 @@ def test_format_page_lists_every_key(tmp_path):
 
 
 def test_calibration_page_states_the_passes_of_every_mode():
-    """Calls of a block whose layers form four stages, for each batch; and the first batch in the dense run and the
-    self-check."""
+    """Runs of a block whose layers form four stages, begun and ended, for each batch; and the first batch in the dense
+    run and the self-check, and once to the end where later ones are not."""
     batches = token_batches(count=3)
-    cost = {row[0].split()[0].strip('`"'): row[2] for row in _table("docs/calibration.md", "mode")}
+    rows = _table("docs/calibration.md", "mode")
+    cost = {row[0].split()[0].strip('`"'): [row[2], row[3].split(",")[0]] for row in rows}
     assert set(cost) == set(SEQUENTIAL)
     for mode, stated in cost.items():
-        model = tiny_llama()
-        calls = []
-        handle = model.model.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        whole, partial = (4 if passes == "L" else int(passes) for passes in stated)
+        model, begun, ended = tiny_llama(num_hidden_layers=3), [], []
+        model.model.layers[1].register_forward_pre_hook(lambda *_, begun=begun: begun.append(1))
+        model.model.layers[1].register_forward_hook(lambda *_, ended=ended: ended.append(1))
         mts.sparsify(model, "wanda", data_loader=batches, sequential=mode, progress=False)
-        handle.remove()
-        passes = eval(stated, {"L": 4})
-        assert len(calls) == passes * len(batches) + 2, mode
+        assert len(begun) == 2 + (whole + partial) * len(batches), mode
+        assert len(ended) == 2 + whole * len(batches) + partial, mode

@@ -448,6 +448,8 @@ def test_memory_figures_agree_with_a_hand_computation():
         "solver_workspace": down,
         "cached_activations": 5 * 10 * 32 * 2,
     }
+    dense = make_plan(untied(), "sparsegpt", text, sequential="none")  # a block's inputs and outputs
+    assert dense.memory["cached_activations"] == 2 * 5 * 64 * 32 * 4
     wanda = make_plan(untied(), "wanda")
     assert wanda.memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
     assert make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0

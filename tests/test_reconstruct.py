@@ -140,6 +140,16 @@ def test_half_precision_keeps_its_dtype_and_gets_better(dtype):
     assert all(block.error_after < block.error_before for block in mts.report(model).blocks)
 
 
+def test_under_autocast_blocks_get_better_as_well():
+    """Each run of a block takes the weights as the last step left them, not a copy in half precision from before."""
+    model = sparsified(autocast="bfloat16", reconstruct=4, enforce=False)  # plain weights are what torch would copy
+    plain = mts.report(sparsified(reconstruct=4)).blocks
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for block, other in zip(mts.report(model).blocks, plain):
+        assert block.error_after < block.error_before
+        assert block.error_after / block.error_before == pytest.approx(other.error_after / other.error_before, rel=0.05)
+
+
 def test_steps_smaller_than_bfloat16_can_hold_add_up():
     """At 1/400 of a weight's size one step is lost in bfloat16's 8 bits; the optimizer's own values keep it."""
     model = sparsified(model=tiny_llama().bfloat16(), reconstruct={"learning_rate": 1e-2, "epochs": 8})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # by device: columns from which only the upper half of the matrix is computed, and rows of it that one product makes
-STRIPS = {"cuda": (4096, 1024), "cpu": (1024, 256)}
+STRIPS = {"cuda": (4096, 1024), "cpu": (256, 128)}
 
 
 def add_product(gram: Tensor | None, rows: Tensor) -> Tensor:

@@ -226,6 +226,10 @@ class Chain:
         other._state = [list(state) for state in self._state]
         return other
 
+    def follow(self, other: "Chain") -> None:
+        """Take the state that a copy of this chain has advanced to."""
+        self._calls, self._state = other._calls, other._state
+
     def run(self, position: int, index: int) -> list[Tensor]:
         """Run block ``position`` on call ``index`` from the current state -> its output's tensors."""
         return self._run(position, index, self._state[index])

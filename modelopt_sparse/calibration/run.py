@@ -50,6 +50,7 @@ class Runner:
 
         with ExitStack() as hooks:
             hooks.enter_context(_every_module_called())
+            hooks.enter_context(self._autocast())
             hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             for block in self.blocks:
                 if self.config.device is not None and block is not self.model:
@@ -102,9 +103,23 @@ class Runner:
         device = self.config.device
         with ExitStack() as hooks:
             hooks.enter_context(_every_module_called())
+            hooks.enter_context(self._autocast())
             for block in blocks if device is not None else ():
                 assert device is not None
                 hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
+            yield
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """The precision that the user asked for, on every device that the model or a part of it runs on."""
+        with ExitStack() as contexts:
+            if self.config.autocast is not None:
+                types = {p.device.type for p in self.model.parameters() if not p.is_meta} | {"cpu"}
+                types |= {self.config.device.type} if self.config.device is not None else set()
+                dtype = getattr(torch, self.config.autocast)
+                for device_type in sorted(types):
+                    # reconstruction changes weights while this is entered: no copy of them may be kept
+                    contexts.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
             yield
 
 

@@ -44,6 +44,7 @@ class LayerInputs:
         self._side_of = side_of
         self._blocks = blocks
         self._see = see
+        self.seen: Callable[[nn.Module], None] = lambda module: None  # told of a module when its inputs have been seen
         self._masks = TokenMasks()
         self._foreign: list[Tensor] = []  # what a decoder block gets from the encoder
         self._inside = False
@@ -87,6 +88,7 @@ class LayerInputs:
                     self._see(layer, inputs, self._keep(module, layer, inputs))
         finally:
             self._inside = False
+        self.seen(module)
 
     def _keep(self, module: nn.Module, layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor | None:
         """The token mask of a layer's input, shaped like its leading dimensions; None if every token is real."""

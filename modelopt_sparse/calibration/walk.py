@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import PaddingError, TokenMasks
 from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_fellows, pooled
+from modelopt_sparse.calibration.leaving import Leaving
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
@@ -96,6 +97,9 @@ class _Walk:
     ) -> None:
         self.model, self.plan, self.config, self.report, self._runner = model, plan, config, report, runner
         self._turns = turns
+        self._leaving: list[Leaving] = []  # of the block whose turn it is
+        self._regular: set[type[nn.Module]] = set()  # kinds of blocks that can be left early
+        self._may_leave = True
         home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
         # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
         self._block_of: dict[str, str | None] = {}
@@ -315,14 +319,14 @@ class _Walk:
         goes_on = self.config.sequential == "none" and chain is not None
         if set(needs.values()) == {"nothing"} and not goes_on:
             return [([name], None) for name in needs]
+        ahead = chain.copy() if chain is not None and goes_on else None
         try:
-            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True, kept=kept))
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=True, kept=kept), ahead)
         except SharingChanged:
-            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False, kept=kept))
+            groups = self._sum_up(unit, targets, chain, Collector(needs=needs, share=False, kept=kept), ahead)
         groups = [(names, self._filled(unit, targets, chain, names, stats)) for names, stats in groups]
-        if goes_on:
-            assert chain is not None
-            self._advance(unit, chain)
+        if chain is not None and ahead is not None:
+            chain.follow(ahead)
         for names, stats in groups:
             if not torch.isfinite(stats.square_sums).all():
                 raise ValueError(
@@ -373,8 +377,14 @@ class _Walk:
         return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
 
     def _sum_up(
-        self, unit: _Unit, targets: list[LayerPlan], chain: Chain | None, collector: Collector
+        self,
+        unit: _Unit,
+        targets: list[LayerPlan],
+        chain: Chain | None,
+        collector: Collector,
+        ahead: Chain | None = None,
     ) -> list[tuple[list[str], Stats | KeptStats]]:
+        """Statistics of all calls. ``ahead``: a copy of the chain that the block's outputs are sent on to."""
         inputs = LayerInputs(targets, self._runner.side_of, unit.blocks, collector.see)
         if chain is None:
 
@@ -385,18 +395,42 @@ class _Walk:
             self._runner.run_model(begin, inputs=inputs)
             collector.end_call()
         else:
+            (block,) = unit.blocks
+            last = unit.position == len(chain.stack.blocks) - 1
+            checked = not last or type(block) in self._regular  # nothing is sent on after the last one
+            leaving = Leaving(block, targets, allowed=self._may_leave and checked and ahead is None)
+            self._leaving.append(leaving)
+            inputs.seen = leaving.has_input
             with self._runner.resident(unit.blocks), inputs:
                 for index in range(len(chain)):
                     inputs.begin(chain.masks[index])
-                    chain.run(unit.position, index)
+                    output = leaving.run(lambda i=index: chain.run(unit.position, i))
                     collector.end_call()
+                    if ahead is not None and not last:
+                        ahead.advance(unit.position, index, output)
         return collector.groups()
 
     def _propagate(self, unit: _Unit, chain: Chain) -> None:
         """Send the output of the block, sparse by now, on to the next; in "none" the dense one has gone on already."""
         last = unit.position == len(chain.stack.blocks) - 1
         if not last and not (self.config.sequential == "none" and unit.targets):
-            self._advance(unit, chain)
+            with ExitStack() as hooks:
+                watched = [hooks.enter_context(item.watched()) for item in self._leaving if item.left]
+                self._advance(unit, chain)
+            self._check_leaving(unit, watched)
+        self._leaving.clear()
+
+    def _check_leaving(self, unit: _Unit, watched: list[Callable[[], bool]]) -> None:
+        if all(regular() for regular in watched):
+            self._regular.update(type(block) for block in unit.blocks if watched)
+            return
+        text = (
+            f"block {unit.name!r} calls its layers a number of times that depends on its input, and was left when each "
+            "had been called once: their statistics lack what came later. The blocks after it are run to the end"
+        )
+        self._may_leave = False
+        warnings.warn(text, stacklevel=2)
+        self.report.notes.append(text)
 
     def _advance(self, unit: _Unit, chain: Chain) -> None:
         with self._runner.resident(unit.blocks):
