@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -509,7 +510,7 @@ def test_a_large_batch_takes_more_than_the_solver():
 
 
 def test_what_blocks_share_is_outside_of_them():
-    model = untied()
+    model: Any = untied()
     shared = model.model.layers[1].mlp.gate_proj
     model.model.layers[0].mlp.gate_proj = shared
     plain, tied = (make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
