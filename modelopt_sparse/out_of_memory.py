@@ -9,6 +9,7 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ COPIED, PREPARED, JOINED, WRITTEN = (
     "while its solution was written into the model",
 )
 
-Known = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
+Known = dict[tuple[Any, ...], tuple[int, int]]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -45,13 +46,14 @@ class Cut:
     """How much of a layer is solved at once: all of it, or as many experts as a memory limit leaves room for; and half
     of that, as often as memory runs out in an `attempt`.
 
-    ``known``: what layers of this shape and recipe came to before; a new layer starts there.
+    ``known``: what layers of this shape, method and pattern came to before; a new layer starts there.
     """
 
     def __init__(self, layer: LayerPlan, known: Known) -> None:
         self._layer, self._known = layer, known
         self._whole = layer.at_once or layer.matrices, layer.shape[-2]
-        self._key = layer.recipe, layer.shape
+        # all that decides whether and how a layer can be cut
+        self._key = layer.type, layer.shape, id(layer.method), layer.pattern, layer.steps
         self.experts, self.rows = known.get(self._key, self._whole)
         self._failed = False
 

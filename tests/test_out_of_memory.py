@@ -142,6 +142,15 @@ def test_layers_of_one_shape_start_where_the_one_before_it_ended():
     assert method.tried == [(32, 64), (16, 64), *[(8, 64)] * 4, *[(8, 64)] * 4]
 
 
+def test_layers_of_another_pattern_do_not():
+    """The pieces of an N:M layer are none for one whose weights are compared all over the matrix."""
+    method = Scarce(METHODS["sparsegpt"], 1024)
+    rules = {"*.0.mlp.down_proj": {"pattern": "2:4"}, "*.1.mlp.down_proj": {"pattern": "50% per matrix"}}
+    with pytest.raises(MemoryError, match=r"1\.mlp\.down_proj'.* pattern 50% per matrix compares all weights"):
+        mts.sparsify(tiny_llama(), method, data_loader=token_batches(), include="*.down_proj", rules=rules)
+    assert method.tried == [(32, 64), (16, 64), (16, 64), (32, 64)]
+
+
 def test_rows_of_each_matrix_of_a_stack():
     """A grouped convolution has a matrix for each of its groups, and the pieces are rows of all of them."""
 
