@@ -163,6 +163,7 @@ EVERY_OPTION = {
     "include": ["*mlp*", "*self_attn*"],
     "exclude": ["*gate*", "*.k_proj"],
     "device": "cpu",
+    "autocast": "bfloat16",
 }
 
 
@@ -251,6 +252,7 @@ VALUES = {
     "memory_limit": "8GB",
     "sequential": "stage",
     "device": "cpu",
+    "autocast": "bfloat16",
     "enforce": "false",
     "seed": "1",
     "progress": "false",
