@@ -413,7 +413,9 @@ class _Walk:
                         sums.end_call()
         except SharingChanged:
             sums.changed()
-        return sums.groups()
+        place = {target.name: number for number, target in enumerate(targets)}
+        groups = sums.groups()  # of several processes: in the order in which each of them came to its layers
+        return groups if self._team.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
 
     def _propagate(self, unit: _Unit, chain: Chain) -> None:
         """Send the output of the block, sparse by now, on to the next; in "none" the dense one has gone on already."""
