@@ -53,6 +53,7 @@ def mixtral() -> nn.Module:
 BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
 
 
 def rank() -> int:
@@ -75,7 +76,8 @@ def result(name: str, model: nn.Module) -> Found:
 
 
 def sparse(name: str, method: Any, **options: Any) -> Found:
-    model = MODELS[name]()
+    name, double = ("llama", True) if name == DOUBLE else (name, False)
+    model = MODELS[name]().double() if double else MODELS[name]()
     mts.sparsify(model, method, **{"data_loader": BATCHES[name], "progress": False, "min_tokens": 8, **options})
     return result(name, model)
 
@@ -169,6 +171,7 @@ def in_order() -> Found:
     more: dict[str, Any] = {"deterministic": True}
     return {
         "block": sparse("llama", "sparsegpt", **more),
+        "float64": sparse(DOUBLE, "sparsegpt", **more),
         "experts": sparse("mixtral", "sparsegpt", **more),
         "five batches": sparse("llama", "sparsegpt", max_batches=5, **more),
     }
