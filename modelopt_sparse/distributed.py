@@ -136,20 +136,20 @@ class Team:
     def add_up(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Put in the place of each tensor, in all processes, its sum over them."""
         if self.size > 1:
-            self.meet(what)
+            kinds = self.meet(what, [tensor.device.type for tensor in tensors])
             with self._sending(what):
-                for tensor in tensors:
-                    self._through(tensor, lambda x, group: dist.all_reduce(x, group=group))  # type: ignore[union-attr]
+                for tensor, of_ranks in zip(tensors, zip(*kinds)):
+                    self._through(tensor, of_ranks, lambda x, group: dist.all_reduce(x, group=group))  # type: ignore[union-attr]
 
     def give(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
         """Put in the place of each tensor the one that rank ``source`` has -> the ``value`` that it has. Shapes and
         dtypes are the same in all."""
-        value = self.meet(what, value)[source]
+        found = self.meet(what, ([tensor.device.type for tensor in tensors], value))
         if self.size > 1:
             with self._sending(what):
-                for tensor in tensors:
-                    self._given(tensor, source)
-        return value
+                for tensor, of_ranks in zip(tensors, zip(*(kinds for kinds, _ in found))):
+                    self._given(tensor, of_ranks, source)
+        return found[source][1]
 
     def fail(self, error: BaseException) -> None:
         """This process cannot go on: say so where the others expect it at a header. Does nothing after a RankError,
@@ -206,20 +206,20 @@ class Team:
                 f"others printed, and start all of them again ({text[:200]})"
             )
 
-    def _given(self, tensor: Tensor, source: int) -> None:
+    def _given(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
         # as bytes: backends differ in the dtypes that they take
         raw = tensor if tensor.is_contiguous() else tensor.contiguous()
         raw = raw.detach().reshape(-1).view(torch.uint8)
-        self._through(raw, lambda x, group: dist.broadcast(x, source, group=group))  # type: ignore[union-attr]
+        self._through(raw, of_ranks, lambda x, group: dist.broadcast(x, source, group=group))  # type: ignore[union-attr]
         if raw.data_ptr() != tensor.data_ptr():
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
-    def _through(self, tensor: Tensor, send: Any) -> None:
-        """Send through the default group where it has a backend of the tensor's device, else through this team's, on
-        the CPU."""
+    def _through(self, tensor: Tensor, of_ranks: tuple[str, ...], send: Any) -> None:
+        """Send through the default group where it has a backend of the tensor's device, which is that of all ranks,
+        else through this team's, on the CPU."""
         if not tensor.numel():
             return
-        if tensor.device.type != "cpu" and _serves(tensor.device):
+        if set(of_ranks) != {"cpu"} and len(set(of_ranks)) == 1 and _serves(tensor.device):
             send(tensor, None)
             return
         values = tensor.detach().to("cpu").contiguous()

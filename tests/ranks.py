@@ -53,6 +53,7 @@ def mixtral() -> nn.Module:
 BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
 
 
 def rank() -> int:
@@ -75,7 +76,8 @@ def result(name: str, model: nn.Module) -> Found:
 
 
 def sparse(name: str, method: Any, **options: Any) -> Found:
-    model = MODELS[name]()
+    name, double = ("llama", True) if name == DOUBLE else (name, False)
+    model = MODELS[name]().double() if double else MODELS[name]()
     mts.sparsify(model, method, **{"data_loader": BATCHES[name], "progress": False, "min_tokens": 8, **options})
     return result(name, model)
 
@@ -120,6 +122,30 @@ class SharingBlock(nn.Module):
         return torch.tanh(self.a(x) + self.b(x + 1 if apart else x)) * (-1 if apart else 1)
 
 
+class Choosing(nn.Module):
+    """Two blocks of three layers, of which every batch goes through the one that its first number names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([ChoosingBlock(), ChoosingBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ChoosingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.choices[int(x.flatten()[0])]
+        return torch.cat([x[..., :1], chosen(x).tanh()[..., 1:]], dim=-1)
+
+
 # scenarios: run in every process of a group, give back what the tests look at ----------------------------------------
 
 
@@ -145,6 +171,7 @@ def in_order() -> Found:
     more: dict[str, Any] = {"deterministic": True}
     return {
         "block": sparse("llama", "sparsegpt", **more),
+        "float64": sparse(DOUBLE, "sparsegpt", **more),
         "experts": sparse("mixtral", "sparsegpt", **more),
         "five batches": sparse("llama", "sparsegpt", max_batches=5, **more),
     }
@@ -227,6 +254,21 @@ def sharing() -> Found:
             Sharing(), "sparsegpt", data_loader=list(batches), deterministic=deterministic, progress=False
         )
         found[deterministic] = state(model)
+    return found
+
+
+def choosing() -> Found:
+    """With two processes the second one never comes to the first and the last layer."""
+    batches = torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    for batch, chosen in zip(batches, (2, 1, 0, 1)):
+        batch[0, 0, 0] = chosen
+    found = {}
+    for deterministic in (False, True):
+        more: dict[str, Any] = {"deterministic": deterministic, "progress": False}
+        model = mts.sparsify(Choosing(), "sparsegpt", data_loader=list(batches), **more)
+        report = mts.report(model)
+        found[deterministic] = {"state": state(model), "order": [layer.name for layer in report.layers]}
+        found[deterministic]["tokens"] = [layer.tokens for layer in report.layers]
     return found
 
 
@@ -407,7 +449,7 @@ def lost(method: Any) -> Found:
 
 # the groups ----------------------------------------------------------------------------------------------------------
 
-BASIC = (memory, methods, experts, in_order, gram_matrices, sharing)
+BASIC = (memory, choosing, methods, experts, in_order, gram_matrices, sharing)
 WORKING = (*BASIC, architectures, modes, more_in_order, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),

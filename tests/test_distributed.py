@@ -188,6 +188,21 @@ def test_layers_that_share_an_input_in_one_process_only(results, group):
 
 
 @slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_that_some_processes_never_come_to(results, group):
+    """They are solved in the order in which one process comes to them, with the tokens of those that do."""
+    (alone,), (first, *others) = results("alone", ranks.choosing), results(group, ranks.choosing)
+    for deterministic in (False, True):
+        one, several = alone[deterministic], first[deterministic]
+        assert one["tokens"] == several["tokens"] == [12, 24, 12] * 2
+        assert one["order"] == several["order"] == [f"blocks.{i}.choices.{j}" for i in (0, 1) for j in (2, 1, 0)]
+        assert masks_alike(one["state"], several["state"]) >= MASKS_ALIKE
+        for other in others:
+            assert_equal(several["state"], other[deterministic]["state"])
+    assert_equal(alone[True]["state"], first[True]["state"])
+
+
+@slow
 def test_processes_that_work_by_themselves(results):
     """distributed=False: each of them has its own method and data, and none waits for another."""
     for rank, (method, found) in enumerate(zip(("wanda", "sparsegpt"), results("two", ranks.by_themselves))):

@@ -419,7 +419,9 @@ class _Walk:
                 self._run_block(unit, targets, chain, inputs, sums, ahead)
         except SharingChanged:
             sums.changed()
-        return sums.groups()
+        place = {target.name: number for number, target in enumerate(targets)}
+        groups = sums.groups()  # of several processes: in the order in which each of them came to its layers
+        return groups if self._team.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
 
     def _run_block(
         self,
