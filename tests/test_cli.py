@@ -163,7 +163,6 @@ EVERY_OPTION = {
     "include": ["*mlp*", "*self_attn*"],
     "exclude": ["*gate*", "*.k_proj"],
     "device": "cpu",
-    "autocast": "bfloat16",
 }
 
 
