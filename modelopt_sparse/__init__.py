@@ -12,7 +12,7 @@ from modelopt_sparse.rules import Rule
 from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured
 from modelopt_sparse.runtime.report import SpeedReport
 from modelopt_sparse.sparsify import export, sparsify
-from modelopt_sparse.stream import sparsify_checkpoint
+from modelopt_sparse.streaming.stream import sparsify_checkpoint
 from modelopt_sparse.verify import Verification, verify
 from modelopt_sparse.version import __version__
 

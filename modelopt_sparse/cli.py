@@ -26,7 +26,7 @@ from modelopt_sparse.distributed import RankError, launched_group, own_device, r
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.quality import QUALITIES
 from modelopt_sparse.quantized import Quantized, asked_for, load_dequantized
-from modelopt_sparse.stream import local_folder
+from modelopt_sparse.streaming.stream import local_folder
 from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.

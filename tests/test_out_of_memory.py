@@ -13,9 +13,9 @@ import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.given import GivenMask
-from modelopt_sparse.out_of_memory import is_out_of_memory
-from modelopt_sparse.parts import Piece, some_of
 from modelopt_sparse.patterns import NM, Unstructured
+from modelopt_sparse.solving.out_of_memory import is_out_of_memory
+from modelopt_sparse.solving.parts import Piece, some_of
 from tests.expert_models import MODELS, VOCAB
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.layer_problem import problem

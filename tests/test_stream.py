@@ -28,11 +28,12 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint, stream
+from modelopt_sparse import checkpoint
 from modelopt_sparse.checkpoint import model_class
 from modelopt_sparse.format import pack_mask
-from modelopt_sparse.shards import concatenate, write_index
-from modelopt_sparse.spill import spilled
+from modelopt_sparse.streaming import stream
+from modelopt_sparse.streaming.shards import concatenate, write_index
+from modelopt_sparse.streaming.spill import spilled
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core

@@ -24,8 +24,8 @@ from modelopt_sparse.calibration.stats import LayerInputs, SharingChanged, Side
 from modelopt_sparse.calibration.turns import Unreadable
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.distributed import Team
-from modelopt_sparse.out_of_memory import is_out_of_memory
 from modelopt_sparse.plan import Plan
+from modelopt_sparse.solving.out_of_memory import is_out_of_memory
 
 
 class Runner:

@@ -23,7 +23,7 @@ class Turn:
 
 
 class Turns:
-    """A model in memory, of which every block can be read and written at any time. `stream.py` has another kind, which
+    """A model in memory, of which every block can be read and written at any time. `streaming` has another kind, which
     reads a block's weights when its turn comes and writes them when it is over."""
 
     @contextmanager

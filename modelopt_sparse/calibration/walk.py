@@ -29,7 +29,7 @@ from modelopt_sparse.offload import offloaded_after_errors
 from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.reconstruct import Part, SolvedBlock
 from modelopt_sparse.report import Report
-from modelopt_sparse.sharing import Shares
+from modelopt_sparse.solving.sharing import Shares
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.polish import DAMPING, Scaled
 from modelopt_sparse.offload import stored
-from modelopt_sparse.out_of_memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
-from modelopt_sparse.parts import WHOLE, Part, Piece, joined, some_of
 from modelopt_sparse.plan import LayerPlan
 from modelopt_sparse.report import StepReport
-from modelopt_sparse.sharing import Share
-from modelopt_sparse.steps import improved
+from modelopt_sparse.solving.out_of_memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.solving.parts import WHOLE, Part, Piece, joined, some_of
+from modelopt_sparse.solving.sharing import Share
+from modelopt_sparse.solving.steps import improved
 
 
 @dataclass(frozen=True)

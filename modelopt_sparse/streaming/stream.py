@@ -42,11 +42,11 @@ from modelopt_sparse.plan import Plan, plan_for
 from modelopt_sparse.quantized import Quantized, asked_for, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.report import LayerReport, Report, attached_report, library_versions
-from modelopt_sparse.shards import concatenate, write_index
-from modelopt_sparse.source import SourceFiles
 from modelopt_sparse.sparsify import sparsify
-from modelopt_sparse.spill import spilled
-from modelopt_sparse.workfolder import BlockRecord, WorkFolder, is_finished, remove_leftovers, work_path
+from modelopt_sparse.streaming.shards import concatenate, write_index
+from modelopt_sparse.streaming.source import SourceFiles
+from modelopt_sparse.streaming.spill import spilled
+from modelopt_sparse.streaming.workfolder import BlockRecord, WorkFolder, is_finished, remove_leftovers, work_path
 
 NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
 ONE_FILE = 2**60  # a shard size that no block reaches

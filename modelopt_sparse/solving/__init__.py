@@ -1,0 +1,1 @@
+"""From the statistics of a group of layers to their solutions."""
