@@ -5,7 +5,9 @@ which a process dies.
 """
 
 import math
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,25 @@ MASKS_ALIKE = 0.999
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    ran = run_python("-m", "tests.ranks", folder, HF_HUB_OFFLINE="1")
-    assert ran.returncode == 0, ran.stderr
-    assert "hangs" not in ran.stderr
+    """Where the processes have left what they found. Where pytest itself runs in several, the first to come starts
+    them, and the others wait."""
+    shared = "PYTEST_XDIST_TESTRUNUID" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if shared else base) / "ranks"
+    printed = folder / "printed.txt"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + 300
+        while not printed.exists():
+            assert time.monotonic() < end, "the processes were started elsewhere, and do not end"
+            time.sleep(0.2)
+    else:
+        ran = run_python("-m", "tests.ranks", folder, HF_HUB_OFFLINE="1")
+        (folder / "printing.txt").write_text(f"exit code {ran.returncode}\n{ran.stderr}")
+        (folder / "printing.txt").rename(printed)
+    assert printed.read_text().startswith("exit code 0\n")
+    assert "hangs" not in printed.read_text()
     return folder
 
 
