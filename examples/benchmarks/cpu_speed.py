@@ -1,4 +1,5 @@
 """How long SparseGPT at 2:4 takes on the CPU: this library, NVIDIA ModelOpt and llm-compressor in turns, in one run.
+This library twice: in float32, and with the blocks under autocast in bfloat16.
 
 Two jobs: the testbed with 128 x 512 tokens, and a random Llama of 4 blocks, 1,024 wide, with 64 x 512 tokens. Every
 tool runs ``--rounds`` times, one after the other; a ratio is between fastest runs. The floor is what the arithmetic of
@@ -22,7 +23,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).resolve().parent
 TESTBED = HERE.parent / "testbed"
-TOOLS = ("ours", "modelopt", "llmcompressor")
+AUTOCAST = ("--autocast", "bfloat16")
+ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {  # row -> title, tool, arguments
+    "ours": (TITLES["ours"], "ours", ()),
+    "ours-autocast": (f"{TITLES['ours']}, autocast=bfloat16", "ours", AUTOCAST),
+    "modelopt": (TITLES["modelopt"], "modelopt", ()),
+    "llmcompressor": (TITLES["llmcompressor"], "llmcompressor", ()),
+}
 WINDOWS = {"testbed": 128, "wide": 64}
 HEAD = "| job | tool | seconds | CPU seconds | times ours | peak MiB | beside the loaded model MiB | perplexity | KL |"
 
@@ -38,16 +45,16 @@ def wide(folder: Path, tokenizer: Any) -> Path:
 
 
 def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]:
-    """Seconds that the products take at ``rate`` operations a second: each block run twice (the last one once),
-    attention without its causal half, the lower half of one Gram matrix for each input that layers share, and the
-    solver's updates."""
+    """Seconds that the products take at ``rate`` operations a second: each block run once up to its last layer, all but
+    the last once to the end, attention without its causal half, the lower half of one Gram matrix for each input that
+    layers share, and the solver's updates."""
     config, blocks = model.config, model.model.layers
     hidden, wide = config.hidden_size, config.intermediate_size
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if p.dim() == 2)
     runs = 2 * len(blocks) - 1
     attention = 2 * tokens * length * config.num_attention_heads * config.head_dim  # half of two products
     operations = {
-        "forward": runs * (2 * tokens * weights + attention),
+        "forward": runs * (2 * tokens * weights + attention) - len(blocks) * 2 * tokens * hidden * wide,
         "Gram": len(blocks) * tokens * (3 * hidden**2 + wide**2),
         "solve": sum(2 * p.numel() * p.shape[1] / 2 for p in blocks.parameters() if p.dim() == 2),
     }
@@ -68,20 +75,20 @@ def product_rate() -> float:
 def job(name: str, folder: Path, windows: Tensor, heldout: Tensor, tools: Tools, rounds: int) -> dict[str, Any]:
     """Costs of every round by tool, what the sparse models are worth, and the floor."""
     dense = load(folder)
-    loaded = {tool: tools.run(tool, folder, windows, tools.work / name / "loaded") for tool in TOOLS}
-    runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in TOOLS}
+    loaded = {row: tools.run(tool, folder, windows, tools.work / name / "loaded") for row, (_, tool, _) in ROWS.items()}
+    runs: dict[str, list[dict[str, Any]]] = {row: [] for row in ROWS}
     for index in range(rounds):
-        for tool in TOOLS:
-            place = tools.work / name / tool
-            cost = tools.run(tool, folder, windows, place, "--method", "sparsegpt", "--pattern", "2:4")
-            runs[tool].append(cost)
-            print(f"{name}, round {index}, {TITLES[tool]}: {cost['seconds']:.1f} s", file=sys.stderr, flush=True)
+        for row, (title, tool, arguments) in ROWS.items():
+            place = tools.work / name / row
+            cost = tools.run(tool, folder, windows, place, "--method", "sparsegpt", "--pattern", "2:4", *arguments)
+            runs[row].append(cost)
+            print(f"{name}, round {index}, {title}: {cost['seconds']:.1f} s", file=sys.stderr, flush=True)
     worth = {}
-    for tool in TOOLS:
-        found = measure(tools.work / name / tool, dense, "2:4", {"heldout": heldout})
+    for row, (title, _, _) in ROWS.items():
+        found = measure(tools.work / name / row, dense, "2:4", {"heldout": heldout})
         if not found["holds"] or found["layers_with_zeros"] != found["layers"]:
-            raise SystemExit(f"{name}: {TITLES[tool]} left layers that are not 2:4, so its time says nothing")
-        worth[tool] = found["heldout"]
+            raise SystemExit(f"{name}: {title} left layers that are not 2:4, so its time says nothing")
+        worth[row] = found["heldout"]
     rate = product_rate()
     return {
         "job": name,
@@ -95,15 +102,15 @@ def job(name: str, folder: Path, windows: Tensor, heldout: Tensor, tools: Tools,
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    fastest = {tool: min(run["seconds"] for run in runs) for tool, runs in found["runs"].items()}
+    fastest = {row: min(run["seconds"] for run in runs) for row, runs in found["runs"].items()}
     made = []
-    for tool, runs in found["runs"].items():
+    for row, runs in found["runs"].items():
         peak = max(run["peak_mib"] for run in runs)
         cpu = min(run["cpu_seconds"] for run in runs)
-        cells = [found["job"], TITLES[tool], f"{fastest[tool]:.1f}", f"{cpu:.1f}"]
-        cells += [f"{fastest[tool] / fastest['ours']:.2f}", f"{peak:.0f}"]
-        cells += [f"{peak - found['loaded'][tool]['peak_mib']:.0f}"]
-        cells += [f"{found['heldout'][tool]['perplexity']:.2f}", f"{found['heldout'][tool]['kl']:.4f}"]
+        cells = [found["job"], ROWS[row][0], f"{fastest[row]:.1f}", f"{cpu:.1f}"]
+        cells += [f"{fastest[row] / fastest['ours']:.2f}", f"{peak:.0f}"]
+        cells += [f"{peak - found['loaded'][row]['peak_mib']:.0f}"]
+        cells += [f"{found['heldout'][row]['perplexity']:.2f}", f"{found['heldout'][row]['kl']:.4f}"]
         made.append(f"| {' | '.join(cells)} |")
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["floor"].items())
     total = sum(found["floor"].values())
@@ -141,10 +148,15 @@ def main() -> int:
             raise SystemExit(f"{name}: {error}") from error
     text = [HEAD, "| --- | --- |" + " ---: |" * (HEAD.count("|") - 3)]
     text += [line for one in found for line in lines(one)]
-    text += ["", f"- SparseGPT, 2:4, float32, batches of 8 windows; fastest of {given.rounds} rounds, largest peak"]
+    text += [
+        "",
+        f"- SparseGPT, 2:4, float32 models, batches of 8 windows; fastest of {given.rounds} rounds, largest peak",
+    ]
     text += [f"- {one['job']}: products at {one['rate'] / 1e9:.0f} GFLOP/s" for one in found]
-    for tool, cost in found[0]["loaded"].items():
-        text += [f"- {TITLES[tool]}: {', '.join(' '.join(item) for item in cost['versions'].items())}"]
+    for row, cost in found[0]["loaded"].items():
+        if ROWS[row][2]:
+            continue  # the same versions as without arguments
+        text += [f"- {ROWS[row][0]}: {', '.join(' '.join(item) for item in cost['versions'].items())}"]
     text += [f"- {machine()}; {given.threads} threads; {datetime.date.today().isoformat()}"]
     print("\n".join(text))
     given.out.parent.mkdir(parents=True, exist_ok=True)
