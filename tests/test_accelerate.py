@@ -432,8 +432,8 @@ def test_ctrl_c_brings_the_blocks_back(at):
         if calls == at:
             raise KeyboardInterrupt
 
-    model.model.layers[1].mlp.register_forward_hook(press)
-    model.model.layers[2].mlp.register_forward_hook(press)
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(press)
+    model.model.layers[2].mlp.gate_proj.register_forward_hook(press)
     with pytest.raises(KeyboardInterrupt):
         mts.sparsify(model, data_loader=token_batches(3), device=ELSEWHERE, progress=False)
     assert not journey.away

@@ -251,4 +251,4 @@ def _check_solution(target: LayerPlan, weight: Tensor, solution: Solution) -> No
     elif count := target.pattern.count_kept_wrong(solution.mask):
         wrong = f"mask breaks pattern {target.pattern} in {count} places"
     if wrong:
-        raise ValueError(f"layer {target.name!r}: method {target.method.name!r} gave a bad solution: {wrong}")
+        raise ValueError(f"method {target.method.name!r} gave a bad solution: {wrong}")
