@@ -1020,6 +1020,27 @@ def test_only_one_blocks_statistics_are_alive_at_a_time():
         assert max(leftover) == 0, sequential
 
 
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_only_one_blocks_inputs_are_alive_in_the_dense_run(sequential):
+    """The first batch goes through the whole model, however deep it is; each block's inputs go with it. The layers see
+    what they share all the same."""
+    inputs: list[list[weakref.ref]] = []
+    leftover: list[int] = []
+
+    def begin(*_) -> None:
+        leftover.append(sum(reference() is not None for block in inputs for reference in block))
+        inputs.append([])
+
+    model = tiny_llama(num_hidden_layers=4)
+    for block in model.model.layers:
+        block.mlp.gate_proj.register_forward_pre_hook(begin)
+        for layer in (block.mlp.gate_proj, block.mlp.down_proj):
+            layer.register_forward_pre_hook(lambda _, args: inputs[-1].append(weakref.ref(args[0])))
+    mts.sparsify(model, data_loader=token_batches(1), sequential=sequential, progress=False)
+    assert len(leftover) >= 4
+    assert max(leftover) == 0
+
+
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 def test_methods_may_be_mixed_within_a_block(sequential):
     """A magnitude rule takes its layer out of the statistics' hands, and leaves those of the others alone."""

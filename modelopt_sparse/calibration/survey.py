@@ -57,17 +57,21 @@ def take_survey(
 
     stops, stopped = runner.may_stop and not whole, False
     survey = Survey({stack: Recorder(stack, complete, turns.keep) for stack in plan.stacks})
-    leader: dict[tuple, str] = {}
+    leaders: dict[str | None, dict[tuple, str]] = {}  # by block: input -> the first layer that it was given to
     first_call: dict[str, int] = {}
-    alive: list[Any] = []
+    alive: dict[str | None, list[Any]] = {}  # these inputs, so that no id is taken twice
     begun = 0
 
     def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
         if not (inputs[0].numel() if keep is None else keep.any()):
             return  # no token is no data
         if begun == 1:
-            alive.append(inputs)  # so that no id is taken twice
-            leads = leader.setdefault(input_key(layer, inputs), layer.name)
+            block = block_of[layer.name]
+            if block is not None and block not in leaders:  # inputs of the blocks before it are not wanted any more
+                for other in leaders.keys() - {None}:
+                    del leaders[other], alive[other]
+            alive.setdefault(block, []).append(inputs)
+            leads = leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), layer.name)
             survey.stage_of.setdefault(layer.name, leads)
         survey.stage_of.setdefault(layer.name, layer.name)
         survey.order.setdefault(layer.name, len(survey.order))
