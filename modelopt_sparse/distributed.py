@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,10 +137,11 @@ class Team:
     def add_up(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Put in the place of each tensor, in all processes, its sum over them."""
         if self.size > 1:
+            assert dist is not None
             kinds = self.meet(what, [tensor.device.type for tensor in tensors])
             with self._sending(what):
                 for tensor, of_ranks in zip(tensors, zip(*kinds)):
-                    self._through(tensor, of_ranks, lambda x, group: dist.all_reduce(x, group=group))  # type: ignore[union-attr]
+                    self._through(tensor, of_ranks, dist.all_reduce)
 
     def give(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
         """Put in the place of each tensor the one that rank ``source`` has -> the ``value`` that it has. Shapes and
@@ -200,17 +202,18 @@ class Team:
             self._over = True
             self.close()
             late = "Timed out" in text
-            waited = f"did not come within {TIMEOUT} hours" if late else "died or left"
+            waited = f"did not come within {TIMEOUT.total_seconds():g} seconds" if late else "died or left"
             raise RankError(
                 f"another process of this run {waited}, as rank {self.rank} noticed at {what!r}; look at what the "
                 f"others printed, and start all of them again ({text[:200]})"
             )
 
     def _given(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
+        assert dist is not None
         # as bytes: backends differ in the dtypes that they take
         raw = tensor if tensor.is_contiguous() else tensor.contiguous()
         raw = raw.detach().reshape(-1).view(torch.uint8)
-        self._through(raw, of_ranks, lambda x, group: dist.broadcast(x, source, group=group))  # type: ignore[union-attr]
+        self._through(raw, of_ranks, partial(dist.broadcast, src=source))
         if raw.data_ptr() != tensor.data_ptr():
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
@@ -220,10 +223,10 @@ class Team:
         if not tensor.numel():
             return
         if set(of_ranks) != {"cpu"} and len(set(of_ranks)) == 1 and _serves(tensor.device):
-            send(tensor, None)
+            send(tensor, group=None)
             return
         values = tensor.detach().to("cpu").contiguous()
-        send(values, self._values)
+        send(values, group=self._values)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 

@@ -5,8 +5,9 @@ it leaves open: which folders it gets right, in what dtype and size, and that it
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from modelopt_sparse.format import weight_files
 METHODS = ("fp8", "mxfp4")  # that transformers dequantizes on any device and without other packages
 DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of them
 SHOWN = 3  # tensors that an error spells out
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype in safetensors' words, and shape
 INSTEAD = "sparsify the model that it was made of, and quantize after"
 
 
@@ -161,32 +164,27 @@ def _shown(found: Collection[str]) -> str:
 
 def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:
     """What in these files transformers takes for something else than it is. Headers alone are read."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: Headers = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118 - an open file cannot be iterated over
                 part = opened.get_slice(name)
                 tensors[name] = part.get_dtype(), tuple(part.get_shape())
-    check = _fp8_problem if method_of(quantization) == "fp8" else _mxfp4_problem
-    for name, (dtype, shape) in tensors.items():
-        if dtype not in DENSE and (problem := check(name, dtype, shape, tensors, quantization)):
+    block = quantization.get("weight_block_size", (128, 128))
+    check = partial(_fp8_problem, block) if method_of(quantization) == "fp8" else _mxfp4_problem
+    for name, (dtype, _) in tensors.items():
+        if dtype not in DENSE and (problem := check(name, tensors)):
             yield f"{name!r} {problem}"
 
 
-def _fp8_problem(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    quantization: Mapping[str, Any],
-) -> str:
+def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> str:
     """Blocks that do not fill the matrix are the trap: transformers makes blocks of another size of them."""
+    dtype, shape = tensors[name]
     if dtype != "F8_E4M3":
         return f"is {dtype}, not float8_e4m3fn"
     kind, grid = tensors.get(f"{name}_scale_inv", ("", ()))
     if kind not in DENSE:
         return "has no floating point scales beside it" if not kind else f"has {kind} scales"
-    block = quantization.get("weight_block_size", (128, 128))
     if block is None:
         return "" if torch.Size(grid).numel() == 1 else f"has {list(grid)} scales where one for all is expected"
     if len(shape) < 2 or len(grid) != len(shape):
@@ -197,14 +195,8 @@ def _fp8_problem(
     return "" if grid == expected else f"has scales of shape {list(grid)}, not {list(expected)}"
 
 
-def _mxfp4_problem(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    quantization: Mapping[str, Any],
-) -> str:
-    del quantization
+def _mxfp4_problem(name: str, tensors: Headers) -> str:
+    dtype, shape = tensors[name]
     stem, _, part = name.rpartition("_")
     if dtype != "U8" or part not in ("blocks", "scales"):
         return f"is {dtype}, and neither blocks nor scales"

@@ -1,6 +1,8 @@
 """What all tests share: no network beyond this machine, few threads, no progress bars of other libraries."""
 
 import os
+import sys
+from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -15,6 +17,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import transformers
+
+from modelopt_sparse import cli
+from tests.helpers import Done
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -32,3 +37,18 @@ def _fixed_seed_and_threads(request):
     """
     torch.manual_seed(0)
     torch.set_num_threads(min(2, os.cpu_count() or 1) if request.node.get_closest_marker("slow") else 1)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., Done]:
+    """`modelopt-sparse ARGUMENTS` in this process."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["modelopt-sparse", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        caught = capsys.readouterr()
+        return Done(int(ended.value.code or 0), caught.out, caught.err)
+
+    return call

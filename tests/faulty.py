@@ -10,6 +10,7 @@ whose operations are counted; ``at``: the operation before which ``fault`` strik
 
 import ctypes
 import fnmatch
+import importlib
 import json
 import os
 import resource
@@ -324,10 +325,8 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
 
 if __name__ == "__main__":
     import torch
-    import transformers
 
-    from modelopt_sparse import __all__ as _  # noqa: F401
-
-    transformers.LlamaForCausalLM  # noqa: B018 - imported when it is asked for
+    for name in ("modelopt_sparse", "transformers.models.llama.modeling_llama"):  # once, for all that are forked
+        importlib.import_module(name)
     torch.set_num_threads(1)
     serve()

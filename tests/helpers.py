@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -93,3 +94,10 @@ def run_python(*arguments: object, **environment: str) -> subprocess.CompletedPr
         text=True,
         timeout=300,
     )
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str

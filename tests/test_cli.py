@@ -3,8 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,6 @@ pytestmark = pytest.mark.core
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 COMMANDS = ("sparsify", "plan", "eval", "verify", "report", "speed")
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch, capsys) -> Callable[..., Done]:
-    """`modelopt-sparse ARGUMENTS` in this process."""
-
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["modelopt-sparse", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        caught = capsys.readouterr()
-        return Done(int(ended.value.code or 0), caught.out, caught.err)
-
-    return call
 
 
 @pytest.fixture(scope="module")

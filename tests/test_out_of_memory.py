@@ -366,10 +366,11 @@ def test_a_gpu_that_runs_out_of_memory(name):
 
     def solved() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1024, 65536, bias=False))
+        layer = nn.Linear(1024, 65536, bias=False)
+        model = nn.Sequential(layer)
         mts.sparsify(model, name, data_loader=[torch.randn(64, 1024)], include="0", pattern="2:4", device="cuda")
         mask = dict(mts.named_masks(model))["0.weight"]
-        return mask, model[0].weight.detach(), mts.report(model).layers[0].notes  # type: ignore[return-value]
+        return mask, layer.weight.detach(), mts.report(model).layers[0].notes
 
     whole, values, notes = solved()
     assert notes == []

@@ -27,7 +27,6 @@ from transformers.utils.quantization_config import Mxfp4Config
 import modelopt_sparse as mts
 from modelopt_sparse.streaming import stream
 from tests.helpers import assert_bits, tiny_llama, token_batches
-from tests.test_cli import run  # noqa: F401
 from tests.test_stream import assert_same_folders, in_memory, saved, streamed, weights
 
 # Some versions of transformers warn of the flags that they set on a model when it is saved.
@@ -226,7 +225,7 @@ def test_in_another_dtype(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):  # noqa: F811
+def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
     """The plan states dtype and sizes; both ways write what `sparsify` and `save` make of the dense folder."""
     make, method = FORMATS[name]
     source = quantized(tmp_path, make, method)
@@ -283,7 +282,7 @@ def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_being_asked_it_is_refused(tmp_path, run, name):  # noqa: F811
+def test_without_being_asked_it_is_refused(tmp_path, run, name):
     make, method = FORMATS[name]
     source = quantized(tmp_path, make, method)
     before = bytes_of(source)
@@ -309,7 +308,7 @@ def test_other_methods_are_refused_by_name(tmp_path, method):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
 
 
-def test_what_is_not_quantized_is_not_dequantized(tmp_path, run):  # noqa: F811
+def test_what_is_not_quantized_is_not_dequantized(tmp_path, run):
     source = saved(tmp_path / "dense", llama_of_whole_blocks)
     with pytest.raises(ValueError, match=r"dense' is not quantized: leave out dequantize"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
@@ -369,7 +368,7 @@ def test_weights_are_not_dequantized_to_codes(tmp_path):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
 
 
-def test_weights_that_cannot_be_looked_at_are_not_dequantized(tmp_path, run):  # noqa: F811
+def test_weights_that_cannot_be_looked_at_are_not_dequantized(tmp_path, run):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     flags = ("--method", "magnitude", "--dequantize")
