@@ -33,27 +33,44 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
         from modelopt_sparse.methods.eliminate_triton import sweep  # Triton is imported where it is used, and only then
 
         return sweep(current, inverse, choice)
-    # transposed copies, so that a column of the block is contiguous
-    values = current.mT.clone(memory_format=torch.contiguous_format)  # [..., b, R]
+    # turned, so that a column of the block is contiguous
+    values = _turned(current, inverse).clone(memory_format=torch.contiguous_format)
     mask = torch.empty_like(values, dtype=torch.bool)
-    if isinstance(choice, NM):
-        step = choice.m
-    else:
-        step = min(16, block)  # a group only bounds how far single-column updates reach
-        mask[:] = choice.mT
-    for first in range(0, block, step):
-        last = min(first + step, block)
+    errors = torch.empty_like(values)
+    unit = choice.m if isinstance(choice, NM) else 1
+    if not isinstance(choice, NM):
+        mask[:] = _turned(choice, inverse)
+    if inverse.dim() > 2:
+        inverse = inverse.expand(*current.shape[:-2], block, block).flatten(0, -3)
+    pivot_b1 = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+    def update(first: int, last: int, end: int) -> None:
+        """What the errors of columns from ``first`` to ``last`` do to those from there to ``end``."""
+        if last < end:
+            rest, factors = values[..., last:end, :], inverse[..., first:last, last:end].mT
+            add = rest.addmm_ if rest.dim() == 2 else rest.baddbmm_
+            add(factors, errors[..., first:last, :], alpha=-1)
+
+    for first in range(0, block, unit):
+        last = first + unit
         if isinstance(choice, NM):
-            score = values[..., first:last, :].mT.square() / pivot_b[..., None, first:last].square()
-            mask[..., first:last, :] = choice.mask(score).mT
-        errors = torch.empty_like(values[..., first:last, :])
+            score = values[..., first:last, :].square() / pivot_b1[..., first:last, :].square()
+            mask[..., first:last, :] = choice.mask(score.mT).mT
         for j in range(first, last):
-            column = values[..., j, :]
-            error = column.masked_fill(mask[..., j, :], 0) / pivot_b[..., j, None]
-            values[..., j + 1 : last, :] -= inverse[..., j, j + 1 : last, None] * error.unsqueeze(-2)
-            errors[..., j - first, :] = error
-        values[..., last:, :] -= inverse[..., first:last, last:].mT @ errors
-    return values.masked_fill(~mask, 0).mT, mask.mT
+            dropped = values[..., j, :].masked_fill(mask[..., j, :], 0)
+            errors[..., j, :] = dropped / pivot_b1[..., j, :]
+            update(j, j + 1, last)
+        # Of the units that are done, the last 2^t update the next 2^t, where 2^t is the largest that divides their
+        # number: each unit updates each later one once, before its turn, and most of the work is in large products.
+        done = last // unit
+        reach = (done & -done) * unit
+        update(last - reach, last, min(last + reach, block))
+    return values.masked_fill(~mask, 0).mT.reshape(current.shape), mask.mT.reshape(current.shape)
+
+
+def _turned(x_RC: Tensor, inverse: Tensor) -> Tensor:
+    """``[..., R, b]`` -> ``[b, R]``, with the rows of all matrices, if they share a factor; otherwise ``[E, b, R]``."""
+    return x_RC.flatten(0, -2).mT if inverse.dim() == 2 else x_RC.flatten(0, -3).mT
 
 
 def takes(current: Tensor, pattern: Pattern) -> bool:
