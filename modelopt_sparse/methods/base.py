@@ -15,6 +15,7 @@ from torch import Tensor
 from modelopt_sparse.patterns import Pattern
 
 NEEDS = ("nothing", "square_sums", "gram")
+STRIP = 256  # columns of a Gram matrix that one product of `output_energy` takes
 
 
 @dataclass
@@ -106,12 +107,17 @@ def output_energy(weight: Tensor, stats: Stats | None) -> float:
     work = _working(weight)
     matrix = weight.to(work)
     if stats is None:
-        weighted = matrix
-    elif stats.gram is None:
-        weighted = matrix * stats.square_sums.to(work).unsqueeze(-2)
-    else:
-        weighted = matrix @ stats.gram.to(work)
-    return float((weighted * matrix).sum(dtype=torch.float64))
+        return float(matrix.square().sum(dtype=torch.float64))
+    if stats.gram is None:
+        return float((matrix.square() * stats.square_sums.to(work).unsqueeze(-2)).sum(dtype=torch.float64))
+    energy = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    for first in range(0, matrix.shape[-1], STRIP):
+        last = first + STRIP
+        # the matrix is symmetric: what is above its diagonal counts twice, and what is below is not multiplied
+        strip = stats.gram[..., :last, first:last].to(work, copy=True)
+        strip[..., :first, :] *= 2
+        energy += ((matrix[..., :last] @ strip) * matrix[..., first:last]).sum(dtype=torch.float64)
+    return float(energy)
 
 
 def _working(weight: Tensor) -> torch.dtype:
