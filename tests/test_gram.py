@@ -64,19 +64,28 @@ def test_on_the_cpu_rows_are_multiplied_in_float32(dtype, lead):
     assert_bits(completed(total), expected)
 
 
+LARGE, STRIP = grams.STRIPS["cpu"][0]
+SMALL, NARROW = grams.STRIPS["cpu"][-1]
+
+
 @pytest.mark.parametrize("lead", [(), (2,)])
-def test_of_a_large_matrix_the_upper_half_is_computed(lead):
-    """Above and below the number of columns from which that pays; with a shared input added in between."""
-    large, strip = grams.STRIPS["cpu"]
-    for columns in (large - 1, large + 40):
-        batches = [whole_numbers(*lead, 3, columns), whole_numbers(3, columns), whole_numbers(*lead, 2, columns)]
-        total = None
-        for rows in batches:
-            total = add_product(total, rows)
-        assert total is not None
-        missing = columns >= large
-        assert total[..., strip:, :strip].equal(total[..., :strip, strip:].mT) is not missing
-        assert torch.equal(completed(total), sum(rows.mT @ rows for rows in batches))
+@pytest.mark.parametrize(
+    ("columns", "strip"), [(SMALL - 1, None), (SMALL + 40, NARROW), (LARGE - 1, NARROW), (LARGE + 40, STRIP)]
+)
+def test_of_a_large_matrix_the_upper_half_is_computed(columns, strip, lead):
+    """On both sides of the numbers of columns from which strips pay; with a shared input added in between."""
+    batches = [whole_numbers(*lead, 3, columns), whole_numbers(3, columns), whole_numbers(*lead, 2, columns)]
+    total = None
+    for rows in batches:
+        total = add_product(total, rows)
+    assert total is not None
+    rows_there = [
+        total[..., first:last, :NARROW].equal(total[..., :NARROW, first:last].mT)
+        for first, last in ((NARROW, STRIP), (STRIP, None))
+    ]
+    assert rows_there == {None: [True, True], NARROW: [False, False], STRIP: [True, False]}[strip]
+    first, shared, last = batches
+    assert torch.equal(completed(total), first.mT @ first + shared.mT @ shared + last.mT @ last)
 
 
 def test_float64_rows_are_summed_in_float64():
@@ -122,7 +131,7 @@ def test_float16_stays_out_of_float16_sums(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("lead", "columns"), [((), 96), ((3,), 96), ((), 77), ((), grams.STRIPS["cuda"][0] + 200)])
+@pytest.mark.parametrize(("lead", "columns"), [((), 96), ((3,), 96), ((), 77), ((), grams.STRIPS["cuda"][0][0] + 200)])
 def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
     """Against float64. Sums or a result in half precision would be a hundred times further off."""
     first, second = (torch.randn(*lead, tokens, columns, device="cuda").to(dtype) for tokens in (3000, 700))
@@ -130,7 +139,7 @@ def test_half_precision_on_cuda_is_summed_in_float32(dtype, lead, columns):
     assert total.dtype == torch.float32
     exact = first.double().mT @ first.double() + second.double().mT @ second.double()
     assert (total - exact).abs().max() < 2e-5 * exact.abs().max()
-    large, strip = grams.STRIPS["cuda"]
+    ((large, strip),) = grams.STRIPS["cuda"]
     if columns >= large:
         assert torch.equal(total[strip:, :strip], total[:strip, strip:].mT)
 

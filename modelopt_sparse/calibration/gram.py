@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # by device: columns from which only the upper half of the matrix is computed, and rows of it that one product makes
-STRIPS = {"cuda": (4096, 1024), "cpu": (256, 128)}
+STRIPS = {"cuda": ((4096, 1024),), "cpu": ((1024, 256), (256, 128))}
 
 
 def add_product(gram: Tensor | None, rows: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ def mirror(gram: Tensor, strip: int) -> None:
 
 def _strip(gram: Tensor) -> int:
     columns = gram.shape[-1]
-    large, strip = STRIPS["cuda" if gram.is_cuda else "cpu"]
-    return strip if columns >= large else max(columns, 1)
+    strips = STRIPS["cuda" if gram.is_cuda else "cpu"]
+    return next((strip for large, strip in strips if columns >= large), max(columns, 1))
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
