@@ -550,6 +550,17 @@ class Between(Stacked):
         return self.head(x)
 
 
+class WrittenBetween(Stacked):
+    """Adds something to what a block gave, in place, and not to the last row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x[:-1] += 0.5
+            x = block(x)
+        return self.head(x)
+
+
 class Twice(Stacked):
     """Runs through its blocks twice."""
 
@@ -671,6 +682,7 @@ def test_what_stands_between_blocks_is_run_as_well(sequential):
 
 WHOLE = {
     Between: "does not take the output of the block before it",
+    WrittenBetween: "does not take the output of the block before it",
     Twice: "blocks are not called once each, in order",
     WritingFirst: "blocks write to their inputs",
     WritingLater: "blocks write to their inputs",

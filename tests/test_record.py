@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.blocks import Stack
 from modelopt_sparse.calibration.batches import TokenMasks
-from modelopt_sparse.calibration.record import Recorder
+from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
 from tests.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.core
@@ -166,3 +166,64 @@ def test_an_earlier_output_that_comes_back_is_not_the_output_before():
         return {"earlier": outputs[1] if index == 2 else None}
 
     assert ran_with(extra, ROW, ROW + 1) == [3, 2]
+
+
+# the check of a record ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[str | None, list[int]]:
+    """What the check of a record finds, and the first dimension of every output of a block in it."""
+    recorder = Recorder(stack)
+    recorded(model, recorder, batch)
+    chain = Chain(recorder)
+    sizes: list[int] = []
+    with ExitStack() as hooks:
+        for block in stack.blocks:
+            see = lambda *call: sizes.append(len(flat_tensors(call[-1])[0]))  # noqa: E731
+            hooks.callback(block.register_forward_hook(see).remove)
+        return chain.problem(), sizes
+
+
+@pytest.mark.usefixtures("every_module_called")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "mixtral", "vit"])
+def test_the_last_row_of_a_batch_is_enough_to_check_a_record(name):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    (batch, *_) = architecture.batches("right")
+    for stack in mts.make_plan(model, "magnitude").stacks:
+        assert checked(model, stack, batch) == (None, [1] * len(stack.blocks))
+
+
+class Mixing(nn.Module):
+    """Takes from each row the mean of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) > 1
+        return 2 * x
+
+
+@pytest.mark.parametrize(("block", "asked"), [(Mixing, [1, 1, 3, 3]), (Refusing, [3, 3])])
+def test_the_whole_call_decides_where_a_row_does_not(block, asked):
+    model = nn.Sequential(block(), block())
+    stack = Stack("", ("0", "1"), tuple(model))
+    assert checked(model, stack, {"input": torch.randn(3, 4)}) == (None, asked)
+
+
+def test_blocks_that_do_not_give_the_models_own_output_are_found_out():
+    model = nn.Sequential(Taking(), Taking())
+    stack = Stack("", ("0", "1"), tuple(model))
+    recorder = Recorder(stack)
+    recorded(model, recorder, {"input": torch.randn(3, 4)})
+    recorder.first_output[0][-1] += 1
+    problem = Chain(recorder).problem()
+    assert problem == "blocks run one by one do not give the model's own output"
