@@ -6,7 +6,8 @@ from modelopt_sparse.evaluate import Evaluation, evaluate
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.modules import attach_optimizer, named_masks, observe_gradient, set_mask
 from modelopt_sparse.patterns import NM, Unstructured
-from modelopt_sparse.plan import Plan, make_plan
+from modelopt_sparse.plan import Plan
+from modelopt_sparse.planning import make_plan
 from modelopt_sparse.report import Report
 from modelopt_sparse.rules import Rule
 from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured

@@ -17,9 +17,10 @@ from modelopt_sparse.calibration.experts import KeptStats
 from modelopt_sparse.channels import Permuted
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.plan import LayerPlan, Plan, table
+from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.version import __version__
+from modelopt_sparse.wording import table
 
 ATTRIBUTE = "sparsity_report"
 PERMUTED, RECONSTRUCTED = "permute", "reconstruct"

@@ -21,7 +21,8 @@ from modelopt_sparse.fingerprint import fingerprint
 from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
-from modelopt_sparse.plan import LayerPlan, Plan, plan_for
+from modelopt_sparse.plan import LayerPlan, Plan
+from modelopt_sparse.planning import plan_for
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import LayerReport, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.out_of_memory import WRITTEN

@@ -16,9 +16,10 @@ from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.modules import named_masks
 from modelopt_sparse.offload import stored
 from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.plan import plan_for, table
+from modelopt_sparse.planning import plan_for
 from modelopt_sparse.report import Report, attached_report
 from modelopt_sparse.runtime.linear import refuse_packed
+from modelopt_sparse.wording import table
 
 SHOWN = 5  # layers that an error spells out
 

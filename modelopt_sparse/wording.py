@@ -1,4 +1,4 @@
-"""What error messages share."""
+"""What error messages, plans and reports share."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -11,3 +11,11 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 def unknown_option(key: str, known: Sequence[str]) -> str:
     return f"option {key!r} is not known{nearest(key, known)}; allowed are {', '.join(sorted(known))}"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [head, *rows]]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -30,7 +30,7 @@ from modelopt_sparse.config import resolve
 from modelopt_sparse.distributed import RankError, Team
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.magnitude import Magnitude
-from modelopt_sparse.plan import plan_for
+from modelopt_sparse.planning import plan_for
 from modelopt_sparse.report import Report
 from modelopt_sparse.sparsify import _calibrating
 from tests import expert_models

@@ -27,7 +27,8 @@ from modelopt_sparse.config import resolve
 from modelopt_sparse.divergence import masked
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.patterns import Unstructured, count_zeros
-from modelopt_sparse.plan import Plan, plan_for
+from modelopt_sparse.plan import Plan
+from modelopt_sparse.planning import plan_for
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 
 

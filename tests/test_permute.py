@@ -11,7 +11,7 @@ from modelopt_sparse.calibration.walk import walk
 from modelopt_sparse.channels import DenseBlock, permute
 from modelopt_sparse.config import resolve
 from modelopt_sparse.methods.permute import channel_order, kept_share
-from modelopt_sparse.plan import plan_for
+from modelopt_sparse.planning import plan_for
 from modelopt_sparse.report import Report
 from modelopt_sparse.sparsify import _calibrating
 from tests.architectures import ARCHITECTURES

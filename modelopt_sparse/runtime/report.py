@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modelopt_sparse.plan import table
 from modelopt_sparse.runtime.tune import Timing
+from modelopt_sparse.wording import table
 
 ATTRIBUTE = "semi_structured_report"
 SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"

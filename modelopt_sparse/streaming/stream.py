@@ -38,7 +38,8 @@ from modelopt_sparse.format import DESCRIPTION, INDEX, MASKS, WEIGHTS, checked_p
 from modelopt_sparse.freed import give_back_freed_memory
 from modelopt_sparse.modules import dense_class, named_masks, remove_masks
 from modelopt_sparse.offload import taken_off
-from modelopt_sparse.plan import Plan, plan_for
+from modelopt_sparse.plan import Plan
+from modelopt_sparse.planning import plan_for
 from modelopt_sparse.quantized import Quantized, asked_for, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.reconstruct import BlockReport
 from modelopt_sparse.report import LayerReport, Report, attached_report, library_versions
