@@ -1,32 +1,24 @@
 """The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed`. Thin over the public API."""
 
 import json
-import re
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import transformers
 import typer
-import yaml
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-from transformers.utils import has_file
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.batches import default_seq_len, read_documents, tokenize
-from modelopt_sparse.checkpoint import empty_model, model_class
-from modelopt_sparse.codes import quantization_of
-from modelopt_sparse.distributed import RankError, launched_group, own_device, rank, while_others_wait
+from modelopt_sparse.cli_input import DTYPES, NamedModel, settings_of
+from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.quality import QUALITIES
-from modelopt_sparse.quantized import Quantized, asked_for, load_dequantized
-from modelopt_sparse.streaming.stream import local_folder
 from modelopt_sparse.verify import PatternError
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
@@ -35,14 +27,6 @@ Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong argu
 run stopped or died (torchrun); 130 Ctrl-C.
 """
 VIOLATION, WRONG_INPUT, RANK_LOST, INTERRUPTED = 1, 2, 3, 130
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PYTHON_ONLY = (
-    "data_loader",
-    "collect_func",
-    "forward_loop",
-    "tokenizer",
-    "masks",
-)  # options that no YAML file can hold
 
 app = typer.Typer(
     help=HELP, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -131,7 +115,7 @@ def sparsify(
     as_json: Json = False,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
-    settings = _settings(locals(), config, options)
+    settings = settings_of(locals(), config, options)
     if rank() > 0:
         progress = settings["progress"] = False
     if stream and eval_data is not None:
@@ -142,7 +126,7 @@ def sparsify(
         raise ValueError("--spill goes with --stream")
     if out.exists() and not overwrite and not stream:  # a streaming run may have to go on
         raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
-    source = _Source(model, dtype, revision, trust_remote_code, progress)
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
     tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
     if "data" in settings:
@@ -210,8 +194,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
-    settings = _settings(locals(), config, options, check_device=False)  # it may be that of another machine
-    source = _Source(model, dtype, revision, trust_remote_code)
+    settings = settings_of(locals(), config, options, check_device=False)  # it may be that of another machine
+    source = NamedModel(model, dtype, revision, trust_remote_code)
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
     empty, quantized = source.empty(dequantize)
@@ -236,9 +220,9 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL divergence from it."""
-    settings = _settings({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
-    source = _Source(model, dtype, revision, trust_remote_code, progress)
-    beside = None if reference is None else _Source(reference, dtype, None, trust_remote_code, progress)
+    settings = settings_of({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
+    beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
     tokens = tokenize(source.tokenizer(), read_documents(data))
     place = device or "cpu"
     found = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
@@ -325,129 +309,6 @@ def main() -> None:
 def _complain(what: object) -> None:
     who = f"rank {rank()}: " if rank() > 0 else ""
     typer.echo(f"modelopt-sparse: {who}{' '.join(str(what).split())}", err=True)
-
-
-class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's plain values. In YAML 1.1, which yaml.SafeLoader reads, 2:4 is the number 124 and 1e-2 a string."""
-
-    yaml_implicit_resolvers = {}  # filled below; not those of the base class
-
-
-for _tag, _plain in {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9]*)",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
-}.items():
-    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
-
-
-def _read_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Yaml)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {error}") from None
-
-
-def _settings(
-    flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
-) -> dict[str, Any]:
-    """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
-    settings: dict[str, Any] = {}
-    if config is not None:
-        if not config.is_file():
-            raise ValueError(f"--config {str(config)!r} is not a file")
-        loaded = _read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
-        if not isinstance(loaded, dict):
-            raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
-        settings.update(loaded)
-    for item in options or []:
-        key, equals, value = item.partition("=")
-        if not key or not equals:
-            raise ValueError(f"--set {item!r}: write KEY=VALUE")
-        settings[key] = _read_yaml(value, f"--set {item!r}")
-    for key in settings.keys() & set(PYTHON_ONLY):
-        raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
-    known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}
-    settings.update({key: value for key, value in flags.items() if key in known and value is not None})
-    settings.setdefault("method", None)
-    if "data" in settings:
-        settings["data"] = Path(settings["data"])
-        read_documents(settings["data"])  # what is wrong with it shows before weights are read
-    if settings.get("device") is not None:
-        settings["device"] = own_device(settings["device"])
-    if check_device and settings.get("device") is not None:
-        _check_device(settings["device"])
-    return settings
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device}: {error}") from None
-
-
-class _Source:
-    """MODEL as named on the command line: a folder or a hub name, and how to load it."""
-
-    def __init__(
-        self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
-    ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
-        if progress:
-            transformers.utils.logging.enable_progress_bar()
-        self.name, self.dtype = name, dtype
-        self.remote = {"trust_remote_code": trust_remote_code}
-        self.hub = {"revision": revision, **self.remote}
-        self._check()
-
-    def _check(self) -> None:
-        """Ask for the model's config.json once; transformers itself would ask again for half a minute."""
-        where = "is neither a folder nor a model that the hub gives"
-        try:
-            found = has_file(self.name, "config.json", revision=self.hub["revision"])
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.name!r} {where}: {error}") from None
-        if not found and Path(self.name).is_dir():
-            raise ValueError(f"{self.name!r} holds no config.json: it is not a folder of a transformers model")
-        if not found:
-            raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
-
-    def empty(self, dequantize: bool, *, read: bool = False) -> tuple[nn.Module, Quantized | None]:
-        """The model without values, in the dtype that it will have, and what it is dequantized from, if it is.
-        ``read``: its weights are about to be, so those of a quantized model on the hub may be downloaded."""
-        network = empty_model(self.name, **self.hub)
-        known = dequantize and read and quantization_of(network.config) is not None
-        where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
-        quantized = asked_for(network, where, self.dtype, dequantize=dequantize)
-        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
-        return network if dtype is None else network.to(dtype), quantized
-
-    def load(self, device: str = "cpu", quantized: Quantized | None = None) -> nn.Module:
-        config = AutoConfig.from_pretrained(self.name, **self.hub)
-        architecture = model_class(config, self.name)
-        if quantized is not None:
-            folder = local_folder(self.name, self.hub["revision"], self.remote)
-            return load_dequantized(architecture, folder, config, quantized, **self.remote)[0].to(device)
-        return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
-
-    def tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self.name, **self.hub)
-
-    def companions(self) -> list[Any]:
-        """Tokenizer (with its chat template) and processor, which travel with the model; it may have none of them."""
-        found = []
-        loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
-        for loader in loaders:
-            try:
-                found.append(loader(self.name, **self.hub))
-            except (OSError, ValueError, KeyError):
-                continue
-            except ImportError as error:
-                _complain(f"warning: left behind, for it cannot be loaded here: {error}")
-        return found
 
 
 def _evaluate(

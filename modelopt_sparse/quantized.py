@@ -18,6 +18,7 @@ from torch import nn
 
 from modelopt_sparse.codes import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.format import weight_files
+from modelopt_sparse.wording import first_few
 
 METHODS = ("fp8", "mxfp4")  # that transformers dequantizes on any device and without other packages
 DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of them
@@ -158,8 +159,7 @@ def _refuse_what_goes_wrong(source: str | Path, files: list[Path], quantization:
 
 
 def _shown(found: Collection[str]) -> str:
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(sorted(found)[:SHOWN]) + more
+    return first_few(sorted(found), SHOWN)
 
 
 def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:

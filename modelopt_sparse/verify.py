@@ -19,9 +19,7 @@ from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.planning import plan_for
 from modelopt_sparse.report import Report, attached_report
 from modelopt_sparse.runtime.linear import refuse_packed
-from modelopt_sparse.wording import table
-
-SHOWN = 5  # layers that an error spells out
+from modelopt_sparse.wording import first_few, table
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,8 @@ class PatternError(ValueError):
     def __init__(self, verification: Verification) -> None:
         self.verification = verification
         wrong = [item for item in verification.layers if item.problem]
-        named = "; ".join(f"{item.name}: {item.problem}" for item in wrong[:SHOWN])
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        super().__init__(f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}{more}")
+        named = first_few([f"{item.name}: {item.problem}" for item in wrong])
+        super().__init__(f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}")
 
 
 def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_code: bool = False) -> Verification:
@@ -171,5 +168,5 @@ def _open(
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
     model, found = type(model).from_pretrained(folder, **options)  # type: ignore[attr-defined]
     if problems := unloaded(found):
-        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {'; '.join(problems[:SHOWN])}")
+        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model, lambda layer: layer.parameter.detach(), masks, record

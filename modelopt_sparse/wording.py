@@ -13,6 +13,12 @@ def unknown_option(key: str, known: Sequence[str]) -> str:
     return f"option {key!r} is not known{nearest(key, known)}; allowed are {', '.join(sorted(known))}"
 
 
+def first_few(items: Sequence[str], shown: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"and {len(items) - shown} more"] if len(items) > shown else []
+    return "; ".join([*items[:shown], *more])
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Columns as wide as their widest cell."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

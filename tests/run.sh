@@ -6,4 +6,4 @@ bash .ci/setup .venv test
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/pyright --pythonpath .venv/bin/python
-.venv/bin/python -m pytest -n 2 "$@"  # two processes, as tests take one thread each
+.venv/bin/python -m pytest -n 2 --dist worksteal "$@"  # two processes, as tests take one thread each

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint, cli
-from modelopt_sparse.runtime.convert import Settings
+from modelopt_sparse import checkpoint, cli, cli_input
+from modelopt_sparse.runtime.settings import Settings
 from tests.helpers import TESTBED, assert_same_state, run_python, state_of, tiny_llama
 from tests.unpacking import installed, place_for
 
@@ -247,7 +247,7 @@ VALUES = {
 
 def test_there_is_a_value_for_every_option_of_the_api():
     """An option that is added later must be thought of here as well."""
-    names = {item.name for item in fields(mts.SparsifyConfig)} - {"options", "data", *cli.PYTHON_ONLY}
+    names = {item.name for item in fields(mts.SparsifyConfig)} - {"options", "data", *cli_input.PYTHON_ONLY}
     assert names == VALUES.keys()
 
 
@@ -256,7 +256,7 @@ def test_every_option_is_taken_by_set(run, work, name):
     assert run("plan", work / "llama", "--set", f"{name}={VALUES[name]}", "--json").code == 0
 
 
-@pytest.mark.parametrize("name", cli.PYTHON_ONLY)
+@pytest.mark.parametrize("name", cli_input.PYTHON_ONLY)
 def test_options_that_are_python_objects_are_refused(run, work, name):
     done = run("plan", work / "llama", "--set", f"{name}=x")
     assert (done.code, done.out) == (2, "")
@@ -289,7 +289,7 @@ def test_options_that_are_python_objects_are_refused(run, work, name):
     ],
 )
 def test_plain_yaml_values(text, value):
-    found = yaml.load(text, cli._Yaml)
+    found = yaml.load(text, cli_input.Yaml)
     assert found == value
     assert type(found) is type(value)
     assert yaml.safe_load("2:4") == 124  # the reader of everybody else is untouched
@@ -565,7 +565,7 @@ def test_the_revision_is_asked_of_the_hub(run, monkeypatch):
         asked.append((name, file, revision))
         raise OSError("there is no revision 'v7'")
 
-    monkeypatch.setattr(cli, "has_file", has_file)
+    monkeypatch.setattr(cli_input, "has_file", has_file)
     for arguments in (["plan"], ["sparsify", "--out", "never"], ["eval", "--data", __file__]):
         done = run(*arguments, "some/model", "--revision", "v7")
         assert done.code == 2

@@ -28,11 +28,11 @@ from modelopt_sparse import checkpoint
 from modelopt_sparse.plan import HARDWARE
 from modelopt_sparse.runtime import backends, convert, tune
 from modelopt_sparse.runtime.backends import Algorithm, CuSparseLt, Cutlass
-from modelopt_sparse.runtime.convert import Place, Settings
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_negative_zeros
 from modelopt_sparse.runtime.product import Choice, as_numbers, choice_for
 from modelopt_sparse.runtime.quantize import LARGEST, SUMS, quantize_rows, relative_squared_error, rescaled
+from modelopt_sparse.runtime.settings import Place, Settings, _no_fp8, loading_place
 from modelopt_sparse.runtime.tune import Timing, TimingCache, decide
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.unpacking import CPU, Unpacking, chain, installed, packed_by, place_for, pruned
@@ -589,7 +589,7 @@ def test_the_backend_is_the_first_that_runs_on_the_device(monkeypatch, capabilit
         assert type(backends.choose_backend(device)) is chosen
     fp8 = {CuSparseLt: capability >= (8, 9), Cutlass: False}
     if chosen in fp8:
-        assert (convert._no_fp8(device, backends.choose_backend(device)) == "") == fp8[chosen]
+        assert (_no_fp8(device, backends.choose_backend(device)) == "") == fp8[chosen]
 
 
 def test_an_asked_for_backend_is_not_replaced(monkeypatch):
@@ -646,7 +646,7 @@ def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Place, "of", lambda device, settings: (device, settings))
-    settings, place = convert.loading_place(device_map, {"quantize": "fp8"})
+    settings, place = loading_place(device_map, {"quantize": "fp8"})
     assert place == (torch.device("cuda:0"), settings)
     assert settings.quantize == "fp8"
 

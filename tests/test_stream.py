@@ -31,7 +31,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import checkpoint
 from modelopt_sparse.checkpoint import model_class
 from modelopt_sparse.format import pack_mask
-from modelopt_sparse.streaming import stream
+from modelopt_sparse.streaming import blocks
 from modelopt_sparse.streaming.shards import concatenate, write_index
 from modelopt_sparse.streaming.spill import spilled
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama, token_batches
@@ -309,7 +309,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
     """Counted by looking at every block whenever one is read."""
     source = saved(tmp_path / "dense", MODELS[name])
     held: list[int] = []
-    fill = stream._Blocks._fill
+    fill = blocks.StreamedBlocks._fill
 
     def count(blocks: Any) -> None:
         full = [
@@ -323,7 +323,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
         fill(self, block)
         count(self)
 
-    monkeypatch.setattr(stream._Blocks, "_fill", counting)
+    monkeypatch.setattr(blocks.StreamedBlocks, "_fill", counting)
     streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches(name), reconstruct=1)
     assert len(held) > 9
     assert set(held) == {1}
@@ -332,7 +332,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
 def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypatch):
     source = saved(tmp_path / "dense", MODELS["llama"])
     alive: list[weakref.ref] = []
-    write = stream._Blocks._write
+    write = blocks.StreamedBlocks._write
     numbers = []
 
     def watching(self, index, layers, tuned):
@@ -342,7 +342,7 @@ def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypa
             alive.append(weakref.ref(mask))
         write(self, index, layers, tuned)
 
-    monkeypatch.setattr(stream._Blocks, "_write", watching)
+    monkeypatch.setattr(blocks.StreamedBlocks, "_write", watching)
     streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
     assert len(alive) == 21
     assert numbers == [0, 0, 0]

@@ -8,7 +8,7 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.runtime import backends, convert
 from modelopt_sparse.runtime.backends import BACKENDS, Algorithm, Cutlass
-from modelopt_sparse.runtime.convert import Place, Settings
+from modelopt_sparse.runtime.settings import Place, Settings
 
 CPU = torch.device("cpu")
 

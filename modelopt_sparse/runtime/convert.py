@@ -1,8 +1,8 @@
 """`to_semi_structured` and `to_dense`: which layers are packed 2:4, one after the other, and the way back."""
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,120 +15,18 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.layers import find_layers
 from modelopt_sparse.modules import named_masks
 from modelopt_sparse.report import library_versions
-from modelopt_sparse.runtime.backends import BACKENDS, Backend, choose_backend, library_version
+from modelopt_sparse.runtime.backends import library_version
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
 from modelopt_sparse.runtime.packing import DTYPES, NotPackable, misfit, pack, shape_misfit
 from modelopt_sparse.runtime.product import ALWAYS_SPARSE
-from modelopt_sparse.runtime.quantize import FORMATS, quantize_rows, relative_squared_error
+from modelopt_sparse.runtime.quantize import quantize_rows, relative_squared_error
 from modelopt_sparse.runtime.report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
-from modelopt_sparse.runtime.tune import (
-    LIBRARIES,
-    TIMERS,
-    Timer,
-    Timing,
-    TimingCache,
-    decide,
-    time_layer,
-    timing_key,
-)
-from modelopt_sparse.wording import nearest
+from modelopt_sparse.runtime.settings import Place, Settings
+from modelopt_sparse.runtime.tune import Timing, TimingCache, decide, time_layer, timing_key
+from modelopt_sparse.wording import first_few, nearest
 
-SHOWN = 5  # layers that an error spells out
 ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
 ERROR_SEED = 20_240_813  # of those inputs: none that weights are likely to have been drawn with
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of `to_semi_structured`, checked."""
-
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    strict: bool = False
-    tune: tuple[int, ...] | None = None
-    timing: str = "eager"
-    min_speedup: float = 1.05
-    keep_both: bool = False
-    quantize: str | None = None
-    backend: str | None = None
-    cache: str | Path | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "Settings":
-        known = [item.name for item in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise ValueError(
-                    f"option {key!r} of to_semi_structured is not known{nearest(key, known)}; "
-                    f"allowed are {', '.join(known)}"
-                )
-        given = dict(options)
-        for key in ("include", "exclude"):
-            if isinstance(given.get(key), str):
-                given[key] = (given[key],)
-            if given.get(key) is not None:
-                given[key] = tuple(given[key])
-        if isinstance(given.get("tune"), int) and not isinstance(given["tune"], bool):
-            given["tune"] = (given["tune"],)
-        if given.get("tune") is not None:
-            given["tune"] = _token_counts(given["tune"])
-        return cls(**given)
-
-    def __post_init__(self) -> None:
-        if self.timing not in TIMERS:
-            raise ValueError(f"timing {self.timing!r} is not known: allowed are {', '.join(TIMERS)}")
-        if not self.min_speedup > 0:
-            raise ValueError(f"min_speedup {self.min_speedup}: it must be above 0; 1.05 asks for 5 % more speed")
-        if self.quantize is not None and self.quantize not in FORMATS:
-            raise ValueError(f"quantize {self.quantize!r} is not known: allowed are {', '.join(FORMATS)}, or None")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"backend {self.backend!r} is not known: allowed are {', '.join(BACKENDS)}, or None")
-        if self.tune is None:
-            for key in ("keep_both", "cache"):
-                if getattr(self, key):
-                    raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
-        if self.keep_both and self.quantize:
-            raise ValueError("keep_both with quantize would give one token other values than two: choose one of them")
-
-    @property
-    def packed_dtype(self) -> torch.dtype | None:
-        return None if self.quantize is None else FORMATS[self.quantize]
-
-
-def _token_counts(given: Any) -> tuple[int, ...]:
-    counts: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
-    if wrong or not counts:
-        raise ValueError(f"tune {given!r}: give token counts from 1, for example tune=(1, 64, 2048)")
-    return tuple(sorted(set(counts)))
-
-
-@dataclass(frozen=True)
-class Place:
-    """A device that layers are packed for, what multiplies there, and how it is timed."""
-
-    device: torch.device
-    backend: Backend
-    title: str
-    timer: Timer
-    cache_bytes: int
-    libraries: Sequence[str] = LIBRARIES
-
-    @classmethod
-    def of(cls, device: torch.device, settings: Settings) -> "Place":
-        backend = choose_backend(device, settings.backend)
-        properties = torch.cuda.get_device_properties(device)
-        if settings.quantize == "fp8" and (reason := _no_fp8(device, backend)):
-            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
-        return cls(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
-
-
-def _no_fp8(device: torch.device, backend: Backend) -> str:
-    if torch.float8_e4m3fn not in backend.dtypes:
-        return f'{backend.name} has no fp8; quantize="int8" runs with it'
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
-    return ""
 
 
 # the public functions -----------------------------------------------------------------------------------------------
@@ -182,29 +80,6 @@ def semi_structured_report(model: nn.Module) -> SpeedReport:
     if found is None:
         raise ValueError(f"this {type(model).__name__} carries no report of 2:4: call to_semi_structured on it first")
     return found
-
-
-def loading_place(device_map: Any, given: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
-    """The options of `to_semi_structured` that `load` was given, and the one CUDA device that a ``device_map`` names,
-    None being the current one. Raises ValueError for what cannot be, before any weight is read."""
-    settings = Settings.of({} if isinstance(given, bool) else given)
-    named = (
-        list(device_map.values()) if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
-    )
-    try:
-        (device,) = {torch.device(name) for name in named}
-    except (RuntimeError, TypeError, ValueError):  # "auto", or several
-        device = torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(
-            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; to spread a "
-            "model over several, load it dense with that device_map, export it and call to_semi_structured on it"
-        )
-    if not torch.cuda.is_available():
-        raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return settings, Place.of(device, settings)
 
 
 def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
@@ -339,9 +214,8 @@ def _check_asked_for(model: nn.Module, candidates: Sequence[_Candidate], setting
             raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
     refused = [item for item in candidates if item.reason and _must_be_packed(item.name, settings)]
     if refused:
-        named = "; ".join(f"{item.name}: {item.reason}" for item in refused[:SHOWN])
-        more = f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
-        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {named}{more}")
+        named = first_few([f"{item.name}: {item.reason}" for item in refused])
+        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {named}")
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:

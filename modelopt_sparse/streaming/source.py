@@ -1,14 +1,17 @@
-"""The files of a streaming run's source: whole when the run starts, and the same until it ends."""
+"""A streaming run's source: where it lies, and its files, whole when the run starts and the same until it ends."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.utils import cached_file
 
 from modelopt_sparse.calibration.turns import Unreadable
-from modelopt_sparse.format import INDEX, file_hash, weight_files
+from modelopt_sparse.format import INDEX, WEIGHTS, file_hash, weight_files
 
 GET_IT_AGAIN = "get the file again, and start the run again"
 
@@ -92,3 +95,26 @@ def _there(folder: Path) -> list[str]:
 def _look(path: Path) -> tuple[int, ...]:
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
+    """The folder of a checkpoint; that of a hub name is downloaded first, and stays in the cache."""
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
+        return Path(source)
+    name = str(source)
+    try:
+        config = cached_file(name, "config.json", revision=revision)
+        index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
+        folder = Path(str(config)).parent
+        for file in [WEIGHTS] if index is None else weight_files(folder):
+            cached_file(name, file, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
+    for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
+        try:
+            loader.from_pretrained(name, revision=revision, **remote)  # its files are in the cache then
+        except (OSError, ValueError, KeyError, ImportError):
+            continue
+    return folder

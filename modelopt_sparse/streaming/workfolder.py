@@ -25,11 +25,11 @@ from typing import Any
 
 from modelopt_sparse.format import DESCRIPTION, move_in, size_and_hash
 from modelopt_sparse.locks import hold
+from modelopt_sparse.wording import first_few
 
 STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
-SHOWN = 5  # differences that an error spells out
 DATA = "calibration data"
 
 
@@ -267,9 +267,8 @@ def _damage(name: str, record: BlockRecord) -> str:
 
 
 def _refusal(differences: list[str]) -> str:
-    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     return (
-        f"holds a run that was started with something else ({'; '.join(differences[:SHOWN])}{more}): start it with "
+        f"holds a run that was started with something else ({first_few(differences)}): start it with "
         "what it was started with, give another target, or overwrite=True (--overwrite) to throw it away"
     )
 
