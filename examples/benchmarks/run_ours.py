@@ -8,7 +8,8 @@ import modelopt_sparse as mts
 
 
 def sparsify(model, batches, options):
-    given = {"pattern": options.pattern, "data_loader": batches, "autocast": options.autocast, "progress": False}
+    given = {"pattern": options.pattern, "data_loader": batches, "progress": False}
+    given |= {"autocast": options.autocast, "sequential": options.sequential}
     if options.masks_of is not None:
         masks = nonzeros(options.masks_of, mts.make_plan(model, "magnitude", pattern=options.pattern))
         mts.sparsify(model, masks=masks, polish=True, reconstruct=True, **given)

@@ -36,6 +36,7 @@ def main(sparsify: Sparsify) -> None:
     parser.add_argument("--pattern", help="N:M with N kept, or a pruned percentage such as 50%%")
     parser.add_argument("--masks-of", type=Path, metavar="FOLDER", help="keep what is nonzero in this sparse model")
     parser.add_argument("--autocast", help="modelopt_sparse only: the precision that blocks run in")
+    parser.add_argument("--sequential", default="block", help="modelopt_sparse only: what is sparse before a layer")
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
 
