@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error
+from modelopt_sparse.methods.base import STRIP, Method, Solution, Stats, relative_error
 from modelopt_sparse.patterns import NM, parse_pattern
 from tests import reference
 from tests.helpers import correlated_inputs
@@ -268,6 +268,18 @@ def test_a_layer_whose_output_is_zero_has_no_error():
     weight = torch.zeros(2, 4)
     assert relative_error(weight, weight, None) == 0
     assert relative_error(torch.ones(2, 4), weight, Stats(1, torch.zeros(4), torch.zeros(4, 4))) == 0
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("columns", [STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 40])
+def test_the_error_of_a_wide_layer_is_that_of_its_outputs(columns, lead):
+    """Against the outputs themselves: the Gram matrix is multiplied strip by strip, above its diagonal alone."""
+    x = torch.randn(*lead, 50, columns, dtype=torch.float64)
+    weight = torch.randn(*lead, 6, columns, dtype=torch.float64)
+    pruned = weight * (torch.rand_like(weight) < 0.5)
+    stats = Stats(50, x.square().sum(-2), x.mT @ x)
+    expected = ((weight - pruned) @ x.mT).square().sum() / (weight @ x.mT).square().sum()
+    assert relative_error(weight, pruned, stats) == pytest.approx(float(expected), rel=1e-10)
 
 
 def test_statistics_of_two_halves_add_up_to_those_of_the_whole():

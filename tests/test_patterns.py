@@ -73,6 +73,15 @@ def test_wide_groups_keep_the_largest():
     assert NM(1, 256).mask(score).nonzero()[:, 1].tolist() == [255, 511]
 
 
+@pytest.mark.parametrize("kept", [1, 150, 299])
+@pytest.mark.parametrize("rising", [True, False])
+def test_groups_wider_than_a_byte_counts(kept, rising):
+    """An entry that all others beat, and one that beats all others."""
+    score = torch.arange(300.0) if rising else -torch.arange(300.0)
+    expected = (torch.arange(300) >= 300 - kept) if rising else (torch.arange(300) < kept)
+    assert torch.equal(NM(kept, 300).mask(score[None]), expected[None])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
 def test_masks_are_the_same_in_every_dtype(pattern, dtype):
