@@ -27,6 +27,17 @@ def varied(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [batch for three in zip(batches, others, full) for batch in three] + batches
 
 
+def uncached(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A model without caches, as in calibration, and its batches."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return model, architecture.batches("right")
+
+
 @pytest.fixture
 def every_module_called():
     """Without the fused path of nn.TransformerEncoder, as in calibration."""
@@ -39,14 +50,8 @@ def every_module_called():
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.chained])
 def test_calls_that_are_filled_in_are_those_that_blocks_would_be_given(name):
     """A recorder that stops the model as soon as it can, against one for each call, which sees all of its blocks."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-    batches = varied(architecture.batches("right"))
-
+    model, batches = uncached(name)
+    batches = varied(batches)
     for stack in mts.make_plan(model, "magnitude").stacks:
         assert sum(blocks_run(model, stack, batches)) < len(batches) * len(stack.blocks)
 
@@ -178,9 +183,12 @@ def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[s
     recorded(model, recorder, batch)
     chain = Chain(recorder)
     sizes: list[int] = []
+
+    def see(block: nn.Module, args: tuple, output: Any) -> None:
+        sizes.append(len(flat_tensors(output)[0]))
+
     with ExitStack() as hooks:
         for block in stack.blocks:
-            see = lambda *call: sizes.append(len(flat_tensors(call[-1])[0]))  # noqa: E731
             hooks.callback(block.register_forward_hook(see).remove)
         return chain.problem(), sizes
 
@@ -188,13 +196,7 @@ def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[s
 @pytest.mark.usefixtures("every_module_called")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "mixtral", "vit"])
 def test_the_last_row_of_a_batch_is_enough_to_check_a_record(name):
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-    (batch, *_) = architecture.batches("right")
+    model, (batch, *_) = uncached(name)
     for stack in mts.make_plan(model, "magnitude").stacks:
         assert checked(model, stack, batch) == (None, [1] * len(stack.blocks))
 
@@ -217,6 +219,14 @@ def test_the_whole_call_decides_where_a_row_does_not(block, asked):
     model = nn.Sequential(block(), block())
     stack = Stack("", ("0", "1"), tuple(model))
     assert checked(model, stack, {"input": torch.randn(3, 4)}) == (None, asked)
+
+
+def test_the_whole_call_decides_where_writes_are_not_counted():
+    """A user's loop in inference mode: the last row says nothing about what was written to the others in between."""
+    model = nn.Sequential(Taking(), Taking())
+    stack = Stack("", ("0", "1"), tuple(model))
+    with torch.inference_mode():
+        assert checked(model, stack, {"input": torch.randn(3, 4)}) == (None, [3, 3])
 
 
 def test_blocks_that_do_not_give_the_models_own_output_are_found_out():
