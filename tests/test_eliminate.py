@@ -94,6 +94,19 @@ def test_stacks_share_a_factor_or_have_their_own(pattern, lead, own, device):
         torch.testing.assert_close(pruned.view(-1, 5, 16)[i], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((2, 2), ())], ids=["shared", "own", "two", "one"]
+)
+@pytest.mark.parametrize("pattern", ["2:4", "1:3", "50% per row", "50% per matrix"])
+def test_the_torch_path_gives_stacks_what_it_gives_each_matrix(pattern, lead, own):
+    current, inverse, spelled = torch.randn(*lead, 5, 24), factor(24, *own), parse_pattern(pattern)
+    pruned, mask = plain(current, inverse, spelled)
+    for i, matrix in enumerate(current.view(-1, 5, 24)):
+        expected, expected_mask = plain(matrix, inverse.view(-1, 24, 24)[i] if own else inverse, spelled)
+        assert torch.equal(mask.view(-1, 5, 24)[i], expected_mask)
+        torch.testing.assert_close(pruned.view(-1, 5, 24)[i], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 3), (5, 8), (1, 13), (19, 40), (2, 130)])
 def test_blocks_of_any_width(rows, columns, device):
     current, inverse = torch.randn(rows, columns), factor(columns)
