@@ -127,8 +127,8 @@ class Runner:
 
     @contextmanager
     def resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Blocks ready to be run by themselves: moved to the execution device, if one was asked for, until the
-        context ends."""
+        """Blocks ready to be run by themselves on the execution device, if one was asked for. A single block is there
+        until the context ends; several move for each call."""
         device = self.config.device
         with ExitStack() as hooks:
             hooks.enter_context(_every_module_called())
@@ -202,8 +202,8 @@ def input_device(model: nn.Module) -> torch.device:
 def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
     """While entered, every call of the block runs on ``device`` and gives its outputs back where they came from.
 
-    ``resident``: the weights stay on the device in between; otherwise they move for each call. Blocks that accelerate
-    moves by itself, and blocks that are on the device already, are left alone.
+    ``resident``: the weights are there all the time; otherwise they move for each call. Blocks that accelerate moves by
+    itself, and blocks that are on the device already, are left alone.
     """
     home = input_device(block)
     if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
@@ -211,7 +211,8 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Itera
         return
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        module.to(device)
+        if not resident:
+            module.to(device)
         return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -226,6 +227,8 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Itera
         block.register_forward_hook(after, prepend=True),
     ):
         try:
+            if resident:
+                block.to(device)
             yield
         finally:
             block.to(home)

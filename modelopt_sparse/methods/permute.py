@@ -24,15 +24,15 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
         return torch.arange(columns, device=score.device)
     score = score.float()
     chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
-    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1)
+    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1).cpu()
     parts = -(-columns // block)
     for part in range(parts):  # strided, so that every part spans all quantiles
         groups[part::parts] = _swap(score, groups[part::parts].clone(), n)
-    return groups.flatten()
+    return groups.flatten().to(score.device)
 
 
 def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
-    """Swap channels between groups ``[G, m]`` until no swap of two raises the kept score noticeably.
+    """Swap channels between groups ``[G, m]`` (on the CPU) until no swap of two raises the kept score noticeably.
 
     A sweep makes the best swap, then the best one among the groups not yet touched, and so on: swaps of disjoint
     groups add up exactly.
@@ -42,7 +42,8 @@ def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
         ordered = score[:, groups.flatten()]
         kept = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
         gain = _swap_gains(ordered, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
-        best, which = gain.max(-1)
+        # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
+        best, which = (found.cpu() for found in gain.max(-1))
         best.fill_diagonal_(0)  # within a group nothing changes
         floor = float(SMALL * kept / size)
         if not best.max() > floor:

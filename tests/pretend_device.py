@@ -1,0 +1,109 @@
+"""A pretend accelerator: a device whose tensors hold their values on the CPU.
+
+For torch they are on another device than the CPU's: an operation that mixes the two raises, as on a GPU, and what has
+to move has to be moved. So machines without a GPU can test that what meets lies on one device; not kernels, streams,
+memory or how a GPU rounds.
+
+What torch's C++ code does by itself without an operation of its own, such as setting items of a tensor, is not there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+
+
+class _Backend(_DummyBackendModule):
+    """Not available, where other tests ask torch or accelerate for the machine's accelerator."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+DEVICE = torch.device(NAME, 0)
+aten = torch.ops.aten
+MOVES = {aten._to_copy.default, aten.copy_.default}
+INDEXED = {aten.index.Tensor, aten.index_put_.default}  # which take indices on the CPU, as on a GPU
+AS_ON_A_GPU = "Expected all tensors to be on the same device"
+
+
+class Pretended(Tensor):
+    """A tensor on the pretend device; ``inner`` has its values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Pretended":
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+        )
+        made.inner = inner
+        return made
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        del types
+        return _run(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        del types
+        return _run(func, args, kwargs or {})
+
+
+@contextmanager
+def pretend_device() -> Iterator[torch.device]:
+    """While entered, tensors and modules can be moved to and from the device that is given."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    # a parameter that moves stays the same object, as it does between the CPU and a GPU
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with _Mode():
+            yield DEVICE
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _run(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    there = [x for x in tensors if isinstance(x, Pretended)]
+    here = [x for x in tensors if not isinstance(x, Pretended) and x.dim() > 0]
+    if there and here and func not in MOVES | INDEXED:
+        shapes = [list(x.shape) for x in there], [list(x.shape) for x in here]
+        raise RuntimeError(f"{AS_ON_A_GPU}, but {func} has {NAME} {shapes[0]} and cpu {shapes[1]}")
+    device = kwargs.get("device")
+    if device is not None:
+        goes = torch.device(device).type == NAME
+        kwargs = {**kwargs, "device": torch.device("cpu")} if goes else kwargs
+    else:
+        goes = isinstance(args[0], Pretended) if func in MOVES else bool(there)
+    inner_args, inner_kwargs = pytree.tree_map_only(Pretended, lambda x: x.inner, (args, kwargs))
+    if func is aten.histc.default:  # of integers on a GPU alone, as transformers knows
+        inner_args = (inner_args[0].double(), *inner_args[1:])
+    result = func(*inner_args, **inner_kwargs)
+    arguments = {id(x.inner if isinstance(x, Pretended) else x): x for x in tensors}
+
+    def outer(x: Tensor) -> Tensor:
+        if id(x) in arguments:  # what works in place gives its argument
+            return arguments[id(x)]
+        return Pretended(x) if goes else x
+
+    return pytree.tree_map_only(Tensor, outer, result)
