@@ -112,11 +112,12 @@ def _streamed(
     if "routed_tokens_of_one_block" in beside:
         solving["routed_tokens_of_one_block"] = beside["routed_tokens_of_one_block"]
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
-    if tokens is not None:
-        host["activations"] = _activations(model, planned, config, tokens)
+    held = {} if tokens is None else {"activations": _activations(model, planned, config, tokens)}
     if config.device is None or config.device.type == "cpu":
-        return {HOST: host | solving}
-    return {HOST: host, str(config.device): {"one_block": largest, "masks_of_one_block": masks, **solving}}
+        return {HOST: host | held | solving}
+    # activations are held on the device if there is room for them, which cannot be told before
+    device = {"one_block": largest, "masks_of_one_block": masks, **held, **solving}
+    return {HOST: host | held, str(config.device): device}
 
 
 def _activations(model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int) -> int:
@@ -124,10 +125,13 @@ def _activations(model: nn.Module, planned: Sequence[LayerPlan], config: Sparsif
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     if hidden is None or not any(item.calibrated for item in planned):
         return 0
+    return states(config) * tokens * hidden * next(model.parameters()).element_size()
+
+
+def states(config: SparsifyConfig) -> int:
+    """How many activations of all calibration data are held from block to block, at most."""
     copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
-    if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
-        copies = max(copies, 2)
-    return copies * tokens * hidden * next(model.parameters()).element_size()
+    return max(copies, 2) if config.sequential == "none" else copies  # a block's inputs stay until all outputs are there
 
 
 def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:

@@ -20,8 +20,11 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 NAME = "pretend"
 
 
-class _Backend(_DummyBackendModule):
-    """Not available, where other tests ask torch or accelerate for the machine's accelerator."""
+class Backend(_DummyBackendModule):
+    """Not available, where other tests ask torch or accelerate for the machine's accelerator. ``free``: how many bytes
+    of memory the device says it has left; torch's allocator holds ``reserved``, of which ``allocated`` are in use."""
+
+    free = reserved = allocated = 0
 
     def is_available(self) -> bool:
         return False
@@ -29,8 +32,21 @@ class _Backend(_DummyBackendModule):
     def device_count(self) -> int:
         return 0
 
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        del device
+        return self.free, self.free + self.reserved
 
-_setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+    def memory_reserved(self, device: torch.device) -> int:
+        del device
+        return self.reserved
+
+    def memory_allocated(self, device: torch.device) -> int:
+        del device
+        return self.allocated
+
+
+BACKEND = Backend()
+_setup_privateuseone_for_python_backend(NAME, backend_module=BACKEND)
 DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default}

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.streaming import blocks
+from modelopt_sparse.streaming.spill import spilled
 from tests.architectures import ARCHITECTURES
 from tests.expert_models import MODELS
 from tests.helpers import tiny_llama, token_batches
-from tests.pretend_device import AS_ON_A_GPU, Pretended, pretend_device
+from tests.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
 
 PLACES = ["on it", "device="]
 CPU = torch.device("cpu")
@@ -121,6 +123,54 @@ def test_streaming(method, spill, tmp_path):
     with pretend_device() as device:
         mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "device", method, device=device, spill=spill, **options)
     assert_same(mts.load(tmp_path / "device"), mts.load(tmp_path / "cpu"), atol=1e-5)
+
+
+# bytes of what the first block is given: three hidden states, and a mask, two rotary tables and positions for all of them
+HELD = 4 * (3 * 2 * 16 * 32 + 2 * 16 * 16 + 2 * 16 * 8) + 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "stays"),
+    [
+        ({"free": 2 * HELD}, {}, True),
+        ({"free": HELD, "reserved": 2 * HELD, "allocated": HELD}, {}, True),
+        ({"free": 2 * HELD - 2}, {}, False),
+        ({"free": 4 * HELD - 2}, {"sequential": "none"}, False),
+        ({"free": 4 * HELD}, {"sequential": "none"}, True),
+        ({"free": 6 * HELD}, {"reconstruct": {"target": "dense", "epochs": 1}}, True),
+        ({"free": 6 * HELD - 2}, {"reconstruct": {"target": "dense", "epochs": 1}}, False),
+    ],
+)
+def test_activations_stay_where_they_take_half_of_the_free_memory(memory, options, stays, monkeypatch):
+    for name, value in memory.items():
+        monkeypatch.setattr(BACKEND, name, value)
+    model = tiny_llama(attn_implementation="eager")
+    expected = sparse(copy.deepcopy(model), token_batches(), **options)
+    seen = set()
+    # before the hook that moves what a block is given
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
+    with pretend_device() as device:
+        found = sparse(model, token_batches(), place="device=", device=device, **options)
+    assert seen == ({"cpu", "pretend"} if stays else {"cpu"})  # the whole model runs at home
+    assert_same(found, expected, atol=1e-5)
+
+
+def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(BACKEND, "free", 1 << 40)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    placed = []
+    monkeypatch.setattr(blocks, "spilled", lambda x, folder: placed.append(x.device.type) or spilled(x, folder))
+    with pretend_device() as device:
+        mts.sparsify_checkpoint(
+            tmp_path / "dense",
+            tmp_path / "sparse",
+            "sparsegpt",
+            data_loader=token_batches(),
+            device=device,
+            spill=True,
+            progress=False,
+        )
+    assert set(placed) == {"cpu"}
 
 
 def test_after_an_error_everything_is_at_home(device):

@@ -218,7 +218,12 @@ class Recorder:
 
 
 class Chain:
-    """A recorded stack, run block by block. The state is the output of the last block advanced over, per call."""
+    """A recorded stack, run block by block. The state is the output of the last block advanced over, per call.
+
+    ``stays``: it is held on the execution device, where blocks give it.
+    """
+
+    stays = False
 
     def __init__(self, recorder: Recorder) -> None:
         self.stack = recorder.stack
@@ -230,6 +235,12 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    @property
+    def nbytes(self) -> int:
+        """What the first block of all calls is given, which is about the size of a state."""
+        given = {id(x): x for calls in self._calls for x in flat_tensors(calls[0])}
+        return sum(x.nbytes for x in given.values())
 
     def copy(self) -> "Chain":
         """The same chain with a state of its own; recorded tensors are shared."""

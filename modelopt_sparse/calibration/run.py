@@ -125,17 +125,23 @@ class Runner:
     def side_of(self, module: nn.Module) -> Side:
         return self._sides.get(module, "decoder")
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether activations of so many bytes can be held on the execution device, beside a block, its statistics and
+        a solver: where they take no more than half of what is free there."""
+        return self.config.device is not None and nbytes <= _free_bytes(self.config.device) // 2
+
     @contextmanager
-    def resident(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    def resident(self, blocks: Sequence[nn.Module], *, stays: bool = False) -> Iterator[None]:
         """Blocks ready to be run by themselves on the execution device, if one was asked for. A single block is there
-        until the context ends; several move for each call."""
+        until the context ends; several move for each call. ``stays``: so does what they give; otherwise it goes back
+        to where they came from."""
         device = self.config.device
         with ExitStack() as hooks:
             hooks.enter_context(_every_module_called())
             hooks.enter_context(self._autocast())
             for block in blocks if device is not None else ():
                 assert device is not None
-                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1))
+                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=stays))
             yield
 
     @contextmanager
@@ -198,9 +204,18 @@ def input_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def _free_bytes(device: torch.device) -> int:
+    """What is free on an accelerator, with what torch holds of it for nothing; 0 for one that does not tell."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
 @contextmanager
-def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
-    """While entered, every call of the block runs on ``device`` and gives its outputs back where they came from.
+def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: bool = False) -> Iterator[None]:
+    """While entered, every call of the block runs on ``device`` and gives its outputs back where the block came from
+    (``stays``: leaves them there).
 
     ``resident``: the weights are there all the time; otherwise they move for each call. Blocks that accelerate moves by
     itself, and blocks that are on the device already, are left alone.
@@ -219,7 +234,7 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Itera
         del args
         if not resident:
             module.to(home)
-        return map_tensors(lambda x: x.to(home), output)
+        return output if stays else map_tensors(lambda x: x.to(home), output)
 
     # the outputs move before anybody else sees them: links between blocks are found by identity
     with (

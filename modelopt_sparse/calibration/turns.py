@@ -24,7 +24,9 @@ class Turn:
 
 class Turns:
     """A model in memory, of which every block can be read and written at any time. `streaming` has another kind, which
-    reads a block's weights when its turn comes and writes them when it is over."""
+    reads a block's weights when its turn comes and writes them when it is over. ``spills``: what it keeps is on disk."""
+
+    spills = False
 
     @contextmanager
     def turn(self, block: nn.Module | None, report: Report) -> Iterator[Turn]:

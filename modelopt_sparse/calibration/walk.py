@@ -24,6 +24,7 @@ from modelopt_sparse.channels import DenseBlock, possible_folds
 from modelopt_sparse.config import SparsifyConfig
 from modelopt_sparse.distributed import Team
 from modelopt_sparse.layers import Layer
+from modelopt_sparse.memory import states
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.offload import offloaded_after_errors
 from modelopt_sparse.plan import LayerPlan, Plan
@@ -232,7 +233,7 @@ class _Walk:
         last = unit.position == len(chain.stack.blocks) - 1
         goes_on = options.target == "dense" and not last
         if parts or goes_on:
-            with self._runner.resident(unit.blocks):
+            with self._runner.resident(unit.blocks, stays=chain.stays):
                 for index in range(len(chain)):
                     outputs, goals = _watched(lambda i=index: chain.run(unit.position, i), [p.module for p in parts])
                     for part, goal in zip(parts, goals):
@@ -250,7 +251,7 @@ class _Walk:
         keep = [self._keep(unit, chain.masks[index], goal) for index, goal in enumerate(parts[-1].goals)]
         counts = self._team.meet("the batches to tune by", len(chain))
         places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
-        with self._runner.resident(unit.blocks):
+        with self._runner.resident(unit.blocks, stays=chain.stays):
             yield SolvedBlock(block, parts, keep, run, places)
 
     def _keep(self, unit: _Unit, masks: TokenMasks, goal: Tensor) -> Tensor | None:
@@ -303,7 +304,8 @@ class _Walk:
             chain = Chain(recorder)
             with self._runner.resident(recorder.stack.blocks):
                 problem, _ = self._agreed("the check of the record", chain.problem())
-        if problem is None:
+        if problem is None and chain is not None:
+            chain.stays = not self._turns.spills and self._runner.has_room(states(self.config) * chain.nbytes)
             return chain
         why = whole_runs_because(self.model, recorder.stack, problem)
         self._turns.check_whole_runs(why)
@@ -438,7 +440,7 @@ class _Walk:
         leaving = Leaving(block, targets, allowed=self._may_leave and checked and ahead is None)
         self._leaving.append(leaving)
         inputs.seen = leaving.has_input
-        with self._runner.resident(unit.blocks), inputs:
+        with self._runner.resident(unit.blocks, stays=chain.stays), inputs:
             for index in range(len(chain)):
                 inputs.begin(chain.masks[index])
                 output = leaving.run(lambda i=index: chain.run(unit.position, i))
@@ -469,7 +471,7 @@ class _Walk:
         self.report.notes.append(text)
 
     def _advance(self, unit: _Unit, chain: Chain) -> None:
-        with self._runner.resident(unit.blocks):
+        with self._runner.resident(unit.blocks, stays=chain.stays):
             for index in range(len(chain)):
                 chain.advance(unit.position, index, chain.run(unit.position, index))
 

@@ -122,7 +122,7 @@ class StreamedBlocks(Turns):
         spill: bool,
     ) -> None:
         self.model, blocks, self._places = built
-        self._work, self._files, self._spill = work, files, spill
+        self._work, self._files, self.spills = work, files, spill
         self._blocks = list(blocks.values())
         self.names = list(blocks)
         self._home = {module: block for block in self._blocks for module in block.modules()}
@@ -176,7 +176,7 @@ class StreamedBlocks(Turns):
             self._drop(block)
 
     def keep(self, activations: Tensor) -> Tensor:
-        return spilled(activations, self._work.path / "writing") if self._spill else activations
+        return spilled(activations, self._work.path / "writing") if self.spills else activations
 
     def check_whole_runs(self, why: str) -> None:
         raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")
