@@ -5,6 +5,8 @@ to move has to be moved. So machines without a GPU can test that what meets lies
 memory or how a GPU rounds.
 
 What torch's C++ code does by itself without an operation of its own, such as setting items of a tensor, is not there.
+
+To import this makes the pretend device the accelerator of the process for all of torch: not for other tests.
 """
 
 from collections.abc import Iterator
@@ -17,20 +19,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-NAME = "pretend"
+NAME = (
+    "privateuseone"  # as torch calls it: by another name it would be the accelerator of this machine for all of torch
+)
 
 
 class Backend(_DummyBackendModule):
-    """Not available, where other tests ask torch or accelerate for the machine's accelerator. ``free``: how many bytes
-    of memory the device says it has left; torch's allocator holds ``reserved``, of which ``allocated`` are in use."""
+    """``free``: how many bytes of memory the device says it has left; torch's allocator holds ``reserved``, of which
+    ``allocated`` are in use. ``came`` and ``went``: shapes of what moved to the device and away from it."""
 
     free = reserved = allocated = 0
 
-    def is_available(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 0
+    def __init__(self) -> None:
+        self.came: list[tuple[int, ...]] = []
+        self.went: list[tuple[int, ...]] = []
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         del device
@@ -91,6 +93,7 @@ def pretend_device() -> Iterator[torch.device]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     # a parameter that moves stays the same object, as it does between the CPU and a GPU
     torch.__future__.set_swap_module_params_on_conversion(True)
+    BACKEND.came, BACKEND.went = [], []
     try:
         with _Mode():
             yield DEVICE
@@ -114,6 +117,10 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     inner_args, inner_kwargs = pytree.tree_map_only(Pretended, lambda x: x.inner, (args, kwargs))
     if func is aten.histc.default:  # of integers on a GPU alone, as transformers knows
         inner_args = (inner_args[0].double(), *inner_args[1:])
+    if func in MOVES:
+        source = args[1] if func is aten.copy_.default else args[0]
+        if isinstance(source, Pretended) != goes:
+            (BACKEND.came if goes else BACKEND.went).append(tuple(source.shape))
     result = func(*inner_args, **inner_kwargs)
     arguments = {id(x.inner if isinstance(x, Pretended) else x): x for x in tensors}
 

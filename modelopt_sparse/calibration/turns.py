@@ -24,7 +24,7 @@ class Turn:
 
 class Turns:
     """A model in memory, of which every block can be read and written at any time. `streaming` has another kind, which
-    reads a block's weights when its turn comes and writes them when it is over. ``spills``: what it keeps is on disk."""
+    reads a block's weights when its turn comes and writes them when it is over. ``spills``: what is kept is on disk."""
 
     spills = False
 

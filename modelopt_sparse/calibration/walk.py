@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_f
 from modelopt_sparse.calibration.leaving import Leaving
 from modelopt_sparse.calibration.merge import Sums
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
-from modelopt_sparse.calibration.run import Runner
+from modelopt_sparse.calibration.run import Runner, onloaded
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
 from modelopt_sparse.calibration.survey import Survey, take_survey, whole_runs_because
 from modelopt_sparse.calibration.turns import Turn, Turns
@@ -137,7 +137,10 @@ class _Walk:
                     chain = chains[unit.stack] = self._chain(self._record(unit.stack), units)
                     dense.update(self._dense_chains({unit.stack: chain}))
                 assert chain != "later"
-                with self._turns.turn(unit.blocks[0] if unit.blocks else None, self.report) as turn:
+                with (
+                    self._turns.turn(unit.blocks[0] if unit.blocks else None, self.report) as turn,
+                    self._onloaded(unit, chain, turn),
+                ):
                     if self.config.permute and chain is not None:
                         yield from self._dense_block(unit, survey, chain)
                     parts = self._parts(unit, survey, dense.get(unit.stack) or chain)
@@ -154,6 +157,17 @@ class _Walk:
                 if chain is not None and unit.position == len(chain.stack.blocks) - 1:
                     chains[unit.stack] = dense[unit.stack] = None  # their activations are done with
                 bar.update()
+
+    @contextmanager
+    def _onloaded(self, unit: _Unit, chain: Chain | None, turn: Turn) -> Iterator[None]:
+        """A block that is run by itself and solved is on the execution device for all of its turn, so that its weights
+        move there once, and back once."""
+        with ExitStack() as held:
+            for block in unit.blocks if chain is not None and not turn.done else ():
+                assert chain is not None
+                if self.config.device is not None:
+                    held.enter_context(onloaded(block, self.config.device, resident=True, stays=chain.stays))
+            yield
 
     def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
         """One stage's groups. Its own generator, so that no name still holds their statistics afterwards."""
@@ -304,7 +318,8 @@ class _Walk:
             chain = Chain(recorder)
             with self._runner.resident(recorder.stack.blocks):
                 problem, _ = self._agreed("the check of the record", chain.problem())
-        if problem is None and chain is not None:
+        if problem is None:
+            assert chain is not None
             chain.stays = not self._turns.spills and self._runner.has_room(states(self.config) * chain.nbytes)
             return chain
         why = whole_runs_because(self.model, recorder.stack, problem)

@@ -1,0 +1,227 @@
+"""Models on an accelerator, and models whose blocks go there one at a time (``device=``): on a pretend device, where
+whatever must lie on one device together does, or raises, and on a GPU if there is one. Results are those of the CPU."""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.streaming import blocks
+from modelopt_sparse.streaming.spill import spilled
+from tests.architectures import ARCHITECTURES
+from tests.expert_models import MODELS
+from tests.helpers import tiny_llama, token_batches
+from tests.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
+
+PLACES = ["on it", "device="]
+CPU = torch.device("cpu")
+DEVICES = ["pretend", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = {
+    "magnitude": ("magnitude", {}),
+    "wanda": ("wanda", {"sequential": "none"}),
+    "ria": ("ria", {}),
+    "sparsegpt": ("sparsegpt", {}),
+    "sparsegpt by stages": ("sparsegpt", {"sequential": "stage"}),
+    "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%", "allocation": "owl"}),
+    "alps": ("alps", {}),
+    "permuted, refined and polished": ("wanda", {"permute": True, "polish": True, "refine": True}),
+    "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),
+    "reconstructed to the dense model": ("sparsegpt", {"reconstruct": {"target": "dense", "epochs": 2}}),
+}
+
+
+@pytest.fixture
+def device():
+    with pretend_device() as device:
+        yield device
+
+
+def a_device(name: str) -> AbstractContextManager[torch.device]:
+    return pretend_device() if name == "pretend" else nullcontext(torch.device(name, 0))
+
+
+def sparse(
+    model: nn.Module, data: list, method: str = "sparsegpt", place: str = "", device: torch.device = CPU, **options
+) -> nn.Module:
+    """The model made sparse on the CPU, or at a place of PLACES; on the CPU again, if it was moved."""
+    if place == "on it":
+        model.to(device)
+    if place == "device=":
+        options["device"] = device
+    before = {name: (id(p), p.device) for name, p in model.named_parameters()}
+    mts.sparsify(model, method, data_loader=data, progress=False, **options)
+    assert {name: (id(p), p.device) for name, p in model.named_parameters()} == before
+    assert {buffer.device for buffer in model.buffers()} <= {p.device for p in model.parameters()}
+    return model.to("cpu")
+
+
+def assert_same(found: nn.Module, expected: nn.Module, atol: float) -> None:
+    for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_pretend_device_is_none_of_the_cpu(device):
+    here, there = torch.ones(2, 2), torch.ones(2, 2, device=device)
+    assert isinstance(there, Pretended)
+    assert (there.device, (there @ there).device) == (device, device)
+    with pytest.raises(RuntimeError, match=AS_ON_A_GPU):
+        here @ there
+    with pytest.raises(RuntimeError, match=AS_ON_A_GPU):
+        there.masked_fill(here > 0, 0)
+    assert torch.equal((there @ here.to(device)).cpu(), here @ here)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_sparsify(way, name, place):
+    """In float64, so that no rounding decides about a mask."""
+    method, options = WAYS[way]
+    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(4)
+    expected = sparse(copy.deepcopy(model), data, method, **options)
+    with a_device(name) as device:
+        found = sparse(model, data, method, place, device, **options)
+    assert_same(found, expected, atol=1e-5 if "reconstruct" in options else 1e-10)  # whose loss is in float32
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("name", ["t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention"])
+@pytest.mark.filterwarnings("ignore:.*runs of the model over the data")  # of those that are not run block by block
+def test_architectures_with_padding(name, device_name, place):
+    model = ARCHITECTURES[name].build().double()
+    data = [
+        {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+        for batch in ARCHITECTURES[name].batches("right")
+    ]
+    expected = sparse(copy.deepcopy(model), data)
+    with a_device(device_name) as device:
+        found = sparse(model, data, place=place, device=device)
+    assert_same(found, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"memory_limit": "200KB", "min_tokens": 4}], ids=["", "a few at a time"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_mixtures_of_experts(name, options, place):
+    model, data = MODELS[name](), token_batches(vocab=53)
+    expected = sparse(copy.deepcopy(model), data, **options)
+    with pretend_device() as device:
+        found = sparse(model, data, place=place, device=device, **options)
+    assert_same(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+def test_streaming(method, spill, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    options = {"data_loader": token_batches(), "progress": False}
+    mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "cpu", method, **options)
+    with pretend_device() as device:
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "device", method, device=device, spill=spill, **options)
+    assert_same(mts.load(tmp_path / "device"), mts.load(tmp_path / "cpu"), atol=1e-5)
+
+
+# bytes of what the first block is given: three hidden states; a mask, two rotary tables and positions for all of them
+HELD = 4 * (3 * 2 * 16 * 32 + 2 * 16 * 16 + 2 * 16 * 8) + 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "stays"),
+    [
+        ({"free": 2 * HELD}, {}, True),
+        ({"free": HELD, "reserved": 2 * HELD, "allocated": HELD}, {}, True),
+        ({"free": 2 * HELD - 2}, {}, False),
+        ({"free": 4 * HELD - 2}, {"sequential": "none"}, False),
+        ({"free": 4 * HELD}, {"sequential": "none"}, True),
+        ({"free": 6 * HELD}, {"reconstruct": {"target": "dense", "epochs": 1}}, True),
+        ({"free": 6 * HELD - 2}, {"reconstruct": {"target": "dense", "epochs": 1}}, False),
+    ],
+)
+def test_activations_stay_where_they_take_half_of_the_free_memory(memory, options, stays, monkeypatch):
+    for name, value in memory.items():
+        monkeypatch.setattr(BACKEND, name, value)
+    model = tiny_llama(attn_implementation="eager")
+    expected = sparse(copy.deepcopy(model), token_batches(), **options)
+    seen = set()
+    # before the hook that moves what a block is given
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
+    with pretend_device() as device:
+        found = sparse(model, token_batches(), place="device=", device=device, **options)
+    assert seen == ({"cpu", device.type} if stays else {"cpu"})  # the whole model runs at home
+    assert_same(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])
+def test_weights_move_there_and_back_once_in_a_turn(options):
+    """And once for the first batch of the survey, and once for the check that blocks run by themselves."""
+    model = tiny_llama(attn_implementation="eager", intermediate_size=72)
+    with pretend_device() as device:
+        sparse(model, token_batches(), place="device=", device=device, enforce=False, **options)
+    up_and_gate = 2 * len(model.model.layers)
+    assert (BACKEND.came.count((72, 32)), BACKEND.went.count((72, 32))) == (3 * up_and_gate, 3 * up_and_gate)
+
+
+def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(BACKEND, "free", 1 << 40)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    placed = []
+    monkeypatch.setattr(blocks, "spilled", lambda x, folder: placed.append(x.device.type) or spilled(x, folder))
+    with pretend_device() as device:
+        mts.sparsify_checkpoint(
+            tmp_path / "dense",
+            tmp_path / "sparse",
+            "sparsegpt",
+            data_loader=token_batches(),
+            device=device,
+            spill=True,
+            progress=False,
+        )
+    assert set(placed) == {"cpu"}
+
+
+def test_after_an_error_everything_is_at_home(device):
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.register_forward_pre_hook(lambda module, args: (args[0] * float("inf"),))
+    with pytest.raises(ValueError, match="NaN or inf"):
+        sparse(model, token_batches(), place="device=", device=device)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert [len(block._forward_hooks) for block in model.model.layers] == [0, 0]
+
+
+class Failing(mts.Method):
+    needs = "gram"
+
+    def solve(self, weight, state, pattern, options):
+        raise ValueError("cannot be solved")
+
+
+def test_a_permutation_is_undone_at_home(device):
+    model = tiny_llama()
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="cannot be solved"):
+        sparse(model, token_batches(), Failing(), "device=", device, permute=True)
+    assert_same(model, before, atol=0)
+
+
+def test_masks_hold_on_the_device(device):
+    model = tiny_llama().to(device)
+    mts.sparsify(model, "magnitude", progress=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mts.attach_optimizer(optimizer, model)
+    ids = token_batches(1)[0].to(device)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    assert mts.verify(model, pattern="2:4").layers
+    masks = dict(mts.named_masks(model))
+    assert {mask.device for mask in masks.values()} == {device}
+    again = tiny_llama()
+    mts.sparsify(again, masks=masks, device=device, progress=False)  # masks from the device for a model that is not
+    for name, mask in mts.named_masks(again):
+        assert torch.equal(mask, masks[name].cpu())
+    mts.set_mask(model, *next((name, mask.cpu()) for name, mask in masks.items()))
+    mts.export(model)
+    mts.verify(model, pattern="2:4")
