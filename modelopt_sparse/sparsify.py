@@ -23,6 +23,7 @@ from modelopt_sparse.modules import named_masks, remove_masks, set_mask
 from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
 from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.planning import plan_for
+from modelopt_sparse.products import fastest_products
 from modelopt_sparse.reconstruct import SolvedBlock, reconstruct
 from modelopt_sparse.report import LayerReport, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.out_of_memory import WRITTEN
@@ -83,14 +84,15 @@ def sparsify(
     try:
         runner = None
         if config.allocation != "uniform":
-            with _calibrating(model):
+            with _calibrating(model, plan, config, report):
                 # a generator can be gone over once: the walk takes what it gave
                 runner = Runner(model, plan, config, team)
                 allocation = allocation_for(model, plan, config, runner)
             plan = allocation.plan
             team.same({"the allocation": str(plan)}, "report this")
             report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
-        with _calibrating(model), closing(walk(model, plan, config, report, runner, turns, team)) as walked:
+        walking = closing(walk(model, plan, config, report, runner, turns, team))
+        with _calibrating(model, plan, config, report), walking as walked:
             for item in walked:
                 if isinstance(item, DenseBlock):
                     for found in permute(item):
@@ -240,8 +242,9 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -
 
 
 @contextmanager
-def _calibrating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
+def _calibrating(model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> Iterator[None]:
+    """Evaluation mode, no gradients, no caches, products where they are fastest; everything as it was afterwards,
+    whatever happens."""
     modes = [(module, module.training) for module in model.modules()]
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     caches = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
@@ -249,7 +252,9 @@ def _calibrating(model: nn.Module) -> Iterator[None]:
         model.eval()
         for module_config, _ in caches:
             module_config.use_cache = False
-        with torch.no_grad():
+        with torch.no_grad(), fastest_products(model, plan, config) as by_onednn:
+            if by_onednn:
+                report.settings["float32_products"] = "oneDNN"
             yield
     finally:
         for module_config, use_cache in caches:
