@@ -2,6 +2,7 @@
 whatever must lie on one device together does, or raises, and on a GPU if there is one. Results are those of the CPU."""
 
 import copy
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -163,6 +164,20 @@ def test_weights_move_there_and_back_once_in_a_turn(options):
         sparse(model, token_batches(), place="device=", device=device, enforce=False, **options)
     up_and_gate = 2 * len(model.model.layers)
     assert (BACKEND.came.count((72, 32)), BACKEND.went.count((72, 32))) == (3 * up_and_gate, 3 * up_and_gate)
+
+
+@pytest.mark.parametrize(("padded", "each"), [(False, 0), (True, 4)])  # a block has four distinct inputs
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_statistics_of_a_batch_wait_for_nothing_but_padding(method, padded, each, device):
+    model = tiny_llama(attn_implementation="eager").to(device)
+    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_batches(6)]
+    for batch in data:
+        batch["attention_mask"][0, : 3 * padded] = 0
+    waits = []
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: waits.append(BACKEND.waits))
+    mts.sparsify(model, method, data_loader=data, progress=False)
+    collected = waits[2:]  # after the survey and the self-check; and nothing comes after the last block
+    assert [after - before for before, after in itertools.pairwise(collected)] == [each] * 5
 
 
 def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):

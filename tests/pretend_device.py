@@ -19,16 +19,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-NAME = (
-    "privateuseone"  # as torch calls it: by another name it would be the accelerator of this machine for all of torch
-)
+NAME = "pretend"
 
 
 class Backend(_DummyBackendModule):
     """``free``: how many bytes of memory the device says it has left; torch's allocator holds ``reserved``, of which
-    ``allocated`` are in use. ``came`` and ``went``: shapes of what moved to the device and away from it."""
+    ``allocated`` are in use. ``came`` and ``went``: shapes of what moved to the device and away from it. ``waits``: how
+    often the host asked for values, for which it would wait until a GPU has done all that it was given."""
 
-    free = reserved = allocated = 0
+    free = reserved = allocated = waits = 0
 
     def __init__(self) -> None:
         self.came: list[tuple[int, ...]] = []
@@ -53,6 +52,7 @@ DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default}  # which take indices on the CPU, as on a GPU
+ASKING = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 AS_ON_A_GPU = "Expected all tensors to be on the same device"
 
 
@@ -70,6 +70,7 @@ class Pretended(Tensor):
         return made
 
     def tolist(self) -> Any:
+        BACKEND.waits += 1
         return self.inner.tolist()
 
     def data_ptr(self) -> int:
@@ -93,7 +94,7 @@ def pretend_device() -> Iterator[torch.device]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     # a parameter that moves stays the same object, as it does between the CPU and a GPU
     torch.__future__.set_swap_module_params_on_conversion(True)
-    BACKEND.came, BACKEND.went = [], []
+    BACKEND.came, BACKEND.went, BACKEND.waits = [], [], 0
     try:
         with _Mode():
             yield DEVICE
@@ -121,6 +122,9 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         source = args[1] if func is aten.copy_.default else args[0]
         if isinstance(source, Pretended) != goes:
             (BACKEND.came if goes else BACKEND.went).append(tuple(source.shape))
+            BACKEND.waits += not goes
+    picked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+    BACKEND.waits += bool(there) and (func in ASKING or picked)  # by a mask: how many elements that are
     result = func(*inner_args, **inner_kwargs)
     arguments = {id(x.inner if isinstance(x, Pretended) else x): x for x in tensors}
 
