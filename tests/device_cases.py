@@ -4,18 +4,22 @@ whatever must lie on one device together does, or raises, and on a GPU if there 
 import copy
 import itertools
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse import checkpoint
+from modelopt_sparse.runtime.settings import Settings
 from modelopt_sparse.streaming import blocks
 from modelopt_sparse.streaming.spill import spilled
 from tests.architectures import ARCHITECTURES
 from tests.expert_models import MODELS
 from tests.helpers import tiny_llama, token_batches
 from tests.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
+from tests.unpacking import installed, packed_by, place_for
 
 PLACES = ["on it", "device="]
 CPU = torch.device("cpu")
@@ -240,3 +244,23 @@ def test_masks_hold_on_the_device(device):
     mts.set_mask(model, *next((name, mask.cpu()) for name, mask in masks.items()))
     mts.export(model)
     mts.verify(model, pattern="2:4")
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["", "int8"])
+def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(options, tmp_path, monkeypatch):
+    """They are packed there while the rest of the model, their biases with it, is still on the CPU."""
+    model = tiny_llama(hidden_size=64, intermediate_size=128, attention_bias=True, mlp_bias=True).to(torch.bfloat16)
+    mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "sparse")
+    backend, eager = installed(monkeypatch), {"attn_implementation": "eager"}
+    expected = packed_by(backend, mts.export(mts.load(tmp_path / "sparse", **eager)), **options)
+    ids = token_batches(1)[0]
+    with pretend_device() as device, torch.no_grad():
+        place = replace(place_for(backend), device=device)
+        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of(options), place))
+        found = mts.load(tmp_path / "sparse", semi_structured=True, **eager)
+        logits = found(input_ids=ids.to(device), use_cache=False).logits
+    assert {x.device for x in (*found.parameters(), *found.buffers())} == {device}
+    assert torch.equal(logits.cpu(), expected(input_ids=ids, use_cache=False).logits)
+    reports = mts.semi_structured_report(found), mts.semi_structured_report(expected)
+    assert reports[0].packed
+    assert [vars(layer) for layer in reports[0].layers] == [vars(layer) for layer in reports[1].layers]

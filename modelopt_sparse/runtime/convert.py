@@ -15,10 +15,10 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.layers import find_layers
 from modelopt_sparse.modules import named_masks
 from modelopt_sparse.report import library_versions
-from modelopt_sparse.runtime.backends import library_version
+from modelopt_sparse.runtime.backends import Backend, library_version
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
 from modelopt_sparse.runtime.packing import DTYPES, NotPackable, misfit, pack, shape_misfit
-from modelopt_sparse.runtime.product import ALWAYS_SPARSE
+from modelopt_sparse.runtime.product import ALWAYS_SPARSE, multiply
 from modelopt_sparse.runtime.quantize import quantize_rows, relative_squared_error
 from modelopt_sparse.runtime.report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
 from modelopt_sparse.runtime.settings import Place, Settings
@@ -277,7 +277,7 @@ def _convert_layer(candidate: _Candidate, settings: Settings, place: Place, timi
         packed_dtype=_short(codes.dtype),
         timings=tuple(measured),
         notes=tuple(_notes(codes)),
-        **({} if scales is None else _errors(module, weight, bias, codes, scales)),
+        **({} if scales is None else _errors(packed, weight, bias, codes, scales, place.backend)),
     )
     return module.record
 
@@ -292,13 +292,21 @@ def _notes(weight: Tensor) -> Iterator[str]:
         yield f"{count} weights were -0.0 and are +0.0 now"
 
 
-def _errors(module: nn.Module, weight: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor) -> dict[str, float]:
-    generator = torch.Generator(weight.device).manual_seed(ERROR_SEED)
-    x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+def _errors(
+    packed: tuple[Tensor, Tensor | None],
+    weight: Tensor,
+    bias: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    backend: Backend,
+) -> dict[str, float]:
+    """What rounding cost. Not by the module itself, whose bias may still be on its way to the device."""
+    x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(ERROR_SEED)).to(weight)
+    found = multiply(x, *packed, scales, None, bias, len(weight), backend.name, ALWAYS_SPARSE)
     wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return {
         "weight_error": relative_squared_error(codes.float() * scales, weight),
-        "output_error": relative_squared_error(module(x), wanted),
+        "output_error": relative_squared_error(found, wanted),
     }
 
 
