@@ -1,6 +1,6 @@
 """Weights that accelerate keeps elsewhere between calls: the only file that knows its hooks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,19 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
                     f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: dispatch the model "
                     "with offload_buffers=False, or use enforce=False"
                 )
+
+
+def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Raise ValueError if accelerate takes weights of a block off their device between calls: to tune them they have to
+    stay."""
+    inside = {module for block in blocks for module in block.modules()}
+    for path, module in model.named_modules():
+        if module in inside and offloading_hook(module) is not None:
+            raise ValueError(
+                f"reconstruct tunes the weights of whole blocks, and accelerate offloads those of {path!r} between "
+                "calls: load the model without a device_map and give device=, which moves one block at a time; or "
+                "leave reconstruction out (reconstruct=False, also with quality=)"
+            )
 
 
 def _on_disk(hook: AlignDevicesHook, param: str) -> bool:

@@ -20,7 +20,7 @@ from modelopt_sparse.distributed import Team, is_sharded
 from modelopt_sparse.fingerprint import fingerprint
 from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.modules import named_masks, remove_masks, set_mask
-from modelopt_sparse.offload import refuse_what_cannot_be_written, stored
+from modelopt_sparse.offload import refuse_to_tune_offloaded, refuse_what_cannot_be_written, stored
 from modelopt_sparse.plan import LayerPlan, Plan
 from modelopt_sparse.planning import plan_for
 from modelopt_sparse.products import fastest_products
@@ -230,6 +230,8 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -
                 "at a time, and deterministic=True sums them up batch by batch: leave one of them out"
             )
     refuse_what_cannot_be_written(model, {target.layer.parameter_name for target in plan.layers}, masks=config.enforce)
+    if config.reconstruct is not None:
+        refuse_to_tune_offloaded(model, (block for stack in plan.stacks for block in stack.blocks))
     for target in plan.layers:
         if is_sharded(target.layer.parameter):
             raise ValueError(

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse import checkpoint
+from modelopt_sparse.offload import stored
 from modelopt_sparse.runtime.settings import Settings
 from modelopt_sparse.streaming import blocks
 from modelopt_sparse.streaming.spill import spilled
@@ -19,6 +21,7 @@ from tests.architectures import ARCHITECTURES
 from tests.expert_models import MODELS
 from tests.helpers import tiny_llama, token_batches
 from tests.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
+from tests.test_resume import Stopping
 from tests.unpacking import installed, packed_by, place_for
 
 PLACES = ["on it", "device="]
@@ -130,6 +133,20 @@ def test_streaming(method, spill, tmp_path):
     assert_same(mts.load(tmp_path / "device"), mts.load(tmp_path / "cpu"), atol=1e-5)
 
 
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
+    """A block of which an earlier run has made the weights takes them where it is now."""
+    tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+    method = Stopping(10)
+    given = {"method": method, "sequential": sequential, "data_loader": token_batches(), "progress": False}
+    for left, name in ((10, "stopped"), (0, "stopped"), (0, "at once")):
+        method.left = left
+        with pytest.raises(KeyboardInterrupt) if left else nullcontext():
+            report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / name, device=device, **given)
+            assert report.notes == (["1 of 3 blocks were reused from a stopped run"] if name == "stopped" else [])
+    assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
+
+
 # bytes of what the first block is given: three hidden states; a mask, two rotary tables and positions for all of them
 HELD = 4 * (3 * 2 * 16 * 32 + 2 * 16 * 16 + 2 * 16 * 8) + 8 * 16
 
@@ -200,6 +217,35 @@ def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
             progress=False,
         )
     assert set(placed) == {"cpu"}
+
+
+SPREAD = {
+    "model.embed_tokens": 0,
+    "model.rotary_emb": 0,
+    "model.layers.0": 0,
+    "model.layers.1": "cpu",
+    "model.norm": "cpu",
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"permute": True}, {"sequential": "none"}], ids=str)
+@pytest.mark.parametrize("how", ["offloaded", "spread"])
+def test_models_that_accelerate_runs_on_the_device(how, options):
+    """All weights come from the CPU for each call, or those of the last block do."""
+    model = tiny_llama(attn_implementation="eager", tie_word_embeddings=False)
+    expected = sparse(copy.deepcopy(model), token_batches(), **options)
+    with pretend_device() as device:
+        if how == "offloaded":
+            cpu_offload(model, execution_device=device)
+        else:
+            places = {path: device if place == 0 else place for path, place in SPREAD.items()}
+            dispatch_model(model, {**places, "lm_head": device}, main_device=device, force_hooks=True)
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, **options)
+        assert BACKEND.came
+        for layer in mts.report(model).layers:
+            path, _, name = layer.parameter.rpartition(".")
+            values = stored(model.get_submodule(path), name).cpu()
+            torch.testing.assert_close(values, expected.get_parameter(layer.parameter).detach(), rtol=0, atol=1e-5)
 
 
 def test_after_an_error_everything_is_at_home(device):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -62,7 +62,9 @@ class Pretended(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "Pretended":
+    def __new__(cls, inner: Tensor, requires_grad: bool | None = None) -> Any:
+        if requires_grad is not None:  # accelerate makes a parameter by the class of the one before
+            return nn.Parameter(inner, requires_grad)
         made = Tensor._make_wrapper_subclass(
             cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
         )

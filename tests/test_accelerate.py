@@ -438,3 +438,24 @@ def test_ctrl_c_brings_the_blocks_back(at):
         mts.sparsify(model, data_loader=token_batches(3), device=ELSEWHERE, progress=False)
     assert not journey.away
     assert all(len(module._forward_pre_hooks) == 0 for module in model.modules())
+
+
+@pytest.mark.parametrize("options", [{"reconstruct": True}, {"quality": "balanced"}])
+def test_offloaded_blocks_are_not_reconstructed(options):
+    model = partly_offloaded(tiny_llama())
+    before = {name: weight.clone() for name, weight in values(model).items()}
+    with pytest.raises(
+        ValueError, match=r"accelerate offloads those of 'model\.layers\.0\.self_attn\.q_proj' .*device="
+    ):
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, **options)
+    for name, weight in values(model).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_blocks_that_stay_on_their_devices_are_reconstructed():
+    expected, found = tiny_llama(), aligned(tiny_llama())
+    for model in (expected, found):
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, reconstruct={"epochs": 2})
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert [block.epoch for block in mts.report(found).blocks] == [block.epoch for block in mts.report(expected).blocks]

@@ -76,8 +76,7 @@ class Runner:
             begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
 
         with ExitStack() as hooks:
-            hooks.enter_context(_every_module_called())
-            hooks.enter_context(self._autocast())
+            hooks.enter_context(self.running())
             hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             for block in self.blocks:
                 if self.config.device is not None and block is not self.model:
@@ -132,16 +131,20 @@ class Runner:
 
     @contextmanager
     def resident(self, blocks: Sequence[nn.Module], *, stays: bool = False) -> Iterator[None]:
-        """Blocks ready to be run by themselves on the execution device, if one was asked for. A single block is there
-        until the context ends; several move for each call. ``stays``: so does what they give; otherwise it goes back
-        to where they came from."""
+        """Blocks can be run by themselves, on the execution device if one was asked for. A single block is there until
+        the context ends; several move for each call. ``stays``: so does what they give; otherwise it goes back to where
+        they came from."""
         device = self.config.device
         with ExitStack() as hooks:
-            hooks.enter_context(_every_module_called())
-            hooks.enter_context(self._autocast())
             for block in blocks if device is not None else ():
                 assert device is not None
                 hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=stays))
+            yield
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What forwards are run under: the precision that was asked for, and every module called. No solver is."""
+        with _every_module_called(), self._autocast():
             yield
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from modelopt_sparse.calibration.experts import KeptStats, few, filled, filled_f
 from modelopt_sparse.calibration.leaving import Leaving
 from modelopt_sparse.calibration.merge import Sums
 from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
-from modelopt_sparse.calibration.run import Runner, onloaded
+from modelopt_sparse.calibration.run import Runner
 from modelopt_sparse.calibration.stats import Collector, LayerInputs, SharingChanged
 from modelopt_sparse.calibration.survey import Survey, take_survey, whole_runs_because
 from modelopt_sparse.calibration.turns import Turn, Turns
@@ -139,7 +139,8 @@ class _Walk:
                 assert chain != "later"
                 with (
                     self._turns.turn(unit.blocks[0] if unit.blocks else None, self.report) as turn,
-                    self._onloaded(unit, chain, turn),
+                    # for all of the turn, so that its weights go to the device once, and come back once
+                    nullcontext() if chain is None else self._runner.resident(unit.blocks, stays=chain.stays),
                 ):
                     if self.config.permute and chain is not None:
                         yield from self._dense_block(unit, survey, chain)
@@ -157,17 +158,6 @@ class _Walk:
                 if chain is not None and unit.position == len(chain.stack.blocks) - 1:
                     chains[unit.stack] = dense[unit.stack] = None  # their activations are done with
                 bar.update()
-
-    @contextmanager
-    def _onloaded(self, unit: _Unit, chain: Chain | None, turn: Turn) -> Iterator[None]:
-        """A block that is run by itself and solved is on the execution device for all of its turn, so that its weights
-        move there once, and back once."""
-        with ExitStack() as held:
-            for block in unit.blocks if chain is not None and not turn.done else ():
-                assert chain is not None
-                if self.config.device is not None:
-                    held.enter_context(onloaded(block, self.config.device, resident=True, stays=chain.stays))
-            yield
 
     def _groups(self, unit: _Unit, stage: list[LayerPlan], chain: Chain | None) -> Iterator[Group]:
         """One stage's groups. Its own generator, so that no name still holds their statistics afterwards."""
@@ -205,7 +195,7 @@ class _Walk:
             taker, block = _watched(lambda: chain.run(unit.position, 0), [layer.owner, *unit.blocks])[1]
             return taker, block
 
-        with self._runner.resident(unit.blocks):
+        with self._runner.running():
             folds = [fold for fold in folds if fold.taker.name in stats]
             yield DenseBlock(folds, stats, run, lambda same: self._team.meet("a permutation", same)[0])
 
@@ -247,7 +237,7 @@ class _Walk:
         last = unit.position == len(chain.stack.blocks) - 1
         goes_on = options.target == "dense" and not last
         if parts or goes_on:
-            with self._runner.resident(unit.blocks, stays=chain.stays):
+            with self._runner.running():
                 for index in range(len(chain)):
                     outputs, goals = _watched(lambda i=index: chain.run(unit.position, i), [p.module for p in parts])
                     for part, goal in zip(parts, goals):
@@ -265,7 +255,7 @@ class _Walk:
         keep = [self._keep(unit, chain.masks[index], goal) for index, goal in enumerate(parts[-1].goals)]
         counts = self._team.meet("the batches to tune by", len(chain))
         places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
-        with self._runner.resident(unit.blocks, stays=chain.stays):
+        with self._runner.running():
             yield SolvedBlock(block, parts, keep, run, places)
 
     def _keep(self, unit: _Unit, masks: TokenMasks, goal: Tensor) -> Tensor | None:
@@ -316,7 +306,7 @@ class _Walk:
         chain = None
         if problem is None:
             chain = Chain(recorder)
-            with self._runner.resident(recorder.stack.blocks):
+            with self._runner.resident(recorder.stack.blocks), self._runner.running():
                 problem, _ = self._agreed("the check of the record", chain.problem())
         if problem is None:
             assert chain is not None
@@ -455,7 +445,7 @@ class _Walk:
         leaving = Leaving(block, targets, allowed=self._may_leave and checked and ahead is None)
         self._leaving.append(leaving)
         inputs.seen = leaving.has_input
-        with self._runner.resident(unit.blocks, stays=chain.stays), inputs:
+        with self._runner.running(), inputs:
             for index in range(len(chain)):
                 inputs.begin(chain.masks[index])
                 output = leaving.run(lambda i=index: chain.run(unit.position, i))
@@ -486,7 +476,7 @@ class _Walk:
         self.report.notes.append(text)
 
     def _advance(self, unit: _Unit, chain: Chain) -> None:
-        with self._runner.resident(unit.blocks, stays=chain.stays):
+        with self._runner.running():
             for index in range(len(chain)):
                 chain.advance(unit.position, index, chain.run(unit.position, index))
 
