@@ -84,15 +84,20 @@ def sparsify(
     try:
         runner = None
         if config.allocation != "uniform":
-            with _calibrating(model, plan, config, report):
+            with _calibrating(model), fastest_products(model, plan, config):
                 # a generator can be gone over once: the walk takes what it gave
                 runner = Runner(model, plan, config, team)
                 allocation = allocation_for(model, plan, config, runner)
             plan = allocation.plan
             team.same({"the allocation": str(plan)}, "report this")
             report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
-        walking = closing(walk(model, plan, config, report, runner, turns, team))
-        with _calibrating(model, plan, config, report), walking as walked:
+        with (
+            _calibrating(model),
+            fastest_products(model, plan, config) as by_onednn,
+            closing(walk(model, plan, config, report, runner, turns, team)) as walked,
+        ):
+            if by_onednn:
+                report.settings["float32_products"] = "oneDNN"
             for item in walked:
                 if isinstance(item, DenseBlock):
                     for found in permute(item):
@@ -244,9 +249,8 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, turns: Turns) -
 
 
 @contextmanager
-def _calibrating(model: nn.Module, plan: Plan, config: SparsifyConfig, report: Report) -> Iterator[None]:
-    """Evaluation mode, no gradients, no caches, products where they are fastest; everything as it was afterwards,
-    whatever happens."""
+def _calibrating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
     modes = [(module, module.training) for module in model.modules()]
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     caches = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
@@ -254,9 +258,7 @@ def _calibrating(model: nn.Module, plan: Plan, config: SparsifyConfig, report: R
         model.eval()
         for module_config, _ in caches:
             module_config.use_cache = False
-        with torch.no_grad(), fastest_products(model, plan, config) as by_onednn:
-            if by_onednn:
-                report.settings["float32_products"] = "oneDNN"
+        with torch.no_grad():
             yield
     finally:
         for module_config, use_cache in caches:
