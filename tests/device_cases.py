@@ -20,7 +20,7 @@ from modelopt_sparse.streaming.spill import spilled
 from tests.architectures import ARCHITECTURES
 from tests.expert_models import MODELS
 from tests.helpers import tiny_llama, token_batches
-from tests.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
+from tests.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device
 from tests.test_resume import Stopping
 from tests.unpacking import installed, packed_by, place_for
 
@@ -147,34 +147,44 @@ def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
     assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
 
 
-# bytes of what the first block is given: three hidden states; a mask, two rotary tables and positions for all of them
-HELD = 4 * (3 * 2 * 16 * 32 + 2 * 16 * 16 + 2 * 16 * 8) + 8 * 16
-
-
-@pytest.mark.parametrize(
-    ("memory", "options", "stays"),
-    [
-        ({"free": 2 * HELD}, {}, True),
-        ({"free": HELD, "reserved": 2 * HELD, "allocated": HELD}, {}, True),
-        ({"free": 2 * HELD - 2}, {}, False),
-        ({"free": 4 * HELD - 2}, {"sequential": "none"}, False),
-        ({"free": 4 * HELD}, {"sequential": "none"}, True),
-        ({"free": 6 * HELD}, {"reconstruct": {"target": "dense", "epochs": 1}}, True),
-        ({"free": 6 * HELD - 2}, {"reconstruct": {"target": "dense", "epochs": 1}}, False),
-    ],
-)
-def test_activations_stay_where_they_take_half_of_the_free_memory(memory, options, stays, monkeypatch):
-    for name, value in memory.items():
-        monkeypatch.setattr(BACKEND, name, value)
-    model = tiny_llama(attn_implementation="eager")
-    expected = sparse(copy.deepcopy(model), token_batches(), **options)
-    seen = set()
-    # before the hook that moves what a block is given
+def places(model: nn.Module, data: list, free: int, monkeypatch, **options) -> set[str]:
+    """Types of the devices from which the second block is given its inputs, where ``free`` bytes are left."""
+    monkeypatch.setattr(BACKEND, "free", free)
+    seen: set[str] = set()
+    # before the hook that moves them
     model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
     with pretend_device() as device:
-        found = sparse(model, token_batches(), place="device=", device=device, **options)
-    assert seen == ({"cpu", device.type} if stays else {"cpu"})  # the whole model runs at home
+        sparse(model, data, place="device=", device=device, **options)
+    return seen
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 16), (8, 64)])
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [({}, 1), ({"sequential": "none"}, 2), ({"reconstruct": {"target": "dense", "epochs": 1}}, 3)],
+)
+def test_activations_stay_where_they_take_half_and_leave_enough(batch, length, options, states, monkeypatch):
+    """They are three hidden states; a mask, two rotary tables and positions are the same for all of them."""
+    model, data = tiny_llama(attn_implementation="eager"), token_batches(3, batch, length)
+    held = states * (4 * (3 * batch * length * 32 + batch * length**2 + 2 * length * 8) + 8 * length)
+    with pretend_device() as device:
+        stated = mts.make_plan(model, "sparsegpt", device=device, data_loader=data, **options).streamed
+        beside = sum(stated[str(device)].values())  # a loader's data are not known, so no activations are in it
+    assert (held > beside) == (length == 64)
+    enough = max(2 * held, held + beside)
+    expected = sparse(copy.deepcopy(model), data, **options)
+    found = copy.deepcopy(model)
+    assert places(found, data, enough, monkeypatch, **options) == {"cpu", NAME}  # the whole model runs at home
     assert_same(found, expected, atol=1e-5)
+    assert places(model, data, enough - 1, monkeypatch, **options) == {"cpu"}
+    assert_same(model, expected, atol=1e-5)
+
+
+def test_what_torch_holds_and_nothing_uses_is_free(monkeypatch):
+    monkeypatch.setattr(BACKEND, "reserved", 1 << 30)
+    assert places(tiny_llama(), token_batches(), 0, monkeypatch) == {"cpu", NAME}
+    monkeypatch.setattr(BACKEND, "allocated", 1 << 30)
+    assert places(tiny_llama(), token_batches(), 0, monkeypatch) == {"cpu"}
 
 
 @pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])

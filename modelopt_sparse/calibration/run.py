@@ -40,6 +40,8 @@ class Runner:
         if self.calls is not None and config.split_data and self.team.size > 1:
             self.calls = self._share(self.calls)
         self.blocks = [block for stack in plan.stacks for block in stack.blocks]
+        on_device = plan.streamed.get(str(config.device), {})
+        self._beside = sum(nbytes for what, nbytes in on_device.items() if what != "activations")
         self._sides = _sides(model)
 
     def _share(self, calls: list[Call]) -> list[Call]:
@@ -125,9 +127,12 @@ class Runner:
         return self._sides.get(module, "decoder")
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether activations of so many bytes can be held on the execution device, beside a block, its statistics and
-        a solver: where they take no more than half of what is free there."""
-        return self.config.device is not None and nbytes <= _free_bytes(self.config.device) // 2
+        """Whether activations of so many bytes can be held on the execution device: where they take no more than half
+        of what is free there, and leave what the plan says that a block, its statistics and a solver take."""
+        if self.config.device is None:
+            return False
+        free = _free_bytes(self.config.device)
+        return nbytes <= min(free // 2, free - self._beside)
 
     @contextmanager
     def resident(self, blocks: Sequence[nn.Module], *, stays: bool = False) -> Iterator[None]:
