@@ -131,9 +131,9 @@ def _activations(model: nn.Module, planned: Sequence[LayerPlan], config: Sparsif
 def states(config: SparsifyConfig) -> int:
     """How many activations of all calibration data are held from block to block, at most."""
     copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
-    return (
-        max(copies, 2) if config.sequential == "none" else copies
-    )  # a block's inputs stay until all outputs are there
+    if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
+        copies = max(copies, 2)
+    return copies
 
 
 def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:

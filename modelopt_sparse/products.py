@@ -1,8 +1,7 @@
 """Which library multiplies float32 matrices on this CPU, while a model is made sparse.
 
-torch leaves these products to its BLAS, which in its x86 builds is MKL. It can leave them to oneDNN instead, which was
-seen to be twice as fast on one AMD CPU (420 and 190 GFLOP/s) and no faster on another. So both are timed, once for each
-number of threads.
+torch leaves these products to its BLAS, which in its x86 builds is MKL. It can leave them to oneDNN instead. Which is
+the faster one depends on the CPU and cannot be told without asking, so both are timed, once for each number of threads.
 """
 
 import time
@@ -82,11 +81,10 @@ def _setting() -> Any:
 def _matters(model: nn.Module, plan: Plan, config: SparsifyConfig) -> bool:
     if config.deterministic or not any(item.calibrated for item in plan.layers):
         return False
-    devices = {parameter.device.type for parameter in model.parameters()} | {
-        (config.device or torch.device("cpu")).type
-    }
+    here = config.device is None or config.device.type == "cpu"
+    devices = {parameter.device.type for parameter in model.parameters()}
     float32 = sum(item.size for item in plan.layers if item.layer.parameter.dtype == torch.float32)
-    return devices <= {"cpu", "meta"} and float32 >= WORTH_ASKING
+    return here and devices <= {"cpu", "meta"} and float32 >= WORTH_ASKING
 
 
 def _untouched() -> bool:

@@ -12,7 +12,7 @@ from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint
+from modelopt_sparse import checkpoint, products
 from modelopt_sparse.offload import stored
 from modelopt_sparse.runtime.settings import Settings
 from modelopt_sparse.streaming import blocks
@@ -92,7 +92,8 @@ def test_every_way_to_sparsify(way, name, place):
     expected = sparse(copy.deepcopy(model), data, method, **options)
     with a_device(name) as device:
         found = sparse(model, data, method, place, device, **options)
-    assert_same(found, expected, atol=1e-5 if "reconstruct" in options else 1e-10)  # whose loss is in float32
+    in_float32 = "reconstruct" in options  # its loss
+    assert_same(found, expected, atol=1e-5 if in_float32 else 1e-10)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -229,13 +230,7 @@ def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
     assert set(placed) == {"cpu"}
 
 
-SPREAD = {
-    "model.embed_tokens": 0,
-    "model.rotary_emb": 0,
-    "model.layers.0": 0,
-    "model.layers.1": "cpu",
-    "model.norm": "cpu",
-}
+THERE = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"]
 
 
 @pytest.mark.parametrize("options", [{}, {"permute": True}, {"sequential": "none"}], ids=str)
@@ -248,8 +243,8 @@ def test_models_that_accelerate_runs_on_the_device(how, options):
         if how == "offloaded":
             cpu_offload(model, execution_device=device)
         else:
-            places = {path: device if place == 0 else place for path, place in SPREAD.items()}
-            dispatch_model(model, {**places, "lm_head": device}, main_device=device, force_hooks=True)
+            spread = {**dict.fromkeys(THERE, device), "model.layers.1": "cpu", "model.norm": "cpu"}
+            dispatch_model(model, spread, main_device=device, force_hooks=True)
         mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, **options)
         assert BACKEND.came
         for layer in mts.report(model).layers:
@@ -280,6 +275,13 @@ def test_a_permutation_is_undone_at_home(device):
     with pytest.raises(ValueError, match="cannot be solved"):
         sparse(model, token_batches(), Failing(), "device=", device, permute=True)
     assert_same(model, before, atol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_products_on_the_cpu_are_not_timed_for_another_device(place, device, monkeypatch):
+    monkeypatch.setattr(products, "WORTH_ASKING", 1)
+    monkeypatch.setattr(products, "onednn_is_much_faster", lambda threads: pytest.fail("timed"))
+    sparse(tiny_llama(), token_batches(), place=place, device=device)
 
 
 def test_masks_hold_on_the_device(device):

@@ -6,11 +6,12 @@ memory or how a GPU rounds.
 
 What torch's C++ code does by itself without an operation of its own, such as setting items of a tensor, is not there.
 
-To import this makes the pretend device the accelerator of the process for all of torch: not for other tests.
+Once entered it is the accelerator of the process for all of torch: tests that use it have a process of their own.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,13 +48,18 @@ class Backend(_DummyBackendModule):
 
 
 BACKEND = Backend()
-_setup_privateuseone_for_python_backend(NAME, backend_module=BACKEND)
-DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default}  # which take indices on the CPU, as on a GPU
 ASKING = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 AS_ON_A_GPU = "Expected all tensors to be on the same device"
+
+
+@cache
+def the_device() -> torch.device:
+    """Made when it is first asked for, so that tests on a GPU in the same file have the GPU alone."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=BACKEND)
+    return torch.device(NAME, 0)
 
 
 class Pretended(Tensor):
@@ -66,7 +72,7 @@ class Pretended(Tensor):
         if requires_grad is not None:  # accelerate makes a parameter by the class of the one before
             return nn.Parameter(inner, requires_grad)
         made = Tensor._make_wrapper_subclass(
-            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=the_device()
         )
         made.inner = inner
         return made
@@ -99,7 +105,7 @@ def pretend_device() -> Iterator[torch.device]:
     BACKEND.came, BACKEND.went, BACKEND.waits = [], [], 0
     try:
         with _Mode():
-            yield DEVICE
+            yield the_device()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

@@ -1,5 +1,5 @@
 """The tests in device_cases.py, in a process of their own: for all of torch the pretend device is the accelerator of
-its process."""
+the process that it was entered in."""
 
 import subprocess
 import sys
