@@ -451,10 +451,16 @@ def test_offloaded_blocks_are_not_reconstructed(options):
         assert torch.equal(weight, before[name])
 
 
-def test_blocks_that_stay_on_their_devices_are_reconstructed():
-    expected, found = tiny_llama(), aligned(tiny_llama())
+def embedding_offloaded(model: nn.Module) -> nn.Module:
+    cpu_offload(model.get_submodule("model.embed_tokens"), execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("placed", [aligned, embedding_offloaded])
+def test_blocks_that_stay_on_their_devices_are_reconstructed(placed):
+    expected, found = tiny_llama(tie_word_embeddings=False), placed(tiny_llama(tie_word_embeddings=False))
     for model in (expected, found):
         mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, reconstruct={"epochs": 2})
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for (name, one), other in zip(values(found).items(), values(expected).values(), strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
     assert [block.epoch for block in mts.report(found).blocks] == [block.epoch for block in mts.report(expected).blocks]
