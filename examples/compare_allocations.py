@@ -11,7 +11,7 @@ import transformers
 from compare_methods import SEQ_LEN, load, windows
 
 import modelopt_sparse as mts
-from modelopt_sparse.config import ALLOCATIONS
+from modelopt_sparse.plan.config import ALLOCATIONS
 
 RECIPES = {
     "`sparsegpt`": {"method": "sparsegpt"},

@@ -1,20 +1,20 @@
 """Make PyTorch and Hugging Face models sparse, keep them sparse, save, restore and export them."""
 
-from modelopt_sparse.checkpoint import load, report, restore, save
-from modelopt_sparse.config import SparsifyConfig
-from modelopt_sparse.evaluate import Evaluation, evaluate
+from modelopt_sparse.checkpoint.restore import load, report, restore, save
+from modelopt_sparse.checkpoint.streaming.stream import sparsify_checkpoint
+from modelopt_sparse.checkpoint.verify import Verification, verify
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
-from modelopt_sparse.modules import attach_optimizer, named_masks, observe_gradient, set_mask
-from modelopt_sparse.patterns import NM, Unstructured
-from modelopt_sparse.plan import Plan
-from modelopt_sparse.planning import make_plan
-from modelopt_sparse.report import Report
-from modelopt_sparse.rules import Rule
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.model.masking import attach_optimizer, named_masks, observe_gradient, set_mask
+from modelopt_sparse.oneshot import export, sparsify
+from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import make_plan
+from modelopt_sparse.plan.rules import Rule
+from modelopt_sparse.reports.evaluate import Evaluation, evaluate
+from modelopt_sparse.reports.report import Report
 from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured
-from modelopt_sparse.runtime.report import SpeedReport
-from modelopt_sparse.sparsify import export, sparsify
-from modelopt_sparse.streaming.stream import sparsify_checkpoint
-from modelopt_sparse.verify import Verification, verify
+from modelopt_sparse.runtime.speed_report import SpeedReport
 from modelopt_sparse.version import __version__
 
 __all__ = [

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from modelopt_sparse import cli
+from modelopt_sparse.cli import commands as cli
 from tests.helpers import Done
 
 transformers.utils.logging.disable_progress_bar()

@@ -12,11 +12,12 @@ from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint, products
-from modelopt_sparse.offload import stored
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.checkpoint.streaming import storage as blocks
+from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.model.offload import stored
 from modelopt_sparse.runtime.settings import Settings
-from modelopt_sparse.streaming import blocks
-from modelopt_sparse.streaming.spill import spilled
+from modelopt_sparse.solving import cpu_matmul as products
 from tests.architectures import ARCHITECTURES
 from tests.expert_models import MODELS
 from tests.helpers import tiny_llama, token_batches

@@ -270,7 +270,7 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
 
 
 def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
-    from modelopt_sparse.cli import main
+    from modelopt_sparse.cli.commands import main
 
     sys.argv = ["modelopt-sparse", *arguments]
     out, err = StringIO(), StringIO()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.patterns import parse_pattern
+from modelopt_sparse.methods.patterns import parse_pattern
 from tests.helpers import correlated_inputs
 
 DAMPING = 0.01

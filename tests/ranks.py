@@ -25,14 +25,14 @@ from torch.distributed.fsdp import fully_shard
 
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
-from modelopt_sparse.calibration.walk import Group, walk
-from modelopt_sparse.config import resolve
+from modelopt_sparse.calibration.inputs import Group, walk
 from modelopt_sparse.distributed import RankError, Team
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.magnitude import Magnitude
-from modelopt_sparse.planning import plan_for
-from modelopt_sparse.report import Report
-from modelopt_sparse.sparsify import _calibrating
+from modelopt_sparse.oneshot import _calibrating
+from modelopt_sparse.plan.config import resolve
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report
 from tests import expert_models
 from tests.architectures import ARCHITECTURES
 from tests.helpers import tiny_llama, token_batches

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse import modules
-from modelopt_sparse.offload import stored
+from modelopt_sparse.model import masking as modules
+from modelopt_sparse.model.offload import stored
 from tests.architectures import ARCHITECTURES
 from tests.brute_force import Recording, assert_stats, brute_force, matrices_of
 from tests.helpers import tiny_llama, token_batches

@@ -15,20 +15,21 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
-from modelopt_sparse import allocation, divergence
-from modelopt_sparse.allocation import (
+from modelopt_sparse.accuracy import allocate as allocation
+from modelopt_sparse.accuracy import divergence
+from modelopt_sparse.accuracy.allocate import (
     allocate,
     allocation_for,
     block_sparsities,
     owl_sparsities,
     search_plan,
 )
-from modelopt_sparse.config import resolve
-from modelopt_sparse.divergence import masked
+from modelopt_sparse.accuracy.divergence import masked
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.patterns import Unstructured, count_zeros
-from modelopt_sparse.plan import Plan
-from modelopt_sparse.planning import plan_for
+from modelopt_sparse.methods.patterns import Unstructured, count_zeros
+from modelopt_sparse.plan.config import resolve
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import plan_for
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 
 

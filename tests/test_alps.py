@@ -5,7 +5,7 @@ import torch
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import relative_error
-from modelopt_sparse.patterns import parse_pattern
+from modelopt_sparse.methods.patterns import parse_pattern
 from tests.layer_problem import damped, exact_refit, objective, problem, solved
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.batches import TokenMasks
-from modelopt_sparse.calibration.record import Recorder, flat_tensors
+from modelopt_sparse.calibration.data import TokenMasks
+from modelopt_sparse.calibration.recorder import Recorder, flat_tensors
 from modelopt_sparse.methods import METHODS
 from tests.architectures import ARCHITECTURES, ragged
 from tests.brute_force import Real, Recording, Seen, all_rows, assert_stats, brute_force, make_sparse, matrices_of

@@ -27,8 +27,9 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint, format
-from modelopt_sparse.format import DESCRIPTION, MASKS, pack_mask, unpack_mask
+from modelopt_sparse.checkpoint import format
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, pack_mask, unpack_mask
 from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
 
 GOLDEN = Path(__file__).parent / "golden"

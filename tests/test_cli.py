@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint, cli, cli_input
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.cli import commands as cli
+from modelopt_sparse.cli import inputs as cli_input
 from modelopt_sparse.runtime.settings import Settings
 from tests.helpers import TESTBED, assert_same_state, run_python, state_of, tiny_llama
 from tests.unpacking import installed, place_for

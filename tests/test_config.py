@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from modelopt_sparse.config import SparsifyConfig, resolve_method
-from modelopt_sparse.from_modelopt import REFUSED, RENAMED
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
-from modelopt_sparse.patterns import NM, Unstructured
-from modelopt_sparse.rules import Rule, parse_rules
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.plan.config import SparsifyConfig, resolve_method
+from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
+from modelopt_sparse.plan.rules import Rule, parse_rules
 
 pytestmark = pytest.mark.core
 SPARSEGPT = METHODS["sparsegpt"]

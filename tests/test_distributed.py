@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
 from modelopt_sparse.distributed import Team, processes
-from modelopt_sparse.fingerprint import checksum
-from modelopt_sparse.planning import make_plan
+from modelopt_sparse.plan.identity import checksum
+from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.solving.sharing import Shares
 from tests import ranks
 from tests.helpers import TESTBED, run_python, tiny_llama, trained_model

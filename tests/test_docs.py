@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 from transformers import GPTJConfig, GPTJForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse import cli
-from modelopt_sparse.config import ALLOCATIONS, SEQUENTIAL
-from modelopt_sparse.from_modelopt import REFUSED, RENAMED
+from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.quality import QUALITIES
+from modelopt_sparse.plan.config import ALLOCATIONS, SEQUENTIAL
+from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
+from modelopt_sparse.plan.quality import QUALITIES
 from tests.helpers import TESTBED, run_python, tiny_llama, token_batches
 
 ROOT = Path(__file__).parent.parent

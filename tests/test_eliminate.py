@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods import METHODS, eliminate
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods import sweep as eliminate
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.methods.eliminate import takes
-from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.sweep import takes
 from tests import reference
 from tests.helpers import correlated_inputs, run_python
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with the extra 'test' on Linux")
-from modelopt_sparse.methods import eliminate_triton
+from modelopt_sparse.methods import sweep_triton as eliminate_triton
 
 INTERPRETED = not torch.cuda.is_available()
 SPARSEGPT = METHODS["sparsegpt"]
@@ -328,11 +329,11 @@ sys.modules["triton"] = None  # every import of it fails
 import torch
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.patterns import NM
+from modelopt_sparse.methods.patterns import NM
 sparsegpt = METHODS["sparsegpt"]
 state = sparsegpt.prepare(Stats(8, torch.ones(8), torch.eye(8)), sparsegpt.options)
 sparsegpt.solve(torch.randn(4, 8), state, NM(2, 4), sparsegpt.options)
-assert "modelopt_sparse.methods.eliminate_triton" not in sys.modules
+assert "modelopt_sparse.methods.sweep_triton" not in sys.modules
 """
 
 
@@ -348,7 +349,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from modelopt_sparse.methods.eliminate_triton import TILE, _sweep
+from modelopt_sparse.methods.sweep_triton import TILE, _sweep
 kinds = dict.fromkeys(("current", "inverse", "pruned"), "*fp32") | {"flags": "*u8"}
 kinds |= dict.fromkeys(("rows", "columns", "tiles", "factor_size"), "i32")
 kinds |= dict.fromkeys("KEPT M T G S".split(), "constexpr")

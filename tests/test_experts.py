@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import modelopt_sparse as mts
-from modelopt_sparse.reconstruct import _optimizer
+from modelopt_sparse.accuracy.reconstruct import _optimizer
 from tests.architectures import texts
 from tests.brute_experts import brute_experts, stored_as_matrices
 from tests.brute_force import Recording, Seen, make_sparse

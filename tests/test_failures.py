@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import Magnitude
-from modelopt_sparse.modules import SparseModule
+from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
 
 NAMES = [
@@ -394,7 +394,7 @@ def test_interrupted_while_held_solutions_wait():
 def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
     model = tiny_llama()
     before = state_of(model)
-    module = sys.modules["modelopt_sparse.sparsify"]  # as an attribute of the package it is the function
+    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
     original, seen = module.set_mask, []
 
     def pressed(*args):
@@ -417,7 +417,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
 
 CTRL_C = """
 import signal, sys
-import modelopt_sparse.checkpoint, modelopt_sparse.methods.magnitude as magnitude
+import modelopt_sparse.checkpoint.restore, modelopt_sparse.methods.magnitude as magnitude
 def pressing(function):
     def pressed(*args, **kwargs):
         signal.raise_signal(signal.SIGINT)
@@ -428,8 +428,8 @@ where = sys.argv.pop(1)
 if where == "solve":
     magnitude.masked_solution = pressing(magnitude.masked_solution)
 else:
-    modelopt_sparse.checkpoint.size_and_hash = pressing(modelopt_sparse.checkpoint.size_and_hash)
-from modelopt_sparse.cli import main
+    modelopt_sparse.checkpoint.restore.size_and_hash = pressing(modelopt_sparse.checkpoint.restore.size_and_hash)
+from modelopt_sparse.cli.commands import main
 main()
 """
 

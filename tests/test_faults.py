@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.diskspace import is_full
-from modelopt_sparse.format import file_hash
+from modelopt_sparse.checkpoint.diskspace import is_full
+from modelopt_sparse.checkpoint.format import file_hash
 from tests import faulty
 from tests.faulty import Runs
 from tests.helpers import assert_bits, state_of, tiny_llama, token_batches

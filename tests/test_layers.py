@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modelopt_sparse.layers import Layer, find_layers
-from modelopt_sparse.modules import set_mask
-from modelopt_sparse.patterns import NM
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.model.layers import Layer, find_layers
+from modelopt_sparse.model.masking import set_mask
 from tests import reference
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import STRIP, Method, Solution, Stats, relative_error
-from modelopt_sparse.patterns import NM, parse_pattern
+from modelopt_sparse.methods.patterns import NM, parse_pattern
 from tests import reference
 from tests.helpers import correlated_inputs
 

@@ -12,10 +12,10 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
-from modelopt_sparse.methods.given import GivenMask
-from modelopt_sparse.patterns import NM, Unstructured
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.solving.out_of_memory import is_out_of_memory
-from modelopt_sparse.solving.parts import Piece, some_of
+from modelopt_sparse.solving.pieces import Piece, some_of
 from tests.expert_models import MODELS, VOCAB
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.layer_problem import problem
@@ -293,7 +293,7 @@ def test_a_preparation_has_no_pieces():
 
 
 def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
-    module = sys.modules["modelopt_sparse.sparsify"]  # as an attribute of the package it is the function
+    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
     original, seen = module.set_mask, []
 
     def scarce(*args: Any) -> None:

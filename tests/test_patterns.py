@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelopt_sparse.patterns import NM, Unstructured, count_zeros, keep_largest, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Unstructured, count_zeros, keep_largest, parse_pattern
 from tests import reference
 
 pytestmark = pytest.mark.core

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.walk import walk
-from modelopt_sparse.channels import DenseBlock, permute
-from modelopt_sparse.config import resolve
-from modelopt_sparse.methods.permute import channel_order, kept_share
-from modelopt_sparse.planning import plan_for
-from modelopt_sparse.report import Report
-from modelopt_sparse.sparsify import _calibrating
+from modelopt_sparse.accuracy.permute import DenseBlock, permute
+from modelopt_sparse.calibration.inputs import walk
+from modelopt_sparse.methods.channel_order import channel_order, kept_share
+from modelopt_sparse.oneshot import _calibrating
+from modelopt_sparse.plan.config import resolve
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 

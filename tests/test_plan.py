@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.patterns import NM, Unstructured
-from modelopt_sparse.plan import Plan
-from modelopt_sparse.planning import make_plan
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import make_plan
 from tests.helpers import tiny_llama
 
 pytestmark = pytest.mark.core

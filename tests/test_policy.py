@@ -13,7 +13,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.patterns import NM, Unstructured
+from modelopt_sparse.methods.patterns import NM, Unstructured
 from tests.helpers import run_python, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -28,7 +28,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of everything a file imports: "torch.nn", "torch.Tensor", "modelopt_sparse.patterns.NM"."""
+    """Full names of everything a file imports: "torch.nn", "torch.Tensor", "modelopt_sparse.methods.patterns.NM"."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -95,13 +95,13 @@ def test_methods_see_no_module(path):
     for name in imports(path):
         assert not within(name, "torch.nn", "transformers", "accelerate"), name
         if within(name, "modelopt_sparse"):
-            assert within(name, "modelopt_sparse.patterns", "modelopt_sparse.methods"), name
+            assert within(name, "modelopt_sparse.methods"), name
     read = {dotted(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
     assert not {name for name in read if within(name, "torch.nn", "nn")}
 
 
 def test_patterns_see_only_tensors():
-    for name in imports(PACKAGE / "patterns.py"):
+    for name in imports(PACKAGE / "methods/patterns.py"):
         assert not within(name, "torch.nn", "transformers", "accelerate", "modelopt_sparse"), name
 
 
@@ -109,8 +109,8 @@ def test_patterns_see_only_tensors():
     ("package", "owner"),
     [
         ("torch.distributed", "distributed.py"),
-        ("accelerate.hooks", "offload.py"),
-        ("triton", "methods/eliminate_triton.py"),
+        ("accelerate.hooks", "model/offload.py"),
+        ("triton", "methods/sweep_triton.py"),
     ],
 )
 def test_only_one_file_imports(package, owner):
@@ -217,7 +217,7 @@ def test_importing_every_module_patches_nothing_and_sets_nothing():
     parts = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in NAMES]
     left_out = {"__init__", "__main__"}
     if importlib.util.find_spec("triton") is None:
-        left_out.add("methods.eliminate_triton")  # imported only where Triton is installed
+        left_out.add("methods.sweep_triton")  # imported only where Triton is installed
     names = [f"modelopt_sparse.{part}" for part in parts if part not in left_out]
     done = run_python("-W", "error::DeprecationWarning:modelopt_sparse", "-c", FRESH_IMPORT, json.dumps(names))
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from modelopt_sparse import products
+from modelopt_sparse.solving import cpu_matmul as products
 from tests.helpers import tiny_llama, token_batches
 
 SETTING = torch.backends.mkldnn.matmul

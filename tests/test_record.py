@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.blocks import Stack
-from modelopt_sparse.calibration.batches import TokenMasks
-from modelopt_sparse.calibration.record import Chain, Recorder, flat_tensors
+from modelopt_sparse.calibration.data import TokenMasks
+from modelopt_sparse.calibration.recorder import Chain, Recorder, flat_tensors
+from modelopt_sparse.model.stacks import Stack
 from tests.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.core

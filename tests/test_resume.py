@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.streaming import stream
 from modelopt_sparse.methods.wanda import Wanda
-from modelopt_sparse.streaming import stream
 from tests.helpers import tiny_llama, token_batches
 from tests.test_stream import assert_same_folders, saved
 

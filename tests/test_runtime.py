@@ -24,16 +24,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse import checkpoint
-from modelopt_sparse.plan import HARDWARE
-from modelopt_sparse.runtime import backends, convert, tune
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.plan.plan import HARDWARE
+from modelopt_sparse.runtime import backends, convert
+from modelopt_sparse.runtime import timing as tune
 from modelopt_sparse.runtime.backends import Algorithm, CuSparseLt, Cutlass
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
+from modelopt_sparse.runtime.matmul import Choice, as_numbers, choice_for
 from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_negative_zeros
-from modelopt_sparse.runtime.product import Choice, as_numbers, choice_for
 from modelopt_sparse.runtime.quantize import LARGEST, SUMS, quantize_rows, relative_squared_error, rescaled
 from modelopt_sparse.runtime.settings import Place, Settings, _no_fp8, loading_place
-from modelopt_sparse.runtime.tune import Timing, TimingCache, decide
+from modelopt_sparse.runtime.timing import Timing, TimingCache, decide
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.unpacking import CPU, Unpacking, chain, installed, packed_by, place_for, pruned
 

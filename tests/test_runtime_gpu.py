@@ -17,7 +17,7 @@ from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from modelopt_sparse.runtime.packing import pack
 from modelopt_sparse.runtime.quantize import FORMATS, quantize_rows, relative_squared_error
 from modelopt_sparse.runtime.settings import _no_fp8
-from modelopt_sparse.runtime.tune import eager_seconds, graph_seconds
+from modelopt_sparse.runtime.timing import eager_seconds, graph_seconds
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 pytestmark = [

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from tests import reference
 from tests.helpers import correlated_inputs
 

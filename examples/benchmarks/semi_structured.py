@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse.report import library_versions
+from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.quantize import quantize_rows
-from modelopt_sparse.runtime.tune import TIMERS, Timer
+from modelopt_sparse.runtime.timing import TIMERS, Timer
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {  # of Llama-3-8B: rows x columns

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from modelopt_sparse.patterns import Pattern
+from modelopt_sparse.methods.patterns import Pattern
 
 NEEDS = ("nothing", "square_sums", "gram")
 STRIP = 256  # columns of a Gram matrix that one product of `output_energy` takes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.patterns import NM, Pattern, keep_largest
+from modelopt_sparse.methods.patterns import NM, Pattern, keep_largest
 
 DAMPING = 0.3  # what `sparsify` adds to the Gram matrix's diagonal, relative to it: swaps overfit without
 BLOCK = 128  # columns of groups that one product with the Gram matrix brings up to date

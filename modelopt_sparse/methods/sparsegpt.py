@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
-from modelopt_sparse.methods.eliminate import eliminate
-from modelopt_sparse.patterns import NM, Pattern
+from modelopt_sparse.methods.patterns import NM, Pattern
+from modelopt_sparse.methods.sweep import eliminate
 
 MAX_DAMPING = 1.0
 

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import is_sharded
-from modelopt_sparse.layers import find_layers
-from modelopt_sparse.modules import named_masks
-from modelopt_sparse.report import library_versions
+from modelopt_sparse.model.layers import find_layers
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.reports.report import library_versions
+from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.runtime.backends import Backend, library_version
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
+from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, multiply
 from modelopt_sparse.runtime.packing import DTYPES, NotPackable, misfit, pack, shape_misfit
-from modelopt_sparse.runtime.product import ALWAYS_SPARSE, multiply
 from modelopt_sparse.runtime.quantize import quantize_rows, relative_squared_error
-from modelopt_sparse.runtime.report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
 from modelopt_sparse.runtime.settings import Place, Settings
-from modelopt_sparse.runtime.tune import Timing, TimingCache, decide, time_layer, timing_key
-from modelopt_sparse.wording import first_few, nearest
+from modelopt_sparse.runtime.speed_report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
+from modelopt_sparse.runtime.timing import Timing, TimingCache, decide, time_layer, timing_key
 
 ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
 ERROR_SEED = 20_240_813  # of those inputs: none that weights are likely to have been drawn with

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.modules import drop_bound_forward
-from modelopt_sparse.offload import without_hook
+from modelopt_sparse.model.masking import drop_bound_forward
+from modelopt_sparse.model.offload import without_hook
 from modelopt_sparse.runtime.backends import BACKENDS, Backend
-from modelopt_sparse.runtime.product import ALWAYS_SPARSE, Choice, as_numbers, multiply, register_operators
+from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, Choice, as_numbers, multiply, register_operators
 
 PACKED = ("packed", "metadata", "scales")  # the buffers of a packed layer
 

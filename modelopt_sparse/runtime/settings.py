@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from modelopt_sparse.reports.text import nearest
 from modelopt_sparse.runtime.backends import BACKENDS, Backend, choose_backend
 from modelopt_sparse.runtime.quantize import FORMATS
-from modelopt_sparse.runtime.tune import LIBRARIES, TIMERS, Timer
-from modelopt_sparse.wording import nearest
+from modelopt_sparse.runtime.timing import LIBRARIES, TIMERS, Timer
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from modelopt_sparse.experts import RoutedKind
-from modelopt_sparse.freed import give_back_freed_memory
-from modelopt_sparse.patterns import NM
-from modelopt_sparse.plan import LayerPlan
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.model.devices import give_back_freed_memory
+from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.plan.plan import LayerPlan
 
 # rows of the smallest piece: as many as a matrix has columns, divided by this. What a solver holds for them is then
 # little beside the state that all rows share, and fewer would not help.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from modelopt_sparse.distributed import Team
-from modelopt_sparse.experts import RoutedKind
 from modelopt_sparse.methods.base import Solution
-from modelopt_sparse.plan import LayerPlan
-from modelopt_sparse.solving.parts import WHOLE, Part, Piece
+from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.solving.pieces import WHOLE, Part, Piece
 
 Share = tuple[str, int]  # a layer's name, and the first of its matrices that one process solves
 

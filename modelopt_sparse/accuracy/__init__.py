@@ -1,0 +1,1 @@
+"""Beyond one layer at a time: allocation, permutation and reconstruction."""

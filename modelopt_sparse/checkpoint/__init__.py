@@ -1,0 +1,1 @@
+"""Folders of sparse models: save, restore, verify, and checkpoints larger than memory."""

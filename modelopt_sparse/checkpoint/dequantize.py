@@ -1,0 +1,206 @@
+"""Checkpoints that hold codes in the place of weights: what they are, and how transformers makes weights of them.
+
+transformers dequantizes at load, tensor by tensor, if the quantization's own settings say ``dequantize``. Here is what
+it leaves open: which folders it gets right, in what dtype and size, and that it forgets the quantization afterwards.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+
+from modelopt_sparse.checkpoint.format import weight_files
+from modelopt_sparse.model.quantization import FLOATS, forget_quantization, method_of, parts_of, quantization_of
+from modelopt_sparse.reports.text import first_few
+
+METHODS = ("fp8", "mxfp4")  # that transformers dequantizes on any device and without other packages
+DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of them
+SHOWN = 3  # tensors that an error spells out
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype in safetensors' words, and shape
+INSTEAD = "sparsify the model that it was made of, and quantize after"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a quantized checkpoint becomes: ``size`` bytes of weights in ``dtype``. ``stored`` is what its files take,
+    None where they are not at hand."""
+
+    method: str
+    dtype: torch.dtype
+    size: int
+    stored: int | None
+
+    def __str__(self) -> str:
+        before = "" if self.stored is None else f" instead of {gib(self.stored)}"
+        return f"dequantized from {self.method} to {str(self.dtype).removeprefix('torch.')}: {gib(self.size)}{before}"
+
+
+def gib(size: int) -> str:
+    """Bytes for a reader: at least two digits of them count."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def asked_for(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: bool) -> Quantized | None:
+    """What becomes of the checkpoint ``source`` that ``model``, on meta, is built for; None if it is not quantized.
+
+    Raises ValueError for one that is, unless the user asks for ``dequantize``, or if transformers would not get all of
+    it right; and for one that is not, if the user asks.
+    """
+    config = getattr(model, "config", None)
+    quantization = quantization_of(config)
+    if quantization is None:
+        if dequantize:
+            raise ValueError(f"{str(source)!r} is not quantized: leave out dequantize (--dequantize)")
+        return None
+    method = method_of(quantization)
+    if method not in METHODS:
+        raise ValueError(
+            f"{str(source)!r} is quantized ({method}); {' and '.join(METHODS)} are dequantized here: dequantize it "
+            f"with what it was made with and save that, or {INSTEAD}"
+        )
+    files = _files(source)
+    stored = sum(file.stat().st_size for file in files) if files else None
+    dense = _dense_dtype(dtype, config)
+    size = sum(parameter.numel() for parameter in model.parameters()) * dense.itemsize
+    found = Quantized(method, dense, size, stored)
+    if not dequantize:
+        raise ValueError(
+            f"{str(source)!r} is quantized ({method}): give dequantize=True (--dequantize) to have it {found}; or "
+            f"{INSTEAD}"
+        )
+    _refuse_what_goes_wrong(source, files, quantization)
+    return found
+
+
+def load_dequantized(
+    architecture: Any, folder: Path, config: Any, found: Quantized, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """The model with weights in the place of codes, and transformers' account of what it loaded. ``options`` are those
+    of ``from_pretrained``. Raises ValueError for what it cannot load, or leaves out."""
+    quantization = quantization_of(config) or {}
+    if not (files := _files(folder)):
+        raise ValueError(
+            f"{str(folder)!r} is quantized ({found.method}) and does not hold all of its safetensors files"
+        )
+    _refuse_what_goes_wrong(folder, files, quantization)
+    forget_quantization(config)
+    config.quantization_config = {**quantization, "dequantize": True}
+    options = {**options, "config": config, "dtype": found.dtype, "output_loading_info": True}
+    where = f"{str(folder)!r}: transformers {transformers.__version__}"
+    try:
+        model, info = architecture.from_pretrained(folder, **options)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{where} cannot dequantize it ({found.method}) here, a newer one may: {error}") from error
+    left = {*info["missing_keys"], *info["unexpected_keys"]}
+    left |= {name for name, parameter in model.named_parameters() if parameter.dtype not in FLOATS}
+    if left:
+        raise ValueError(f"{where} does not dequantize all of it ({found.method}), a newer one may: {_shown(left)}")
+    forget_quantization(model.config)
+    wide = kept_wide(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:  # some versions leave them in the dtype of their scales
+            parameter.data = parameter.data.to(dtype_of(name, wide, found.dtype))
+    save_as_dense(model)
+    return model, info
+
+
+def save_as_dense(model: nn.Module) -> None:
+    """Have save_pretrained write a dequantized model as the dense one that it is. transformers quantizes it again, or
+    fails, as it turns around all that it did at load; without a record of that it does what is right for the class."""
+    done = model.__dict__.get("_weight_conversions") or ()
+    if any(getattr(step, "hf_quantizer", None) is not None for of in done for step in getattr(of, "operations", ())):
+        del model._weight_conversions
+
+
+def kept_wide(model: Any) -> Mapping[str, torch.dtype]:
+    """Globs of parameters -> the dtype that they have whatever the model's is (T5's ``wo``: float32 in float16)."""
+    plan = getattr(model, "_get_dtype_plan", None)
+    return model.dtype_plan if plan is None else plan(model.config.dtype)  # the first in transformers 5.0
+
+
+def dtype_of(name: str, wide: Mapping[str, torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter in a model of ``dtype``."""
+    return next((d for glob, d in wide.items() if re.search(glob.replace("*", ".*"), name)), dtype)
+
+
+def _dense_dtype(given: Any, config: Any) -> torch.dtype:
+    """``from_pretrained``'s dtype; "auto" is the stored one, and bfloat16, as in transformers, if there is none."""
+    if given is None or given == "auto":
+        given = next((part.dtype for part in parts_of(config) if getattr(part, "dtype", None) is not None), None)
+        return given if given in FLOATS else torch.bfloat16
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype={given!r}: weights are dequantized to {', '.join(str(x) for x in FLOATS)}")
+    return dtype
+
+
+def _files(source: str | Path) -> list[Path]:
+    """The weight files of a folder; none if they are not all there, or if it is a name on the hub."""
+    folder = Path(source)
+    files = [folder / name for name in weight_files(folder)] if folder.is_dir() else []
+    return files if all(file.is_file() for file in files) else []
+
+
+def _refuse_what_goes_wrong(source: str | Path, files: list[Path], quantization: Mapping[str, Any]) -> None:
+    if problems := list(_problems(files, quantization)):
+        raise ValueError(
+            f"{str(source)!r} is quantized ({method_of(quantization)}), and transformers {transformers.__version__} "
+            f"would not dequantize all of it rightly: {_shown(problems)}; dequantize it with what it was made with and "
+            f"save that, or {INSTEAD}"
+        )
+
+
+def _shown(found: Collection[str]) -> str:
+    return first_few(sorted(found), SHOWN)
+
+
+def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:
+    """What in these files transformers takes for something else than it is. Headers alone are read."""
+    tensors: Headers = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - an open file cannot be iterated over
+                part = opened.get_slice(name)
+                tensors[name] = part.get_dtype(), tuple(part.get_shape())
+    block = quantization.get("weight_block_size", (128, 128))
+    check = partial(_fp8_problem, block) if method_of(quantization) == "fp8" else _mxfp4_problem
+    for name, (dtype, _) in tensors.items():
+        if dtype not in DENSE and (problem := check(name, tensors)):
+            yield f"{name!r} {problem}"
+
+
+def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> str:
+    """Blocks that do not fill the matrix are the trap: transformers makes blocks of another size of them."""
+    dtype, shape = tensors[name]
+    if dtype != "F8_E4M3":
+        return f"is {dtype}, not float8_e4m3fn"
+    kind, grid = tensors.get(f"{name}_scale_inv", ("", ()))
+    if kind not in DENSE:
+        return "has no floating point scales beside it" if not kind else f"has {kind} scales"
+    if block is None:
+        return "" if torch.Size(grid).numel() == 1 else f"has {list(grid)} scales where one for all is expected"
+    if len(shape) < 2 or len(grid) != len(shape):
+        return f"has shape {list(shape)} and scales of shape {list(grid)}"
+    if any(size % part and size > part for size, part in zip(shape[-2:], block)):
+        return f"has shape {list(shape)}, no multiple of its blocks of {list(block)}"
+    expected = (*shape[:-2], *(max(size // part, 1) for size, part in zip(shape[-2:], block)))
+    return "" if grid == expected else f"has scales of shape {list(grid)}, not {list(expected)}"
+
+
+def _mxfp4_problem(name: str, tensors: Headers) -> str:
+    dtype, shape = tensors[name]
+    stem, _, part = name.rpartition("_")
+    if dtype != "U8" or part not in ("blocks", "scales"):
+        return f"is {dtype}, and neither blocks nor scales"
+    blocks, scales = (tensors.get(f"{stem}_{x}") for x in ("blocks", "scales"))
+    if blocks is None or scales is None:
+        return "has no scales beside it" if part == "blocks" else "has no blocks beside it"
+    return "" if blocks[1] == (*scales[1], 16) else f"has shape {list(shape)}, which does not go with its fellow's"

@@ -1,0 +1,120 @@
+"""A streaming run's source: where it lies, and its files, whole when the run starts and the same until it ends."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.utils import cached_file
+
+from modelopt_sparse.calibration.storage import Unreadable
+from modelopt_sparse.checkpoint.format import INDEX, WEIGHTS, file_hash, weight_files
+
+GET_IT_AGAIN = "get the file again, and start the run again"
+
+
+class SourceFiles:
+    """The weight files of a folder and its ``config.json``; ``hashes``: file name -> SHA-256.
+
+    Raises ValueError for a file that is missing, or not as long as its own header says. What the numbers in it should
+    be nobody knows: safetensors keeps no checksums.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        weights = _there(folder)
+        self._as_seen: dict[Path, tuple[int, ...]] = {}
+        self.hashes: dict[str, str] = {}
+        for name in ("config.json", *weights):
+            path = folder / name
+            self._as_seen[path.resolve()] = _look(path)
+            if name in weights:
+                try:
+                    with safe_open(path, framework="pt"):
+                        pass
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(
+                        f"{str(path)!r} is truncated or damaged ({error}): get the file again, or convert the model if "
+                        "it is of another format"
+                    ) from None
+            self.hashes[name] = file_hash(path)
+
+    def check(self, path: Path) -> None:
+        """Raise Unreadable (a ValueError) if the file has gone or changed since it was hashed, as far as its size, its
+        time and its place on the disk tell. Other files than the source's are let pass."""
+        before = self._as_seen.get(path.resolve())
+        if before is None:
+            return
+        try:
+            now = _look(path)
+        except OSError as error:
+            raise Unreadable(f"{str(path)!r} has gone since the run started ({error}): {self._advice()}") from None
+        if now != before:
+            raise Unreadable(f"{str(path)!r} has changed since the run started: {self._advice()}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Where something fails to read, say so if a file is the reason."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            try:
+                self.check_all()
+            except Unreadable as reason:
+                raise reason from error
+            raise
+
+    def check_all(self) -> None:
+        for path in self._as_seen:
+            self.check(path)
+
+    def _advice(self) -> str:
+        return (
+            "put back the file that the run was started with, and start it again with the same arguments; the blocks "
+            "that are done are kept"
+        )
+
+
+def _there(folder: Path) -> list[str]:
+    names = weight_files(folder)
+    for name in names:
+        if (folder / name).is_file():
+            continue
+        if (folder / INDEX).is_file():
+            raise ValueError(f"{str(folder)!r} lacks {name!r}, which its {INDEX} lists: {GET_IT_AGAIN}")
+        raise ValueError(
+            f"{str(folder)!r} holds no {name!r}: streaming reads safetensors files; load the model and save it "
+            "with save_pretrained if it has others"
+        )
+    return names
+
+
+def _look(path: Path) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
+    """The folder of a checkpoint; that of a hub name is downloaded first, and stays in the cache."""
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
+        return Path(source)
+    name = str(source)
+    try:
+        config = cached_file(name, "config.json", revision=revision)
+        index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
+        folder = Path(str(config)).parent
+        for file in [WEIGHTS] if index is None else weight_files(folder):
+            cached_file(name, file, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
+    for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
+        try:
+            loader.from_pretrained(name, revision=revision, **remote)  # its files are in the cache then
+        except (OSError, ValueError, KeyError, ImportError):
+            continue
+    return folder

@@ -1,0 +1,299 @@
+"""The blocks of a model that is streamed: without weights but for the one that has its turn or is passed through, and
+written to a shard of the target after its turn."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from modelopt_sparse.accuracy.reconstruct import BlockReport
+from modelopt_sparse.calibration.storage import Turn, Turns
+from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
+from modelopt_sparse.checkpoint.format import WEIGHTS, pack_mask
+from modelopt_sparse.checkpoint.restore import describe_mask, empty_model, model_class, unloaded
+from modelopt_sparse.checkpoint.streaming.source import SourceFiles
+from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.checkpoint.streaming.workfolder import BlockRecord, WorkFolder
+from modelopt_sparse.model.devices import give_back_freed_memory
+from modelopt_sparse.model.masking import named_masks, remove_masks
+from modelopt_sparse.model.offload import taken_off
+from modelopt_sparse.reports.report import LayerReport, Report
+from modelopt_sparse.reports.text import first_few
+
+ONE_FILE = 2**60  # a shard size that no block reaches
+
+
+def without_blocks(
+    folder: Path,
+    names: list[str],
+    dtype: Any,
+    quantized: Quantized | None,
+    work: WorkFolder,
+    remote: Mapping[str, Any],
+) -> "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]":
+    """The model with placeholders in the place of its blocks' parameters; the blocks by name; and (file, name in it)
+    of each of those parameters."""
+    config = AutoConfig.from_pretrained(folder, **remote)
+    architecture = model_class(config, folder)
+    devices = _devices(empty_model(folder, **remote), names)
+    options = {"device_map": devices, "offload_folder": str(work.path / "converted"), **remote}
+    with quiet():
+        if quantized is None:
+            model, found = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        else:
+            model, found = load_dequantized(architecture, folder, config, quantized, **options)
+    if problems := unloaded(found):
+        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
+    places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
+    blocks = {name: model.get_submodule(name) for name in names}
+    wide = kept_wide(model)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and name in places:
+            empty = _nothing(parameter.shape, dtype_of(name, wide, parameter.dtype))
+            new.setdefault(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter in new:  # a tie stays a tie
+                setattr(module, key, new[parameter])
+    return model, blocks, places
+
+
+def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
+    """A device map with the blocks on disk and everything else on the CPU."""
+    found: dict[str, str] = {}
+
+    def enter(module: nn.Module, path: str) -> None:
+        prefix = f"{path}." if path else ""
+        if path in names:
+            found[path] = "disk"
+        elif not any(name.startswith(prefix) for name in names):
+            found[path] = "cpu"
+        else:
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            found.update({f"{prefix}{key}": "cpu" for key, _ in own})
+            for key, child in module.named_children():
+                enter(child, f"{prefix}{key}")
+
+    enter(model, "")
+    return found
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape in the memory of one number: NaN, so that nothing takes it for a weight."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars, one for each block, and accelerate's remark that weights are offloaded."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    remarks = logging.getLogger("accelerate.big_modeling")
+    level = remarks.level
+    try:
+        transformers.utils.logging.disable_progress_bar()
+        remarks.setLevel(logging.ERROR)
+        yield
+    finally:
+        remarks.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+class StreamedBlocks(Turns):
+    """The blocks of a model: one has its turn, or none; one more may be passing through a run of the whole model; the
+    others hold placeholders. Entered, every block has its weights when it is called."""
+
+    def __init__(
+        self,
+        built: "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]",
+        work: WorkFolder,
+        files: SourceFiles,
+        *,
+        spill: bool,
+    ) -> None:
+        self.model, blocks, self._places = built
+        self._work, self._files, self.spills = work, files, spill
+        self._blocks = list(blocks.values())
+        self.names = list(blocks)
+        self._home = {module: block for block in self._blocks for module in block.modules()}
+        self._own = {block: _own_parameters(self.model, name, block) for name, block in blocks.items()}
+        self._over: set[nn.Module] = set()
+        self._open: nn.Module | None = None
+        self._passing: nn.Module | None = None
+        self._handles: list[Any] = []
+        self.reused = 0
+        self._load_what_is_shared()
+
+    def __enter__(self) -> "StreamedBlocks":
+        for block in self._blocks:
+            self._handles.append(block.register_forward_pre_hook(lambda module, _: self.load(module), prepend=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._let_pass(None)
+
+    # Turns ------------------------------------------------------------------------------------------------------------
+
+    def load(self, module: nn.Module) -> None:
+        block = self._home.get(module)
+        if block is not None and block is not self._open and block is not self._passing:
+            self._let_pass(block)
+
+    @contextmanager
+    def turn(self, block: nn.Module | None, report: Report) -> Iterator[Turn]:
+        self._work.check_data(report.calibration.get("sha256"))
+        if block is None:
+            yield Turn()
+            return
+        index = self._blocks.index(block)
+        record = self._work.done.get(index)
+        begun = len(report.layers), len(report.blocks)
+        self.load(block)
+        self._open, self._passing = block, None
+        try:
+            yield Turn() if record is None else _SolvedBefore(self, block)
+            if record is None:
+                self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
+            else:
+                report.layers += [LayerReport.from_dict(layer) for layer in record.layers]
+                report.blocks += [BlockReport(**tuned) for tuned in record.blocks]
+                self.reused += 1
+            self._over.add(block)
+        finally:
+            self._open = None
+            self._drop(block)
+
+    def keep(self, activations: Tensor) -> Tensor:
+        return spilled(activations, self._work.path / "writing") if self.spills else activations
+
+    def check_whole_runs(self, why: str) -> None:
+        raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")
+
+    # reading ----------------------------------------------------------------------------------------------------------
+
+    def _let_pass(self, block: nn.Module | None) -> None:
+        if self._passing is not None:
+            self._drop(self._passing)
+        self._passing = None
+        if block is not None:
+            self._fill(block)
+            self._passing = block
+
+    @torch.no_grad()
+    def _fill(self, block: nn.Module) -> None:
+        for name, parameter in self._own[block].items():
+            parameter.data = self._read(name, parameter)
+        if block in self._over:
+            self.fill_sparse(block)
+
+    def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
+        file, key = self._places[name]
+        self._files.check(file)
+        with safe_open(file, framework="pt") as opened:
+            tensor = opened.get_tensor(key).to(parameter.dtype)
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{name!r} has shape {list(tensor.shape)} in {file.name!r}, not {list(parameter.shape)}")
+        return tensor
+
+    @torch.no_grad()
+    def fill_sparse(self, block: nn.Module) -> None:
+        """Put what has been written of a block in the place of its dense weights, in the same memory."""
+        index = self._blocks.index(block)
+        named = f"named/{index:05d}.safetensors"
+        files = self._work.done[index].files
+        with safe_open(self._work.path / (named if named in files else self._shard(index)), framework="pt") as opened:
+            for name, parameter in self._own[block].items():
+                parameter.copy_(opened.get_tensor(name))
+
+    def _drop(self, block: nn.Module) -> None:
+        for parameter in self._own[block].values():
+            parameter.data = _nothing(parameter.shape, parameter.dtype)
+        give_back_freed_memory()
+
+    def _load_what_is_shared(self) -> None:
+        """Parameters that a block shares with others, or that lie outside: they stay."""
+        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        for name, parameter in self.model.named_parameters():
+            if name in self._places and parameter not in own:
+                parameter.data = self._read(name, parameter)
+
+    # writing ----------------------------------------------------------------------------------------------------------
+
+    def _shard(self, index: int) -> str:
+        return f"folder/model-{index + 2:05d}-of-{len(self._blocks) + 1:05d}.safetensors"
+
+    def _write(self, index: int, layers: list[LayerReport], tuned: list[BlockReport]) -> None:
+        block, name, work = self._blocks[index], self.names[index], self._work
+        masks = {f"{name}.{key}": mask for key, mask in named_masks(block)}
+        remove_masks(block)
+        own = set(self._own[block].values())
+        state = {
+            f"{name}.{key}": value.detach()
+            for key, value in block.state_dict(keep_vars=True).items()
+            if value in own or not isinstance(value, nn.Parameter)
+        }
+        files: dict[str, dict[str, Any]] = {}
+        shard = self.saved(state)
+        with safe_open(shard, framework="pt") as opened:
+            converted = not set(self._own[block]) <= set(opened.keys())
+        files[self._shard(index)] = work.place(shard, self._shard(index))
+        if converted:
+            file = work.scratch() / "named.safetensors"
+            save_file({key: value.detach().contiguous() for key, value in self._own[block].items()}, file)
+            files[f"named/{index:05d}.safetensors"] = work.place(file, f"named/{index:05d}.safetensors")
+        file = work.scratch() / "masks.safetensors"
+        save_file({key: pack_mask(mask) for key, mask in masks.items()}, file)
+        files[f"masks/{index:05d}.safetensors"] = work.place(file, f"masks/{index:05d}.safetensors")
+        described = {key: describe_mask(mask) for key, mask in masks.items()}
+        parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
+        work.finish_block(index, BlockRecord(name, files, described, *parts))
+
+    def saved(self, state: Mapping[str, Tensor]) -> Path:
+        """A file of these tensors as save_pretrained writes them, under the names that the checkpoint has."""
+        folder = self._work.scratch()
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=dict(state), max_shard_size=ONE_FILE)
+        return folder / WEIGHTS
+
+    def write_the_rest(self) -> None:
+        """Blocks that had no turn, because nothing in their stack is pruned."""
+        for index, block in enumerate(self._blocks):
+            if index not in self._work.done:
+                self.load(block)
+                self._write(index, [], [])
+
+    def outside(self) -> dict[str, Tensor]:
+        """The state dict without what the blocks' shards hold."""
+        within = {f"{name}.{key}" for name, block in zip(self.names, self._blocks) for key in block.state_dict()}
+        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in own}
+        return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
+
+
+class _SolvedBefore(Turn):
+    done = True
+
+    def __init__(self, blocks: StreamedBlocks, block: nn.Module) -> None:
+        self._blocks, self._block = blocks, block
+
+    def make_sparse(self) -> None:
+        self._blocks.fill_sparse(self._block)
+
+
+def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that only this block holds, each under the first of its names."""
+    inside = {f"{path}.{name}" for name, _ in block.named_parameters(remove_duplicate=False)}
+    outside = {p for name, p in model.named_parameters(remove_duplicate=False) if name not in inside}
+    return {f"{path}.{name}": p for name, p in block.named_parameters() if p not in outside}

@@ -1,0 +1,245 @@
+"""Checkpoints larger than memory: read block by block, made sparse, written block by block.
+
+The model is built without the weights of its blocks; embeddings, norms and heads are there. A block's weights are read
+from the source's shards when it is run, and dropped when another block is. After its turn they are written to a shard
+of the target, and from then on read from there. Everything between is `sparsify`, so the result is the same to the bit.
+
+transformers' own offloading says where each weight lies, and converts those that are stored otherwise than they stand
+in memory (fused experts); its save_pretrained converts them back, block by block.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from modelopt_sparse.calibration.data import load_calls
+from modelopt_sparse.calibration.forward import take_in
+from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for
+from modelopt_sparse.checkpoint.diskspace import is_full
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask
+from modelopt_sparse.checkpoint.restore import describe_mask, empty_model, write_description
+from modelopt_sparse.checkpoint.restore import report as report_in
+from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
+from modelopt_sparse.checkpoint.streaming.source import SourceFiles, local_folder
+from modelopt_sparse.checkpoint.streaming.storage import StreamedBlocks, without_blocks
+from modelopt_sparse.checkpoint.streaming.workfolder import WorkFolder, is_finished, remove_leftovers, work_path
+from modelopt_sparse.distributed import processes
+from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
+from modelopt_sparse.oneshot import sparsify
+from modelopt_sparse.plan.config import SparsifyConfig, resolve
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report, attached_report, library_versions
+
+NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
+
+
+def sparsify_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    method: Any = None,
+    config: SparsifyConfig | Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    spill: bool = False,
+    dtype: Any = "auto",
+    dequantize: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Report:
+    """Make the checkpoint in a folder (or of a hub name) sparse and write it to a folder, without ever holding all of
+    it; return the report.
+
+    ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit: the folder is what
+    `save` writes, in one shard for each block. In memory are what is outside of the blocks, one block and its copy, its
+    statistics, and the activations that are held from block to block (``spill``: in files beside the target instead).
+    ``dtype``, ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint
+    is quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
+
+    A run that was killed goes on from its last finished block when it is called again with the same arguments, and
+    ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
+    set: then what is there is replaced. Raises ValueError before any work for what needs the whole model at once, and
+    whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
+    blocks that are done are kept then.
+    """
+    target = checked_path(target)
+    if target.is_file():
+        raise ValueError(f"{str(target)!r} is a file: a folder is written, give another path")
+    if Path(source).is_dir() and target.resolve() == Path(source).resolve():
+        raise ValueError(f"{str(target)!r} is the source: give another target")
+    remove_leftovers(target)
+    if target.exists() and not overwrite and not is_finished(target):
+        raise ValueError(f"{str(target)!r} exists: give another target, or overwrite=True (--overwrite)")
+    chosen, settings = resolve(method, config, options)
+    _refuse_several_processes(settings)
+    _refuse_whole_model(settings)
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    folder = local_folder(source, revision, remote)
+    empty = empty_model(folder, **remote)
+    quantized = asked_for(empty, folder, dtype, dequantize=dequantize)
+    plan = plan_for(empty, chosen, settings)
+    names = _block_names(empty, plan)
+    files = SourceFiles(folder)
+    with _saying_where_it_is_full(target):
+        work = WorkFolder(target, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
+    try:
+        if work.finished:
+            work.put_in_place()
+            return report_in(target)
+        with ExitStack() as stack:
+            stack.enter_context(_saying_where_it_is_full(target))
+            stack.enter_context(files.watched())
+            built = without_blocks(folder, names, dtype, quantized, work, remote)
+            files.check_all()  # what lies outside of the blocks has been read
+            blocks = StreamedBlocks(built, work, files, spill=spill)
+            stack.enter_context(blocks)
+            report = _solved_before(work, blocks.model, plan, settings)
+            if report is None:
+                sparsify(blocks.model, method, config, turns=blocks, **options)
+                report = attached_report(blocks.model)
+                assert report is not None
+                if quantized is not None:
+                    report.notes.append(str(quantized))
+                if work.resumed:
+                    report.notes.append(f"{blocks.reused} of {len(names)} blocks were reused from a stopped run")
+                work.write_json("report.json", report.as_dict())
+            _finish(blocks, folder, work, report)
+        return report
+    finally:
+        work.close()
+
+
+@contextmanager
+def _saying_where_it_is_full(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_full(error):
+            raise
+        raise OSError(
+            f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
+            f"again with the same arguments; the blocks that are done are kept in {str(work_path(target))!r}"
+        ) from error
+
+
+# what cannot be streamed ----------------------------------------------------------------------------------------------
+
+
+def _refuse_several_processes(config: SparsifyConfig) -> None:
+    if (count := processes(config.distributed)) > 1:
+        raise ValueError(
+            f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
+            "them with distributed=False; models that fit into memory are made sparse by all of them with sparsify"
+        )
+
+
+def _refuse_whole_model(config: SparsifyConfig) -> None:
+    if config.allocation != "uniform":
+        raise ValueError(
+            f"allocation={config.allocation!r} measures the whole dense model before any of it is pruned, which "
+            "streaming never holds: give allocation='uniform' or rules, or load the model and call sparsify"
+        )
+    if config.forward_loop is not None:
+        raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
+
+
+def _block_names(model: nn.Module, plan: Plan) -> list[str]:
+    """The module paths of all blocks, in the order of their shards."""
+    names = [name for stack in plan.stacks for name in stack.names]
+    if "" in names:
+        raise ValueError(
+            f"{type(model).__name__} has no stack of blocks, and streaming goes block by block: load the model and "
+            "call sparsify"
+        )
+    home = {module: name for name in names for module in model.get_submodule(name).modules()}
+    for target in plan.layers:
+        used_in = {home.get(module) for module in (target.layer.owner, *target.layer.twins)}
+        seen_in = {home.get(module) for module in target.layer.observed}
+        if len(used_in) > 1:
+            raise ValueError(
+                f"layer {target.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "
+                "writes one block after the other: exclude it, or load the model and call sparsify"
+            )
+        if target.calibrated and (None in seen_in or len(seen_in) > 1):
+            raise ValueError(
+                f"layer {target.name!r} is not in one block, so its calibration takes a run of the whole model of its "
+                "own: exclude it, or load the model and call sparsify"
+            )
+    return names
+
+
+# what a run is started with -------------------------------------------------------------------------------------------
+
+
+def _started_with(
+    files: SourceFiles, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
+) -> dict[str, Any]:
+    """All that the result depends on, but for the calibration data, which is known when it has been read. The code of
+    a method of the user's own is known by its name alone."""
+    found: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
+    for item in plan.layers:
+        options = "".join(f" {key}={value!r}" for key, value in item.options.items())
+        found[f"layer {item.name}"] = f"{item.recipe} {item.pattern}{options}"
+    found.update(Report.begin(plan, config).settings)
+    found.update(dtype=str(dtype), device=str(config.device))
+    if quantized is not None:
+        found["quantized source"] = str(quantized)
+    for name, mask in (config.masks or {}).items():
+        found[f"mask {name}"] = hashlib.sha256(pack_mask(mask).numpy().tobytes()).hexdigest()
+    return found | {f"version of {name}": version for name, version in library_versions().items()}
+
+
+def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: SparsifyConfig) -> Report | None:
+    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
+    then, and are solved again."""
+    given = work.read_report() if all(item.block is not None for item in plan.layers) else None
+    if given is None:
+        return None
+    sha256 = None
+    if any(item.calibrated for item in plan.layers):
+        digest = hashlib.sha256()
+        for call in load_calls(config, model):
+            take_in(digest, call.args, call.kwargs)
+        sha256 = digest.hexdigest()
+    return Report.from_dict(given) if work.check_data(sha256) else None
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def _finish(blocks: StreamedBlocks, source: Path, work: WorkFolder, report: Report) -> None:
+    """Write what is missing in ``folder``, all of it anew, and put it in the target's place."""
+    blocks.write_the_rest()
+    model, folder = blocks.model, work.path / "folder"
+    masks = dict(named_masks(model))  # of layers outside of the blocks
+    cls = dense_class(model).__name__
+    remove_masks(model)
+    shard = blocks.saved(blocks.outside())
+    work.check_files()
+    known = {Path(name).name: found for record in work.done.values() for name, found in record.files.items()}
+    first = f"model-{1:05d}-of-{len(blocks.names) + 1:05d}.safetensors"
+    for path in shard.parent.iterdir():
+        if path != shard:
+            path.replace(folder / path.name)
+    known[first] = work.place(shard, f"folder/{first}")
+    file = work.scratch() / "masks.safetensors"
+    save_file({name: pack_mask(mask) for name, mask in masks.items()}, file)
+    concatenate([*sorted((work.path / "masks").iterdir()), file], folder / MASKS)
+    write_index(folder, sum(p.numel() for p in model.parameters()))
+    for path in source.iterdir():
+        if path.is_file() and not NOT_COPIED.search(path.name) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
+    described |= {name: describe_mask(mask) for name, mask in masks.items()}
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    write_description(folder, cls, described, report, known=known)
+    work.finish()

@@ -1,0 +1,155 @@
+"""What the command line is given: options in YAML, in --set and in flags; and the model that MODEL names."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from torch import nn
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.utils import has_file
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration.data import read_documents
+from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for, load_dequantized
+from modelopt_sparse.checkpoint.restore import empty_model, model_class
+from modelopt_sparse.checkpoint.streaming.source import local_folder
+from modelopt_sparse.distributed import own_device
+from modelopt_sparse.model.quantization import quantization_of
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PYTHON_ONLY = (
+    "data_loader",
+    "collect_func",
+    "forward_loop",
+    "tokenizer",
+    "masks",
+)  # options that no YAML file can hold
+
+
+class Yaml(yaml.SafeLoader):
+    """YAML 1.2's plain values. In YAML 1.1, which yaml.SafeLoader reads, 2:4 is the number 124 and 1e-2 a string."""
+
+    yaml_implicit_resolvers = {}  # filled below; not those of the base class
+
+
+for _tag, _plain in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}.items():
+    Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Yaml)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {error}") from None
+
+
+def settings_of(
+    flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
+) -> dict[str, Any]:
+    """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
+    settings: dict[str, Any] = {}
+    if config is not None:
+        if not config.is_file():
+            raise ValueError(f"--config {str(config)!r} is not a file")
+        loaded = _read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
+        if not isinstance(loaded, dict):
+            raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
+        settings.update(loaded)
+    for item in options or []:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--set {item!r}: write KEY=VALUE")
+        settings[key] = _read_yaml(value, f"--set {item!r}")
+    for key in settings.keys() & set(PYTHON_ONLY):
+        raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
+    known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}
+    settings.update({key: value for key, value in flags.items() if key in known and value is not None})
+    settings.setdefault("method", None)
+    if "data" in settings:
+        settings["data"] = Path(settings["data"])
+        read_documents(settings["data"])  # what is wrong with it shows before weights are read
+    if settings.get("device") is not None:
+        settings["device"] = own_device(settings["device"])
+    if check_device and settings.get("device") is not None:
+        _check_device(settings["device"])
+    return settings
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {error}") from None
+
+
+class NamedModel:
+    """MODEL as named on the command line: a folder or a hub name, and how to load it."""
+
+    def __init__(
+        self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
+        if progress:
+            transformers.utils.logging.enable_progress_bar()
+        self.name, self.dtype = name, dtype
+        self.remote = {"trust_remote_code": trust_remote_code}
+        self.hub = {"revision": revision, **self.remote}
+        self._check()
+
+    def _check(self) -> None:
+        """Ask for the model's config.json once; transformers itself would ask again for half a minute."""
+        where = "is neither a folder nor a model that the hub gives"
+        try:
+            found = has_file(self.name, "config.json", revision=self.hub["revision"])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.name!r} {where}: {error}") from None
+        if not found and Path(self.name).is_dir():
+            raise ValueError(f"{self.name!r} holds no config.json: it is not a folder of a transformers model")
+        if not found:
+            raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
+
+    def empty(self, dequantize: bool, *, read: bool = False) -> tuple[nn.Module, Quantized | None]:
+        """The model without values, in the dtype that it will have, and what it is dequantized from, if it is.
+        ``read``: its weights are about to be, so those of a quantized model on the hub may be downloaded."""
+        network = empty_model(self.name, **self.hub)
+        known = dequantize and read and quantization_of(network.config) is not None
+        where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
+        quantized = asked_for(network, where, self.dtype, dequantize=dequantize)
+        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
+        return network if dtype is None else network.to(dtype), quantized
+
+    def load(self, device: str = "cpu", quantized: Quantized | None = None) -> nn.Module:
+        config = AutoConfig.from_pretrained(self.name, **self.hub)
+        architecture = model_class(config, self.name)
+        if quantized is not None:
+            folder = local_folder(self.name, self.hub["revision"], self.remote)
+            return load_dequantized(architecture, folder, config, quantized, **self.remote)[0].to(device)
+        return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
+
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.name, **self.hub)
+
+    def companions(self) -> list[Any]:
+        """Tokenizer (with its chat template) and processor, which travel with the model; it may have none of them."""
+        found = []
+        loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
+        for loader in loaders:
+            try:
+                found.append(loader(self.name, **self.hub))
+            except (OSError, ValueError, KeyError):
+                continue
+            except ImportError as error:
+                warnings.warn(f"left behind, for it cannot be loaded here: {error}", stacklevel=2)
+        return found

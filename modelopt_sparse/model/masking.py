@@ -1,0 +1,347 @@
+"""Sparse modules: the only code that enforces masks.
+
+A module becomes sparse when its class is swapped, in place, for one whose forward is the base class's forward over
+masked parameters. The parameter stays a real leaf Parameter that is exactly +0.0 at pruned places at rest; its mask
+(bool, True = kept) is the buffer ``<parameter>_mask`` beside it. Any parameter of any module can carry one.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from modelopt_sparse.distributed import mask_like
+from modelopt_sparse.model.offload import stored, without_hook
+
+SUFFIX = "_mask"
+GradientObserver = Callable[[Tensor], None]
+
+
+class _MaskGradient(torch.autograd.Function):
+    """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
+
+    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
+    is handed the gradient as it was before masking.
+    """
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, mask, ctx.observer = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        (mask,) = ctx.saved_tensors
+        if ctx.observer is not None:
+            ctx.observer(gradient.detach())
+        return torch.where(mask, gradient, 0), None, None
+
+
+def _masked(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+    """The weight as a forward may see it: zero at pruned places whatever wrote to it, with a masked gradient.
+
+    With gradients on, what an optimizer or a merge left at pruned places is first zeroed in the parameter itself, and
+    the parameter's own storage is used: a masked copy would stay alive until the backward pass, for every layer.
+    Compiled graphs make the copy once more in the backward pass instead, and without gradients it is gone after the
+    call.
+    """
+    mask = mask_like(mask, weight)
+    if _may_write(weight):
+        weight.data.masked_fill_(~mask, 0)
+        return _MaskGradient.apply(weight, mask, observer)
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        masked = checkpoint(_masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
+    else:
+        masked = _masked_copy(weight, mask)
+    # the copy's gradient is masked by selection as well
+    return masked if observer is None else _MaskGradient.apply(masked, mask, observer)
+
+
+def _masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
+    return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
+
+
+def _may_write(weight: Tensor) -> bool:
+    """Whether a forward that is to be differentiated may write zeros into what stands in the parameter's place.
+
+    Tensors that are no Parameter belong to the caller (functional_call, replicas), and torch.func's transforms refuse
+    what they cannot trace.
+    """
+    return (
+        torch.is_grad_enabled()
+        and isinstance(weight, nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+class SparseModule(nn.Module):
+    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export."""
+
+    base: ClassVar[type[nn.Module]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
+        # Nothing of the module itself changes during the call, so threads and replicas do not meet.
+        stand_in = _stand_in(self, self.base)
+        before = dict(stand_in.__dict__)
+        try:
+            return self.base.forward(stand_in, *args, **kwargs)
+        finally:
+            _keep_changes(self, before, stand_in.__dict__)
+
+    def extra_repr(self) -> str:
+        held = (f"{name}: {_share_of_zeros(mask)} zeros" for name, mask in _own_masks(self))
+        return ", ".join(part for part in (super().extra_repr(), *held) if part)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # classes made at run time cannot be found by name; rebuild from the base class
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return _rebuild, (self.base,), *state
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        apply_masks(self, recurse=False)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(  # the signature is nn.Module's
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        for name, mask in _own_masks(self):
+            state_dict.setdefault(f"{prefix}{name}{SUFFIX}", mask)  # a dense state dict: the module keeps its mask
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, _ in _own_masks(self):  # the tensors become the parameters; the caller keeps his unmasked
+                key = f"{prefix}{name}"
+                if key in state_dict:
+                    state_dict[key] = state_dict[key].clone()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        apply_masks(self, recurse=False)
+
+
+def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
+    stand_in = object.__new__(base)
+    stand_in.__dict__.update(module.__dict__)
+    observers = module.__dict__.get("gradient_observers", {})
+    for name, mask in _own_masks(module):
+        stand_in.__dict__[name] = _masked(getattr(module, name), mask, observers.get(name))
+    if issubclass(base, nn.MultiheadAttention) and isinstance(module.out_proj, SparseModule):
+        # attention reads this child's weight without calling it
+        stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
+    return stand_in
+
+
+def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Plain attributes that a forward set or deleted on its stand-in go to the module."""
+    for name, value in after.items():
+        if before.get(name, before) is not value:
+            module.__dict__[name] = value
+    for name in before:
+        if name not in after:
+            module.__dict__.pop(name, None)
+
+
+def _own_masks(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """(parameter name, mask) of the masks that a module itself holds."""
+    found = []
+    for key, mask in module._buffers.items():
+        name = key.removesuffix(SUFFIX)
+        # in replicas (DataParallel) weights are plain attributes
+        weight = module._parameters.get(name, module.__dict__.get(name))
+        if name != key and isinstance(weight, Tensor) and mask is not None and mask.dtype == torch.bool:
+            found.append((name, mask))
+    return found
+
+
+def _share_of_zeros(mask: Tensor) -> str:
+    return "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
+
+
+@functools.cache
+def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
+    return type(f"Sparse{base.__name__}", (SparseModule, base), {"base": base, "__module__": __name__})
+
+
+def dense_class(module: nn.Module) -> Any:
+    """The class of a module, or the one that it had before it became sparse."""
+    return module.base if isinstance(module, SparseModule) else type(module)
+
+
+def _swap(module: nn.Module) -> None:
+    if not isinstance(module, SparseModule):
+        drop_bound_forward(module)
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
+                "put it into a subclass, or sparsify with enforce=False"
+            )
+        object.__setattr__(module, "__class__", _sparse_class(type(module)))
+
+
+def drop_bound_forward(module: nn.Module) -> None:
+    """Remove the class's own forward from an instance, where accelerate leaves it bound: it would outlive the class."""
+    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+        del module.__dict__["forward"]
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    cls = _sparse_class(base)
+    return cls.__new__(cls)
+
+
+def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
+    """Make the parameter ``name`` (a full name such as "model.layers.0.mlp.up_proj.weight") of ``module`` sparse.
+
+    ``mask`` is bool, shaped like the parameter, True = kept; it replaces an older one. Pruned weights become +0.0 in
+    place, so the Parameter object and its optimizer stay valid. Call it on the whole model, so that `save_pretrained`
+    leaves the mask out of the folder. Raises ValueError if name, shape or dtype do not fit.
+    """
+    owner, param, weight = _find_parameter(module, name)
+    if mask.dtype != torch.bool or mask.shape != weight.shape:
+        raise ValueError(
+            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(weight.shape)}, "
+            "True = kept"
+        )
+    if hasattr(owner, param + SUFFIX) and not isinstance(owner, SparseModule):
+        raise ValueError(
+            f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask of {name!r} "
+            "belongs: rename it, or sparsify with enforce=False"
+        )
+    with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
+        own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
+        _swap(owner)
+        owner.register_buffer(param + SUFFIX, own)
+    apply_masks(owner, recurse=False)
+    _hide_from_save_pretrained(module, name + SUFFIX)
+    path = name.rpartition(".")[0]
+    parent = module.get_submodule(path.rpartition(".")[0]) if path else owner
+    if isinstance(parent, nn.MultiheadAttention):
+        with without_hook(parent):
+            _swap(parent)  # it reads out_proj.weight itself, and must read it masked
+
+
+def remove_masks(module: nn.Module) -> None:
+    """Back to plain modules: original classes, no masks, weights zero at pruned places. Parameters stay the same."""
+    apply_masks(module)
+    for path, child in list(module.named_modules()):
+        if not isinstance(child, SparseModule):
+            continue
+        with without_hook(child):
+            for name, _ in _own_masks(child):
+                delattr(child, name + SUFFIX)
+                _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
+            child.__dict__.pop("gradient_observers", None)
+            drop_bound_forward(child)
+            # what others have put on top since (a class by fully_shard, a forward in the instance) stands on the sparse
+            # class, which then stays as well; without a mask it does nothing
+            if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:
+                object.__setattr__(child, "__class__", child.base)
+
+
+def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(full parameter name, mask) of every masked parameter; True = kept."""
+    for path, child in module.named_modules():
+        if isinstance(child, SparseModule):
+            for name, mask in _own_masks(child):
+                yield f"{path}.{name}".removeprefix("."), mask
+
+
+def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
+    """Hand the unmasked gradient of a masked parameter to ``observer`` in every backward pass; None ends it."""
+    owner, param, _ = _find_parameter(module, name)
+    if not isinstance(owner, SparseModule):
+        raise ValueError(f"parameter {name!r} carries no mask; set one with set_mask first")
+    observers = owner.__dict__.setdefault("gradient_observers", {})
+    if observer is None:
+        observers.pop(param, None)
+    else:
+        observers[param] = observer
+
+
+@torch.no_grad()
+def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
+    """Write +0.0 to every pruned place, in place, whatever has been written there since."""
+    for child in module.modules() if recurse else [module]:
+        for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
+            weight = stored(child, name)
+            _zero(weight, mask.to(weight.device))
+
+
+def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """Re-apply the masks of ``model`` to its weights and to the optimizer's state after every step, and once now.
+
+    Needed where an update is not zero at a place whose gradient is: Muon, momentum that is older than the mask,
+    weight averaging in the optimizer. SGD, Adam, AdamW, Adafactor and LBFGS from a fresh state keep zeros without it.
+    Returns a handle; ``handle.remove()`` ends it.
+    """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    parameters = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
+            "build it from model.parameters() after sparsify, then attach it"
+        )
+
+    @torch.no_grad()
+    def reapply(*_: Any) -> None:
+        apply_masks(model)
+        for name, mask in named_masks(model):
+            weight = _find_parameter(model, name)[2]
+            for value in optimizer.state.get(weight, {}).values():
+                # integers of that shape are codes (8-bit states), in which 0 need not stand for zero
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
+                    _zero(value, mask.to(value.device))
+
+    reapply()
+    return optimizer.register_step_post_hook(reapply)
+
+
+def _zero(tensor: Tensor, mask: Tensor) -> None:
+    # inference tensors may be written to in inference mode alone
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.masked_fill_(~mask_like(mask, tensor), 0)
+
+
+def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    path, _, param = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+        return owner, param, owner.get_parameter(param)
+    except AttributeError:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter {name!r}: give a full name as in model.named_parameters()"
+        ) from None
+
+
+# transformers -------------------------------------------------------------------------------------------------------
+
+
+def _hide_from_save_pretrained(model: nn.Module, key: str) -> None:
+    """Keep a mask out of what `save_pretrained` of ``model``, or of a model inside it, writes."""
+    for inner, name in _transformers_around(model, key):
+        inner._keys_to_ignore_on_save = {*(inner._keys_to_ignore_on_save or ()), name}
+
+
+def _show_to_save_pretrained(model: nn.Module, key: str) -> None:
+    for inner, name in _transformers_around(model, key):
+        inner._keys_to_ignore_on_save = set(inner._keys_to_ignore_on_save or ()) - {name}
+
+
+def _transformers_around(model: nn.Module, key: str) -> Iterator[tuple[PreTrainedModel, str]]:
+    """The transformers models on the way from ``model`` to the tensor ``key``, each with its own name for it."""
+    parts = key.split(".")
+    for depth in range(len(parts)):
+        inner = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(inner, PreTrainedModel):
+            yield inner, ".".join(parts[depth:])

@@ -1,0 +1,43 @@
+"""What ``quality=`` stands for: one word for a method and what follows it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelopt_sparse.methods.base import Method
+from modelopt_sparse.methods.patterns import NM, Pattern
+from modelopt_sparse.methods.user_masks import GivenMask
+from modelopt_sparse.reports.text import nearest
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The method, if none is named, and the options that are not given otherwise; some of them go with one kind of
+    pattern only."""
+
+    method: str
+    options: Mapping[str, Any]
+    n_of_m: Mapping[str, Any] = field(default_factory=dict)
+    unstructured: Mapping[str, Any] = field(default_factory=dict)
+
+    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
+        by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
+        return {**self.options, **by_pattern}
+
+
+QUALITIES: dict[str, Quality] = {
+    "fast": Quality("sparsegpt", {"polish": 3}),
+    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
+    "best": Quality("alps", {"reconstruct": {"epochs": 16}}, {"permute": True}, {"allocation": "block"}),
+}
+
+
+def quality_of(name: object, method: Method | None = None) -> Quality:
+    if not isinstance(name, str) or name not in QUALITIES:
+        raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
+    if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
+        raise ValueError(
+            f"quality={name!r} is for methods that learn from calibration data, which {method.name!r} does not; leave "
+            "it out, or the method, or give polish= and reconstruct= themselves"
+        )
+    return QUALITIES[name]

@@ -1,0 +1,1 @@
+"""What was done and measured, as values, and how they are shown."""

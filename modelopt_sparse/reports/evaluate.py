@@ -1,0 +1,102 @@
+"""Perplexity and KL divergence of language models, by the protocol of the pruning literature.
+
+The text is tokenized whole, without special tokens, and cut into non-overlapping windows; each window is fed alone and
+the tail is dropped. Perplexity is exp of the mean negative log-likelihood of the windows' predictions.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from modelopt_sparse.calibration.forward import input_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``perplexity`` and the reference's; ``kl`` is the mean KL(reference || model) per prediction, in nats."""
+
+    perplexity: float
+    reference_perplexity: float | None
+    kl: float | None
+    windows: int
+    seq_len: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = f"perplexity {self.perplexity:.3f}"
+        if self.reference_perplexity is None:
+            beside = " (of the dense model: not known, give it as reference)"
+        else:
+            beside = f" (reference {self.reference_perplexity:.3f}, KL from it {self.kl:.4f} nats per token)"
+        plural = "" if self.windows == 1 else "s"
+        return f"{head}{beside}, {self.windows} window{plural} of {self.seq_len} tokens"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    seq_len: int,
+    reference: nn.Module | None = None,
+    batch_size: int = 8,
+    progress: bool | None = None,
+) -> Evaluation:
+    """Evaluate a causal language model on a 1-D tensor of token ids, in float32 logits.
+
+    Raises ValueError for less than one window of text, for a reference with another vocabulary, and for logits that
+    are not finite.
+    """
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
+    if seq_len < 2 or batch_size < 1:
+        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
+    if len(tokens) < seq_len:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
+        )
+    windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
+    modes = [(module, module.training) for m in (model, reference) if m is not None for module in m.modules()]
+    loss = reference_loss = kl = 0.0
+    try:
+        for module, _ in modes:
+            module.training = False
+        hide = None if progress is None else not progress
+        for batch in tqdm(windows.split(batch_size), desc="evaluate", unit="batch", disable=hide):
+            log_p = _log_probabilities(model, batch)
+            loss -= _picked(log_p, batch)
+            if reference is not None:
+                log_q = _log_probabilities(reference, batch).to(log_p.device)
+                if log_q.shape != log_p.shape:
+                    raise ValueError(
+                        f"the reference has a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}: "
+                        "give the dense model that it was made from"
+                    )
+                reference_loss -= _picked(log_q, batch)
+                kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
+    finally:
+        for module, training in modes:
+            module.training = training
+    for name, total in (("model", loss), ("reference", reference_loss)):
+        if not math.isfinite(total):
+            raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
+    count = windows.shape[0] * (seq_len - 1)
+    beside = None if reference is None else math.exp(reference_loss / count)
+    return Evaluation(
+        math.exp(loss / count), beside, None if reference is None else kl / count, windows.shape[0], seq_len
+    )
+
+
+def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+    return logits[:, :-1].float().log_softmax(-1)
+
+
+def _picked(log_p: Tensor, batch: Tensor) -> float:
+    return float(log_p.gather(-1, batch[:, 1:, None].to(log_p.device)).sum(dtype=torch.float64))

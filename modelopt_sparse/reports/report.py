@@ -1,0 +1,315 @@
+"""What was really done, per layer: for people as a table, for machines as JSON."""
+
+import json
+import math
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import accelerate
+import safetensors
+import torch
+import transformers
+from torch import nn
+
+from modelopt_sparse.accuracy.permute import Permuted
+from modelopt_sparse.accuracy.reconstruct import BlockReport
+from modelopt_sparse.calibration.routed import KeptStats
+from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.text import table
+from modelopt_sparse.version import __version__
+
+ATTRIBUTE = "sparsity_report"
+PERMUTED, RECONSTRUCTED = "permute", "reconstruct"
+# what the error of a layer was measured with -> how far that goes
+ERROR_FROM = {
+    "gram": "X as calibration saw it",
+    "square_sums": "X as calibration saw it, its channels taken as uncorrelated",
+    "weights": "X taken as white, for no data was used",
+}
+# what became of experts with fewer tokens than min_tokens, by the option ``experts``
+FEW_TOKENS = {
+    "pool": "were filled up to {} from the tokens of all experts",
+    "all_tokens": "were solved as if every token were routed to them",
+    "weight_only": "were solved by their weights alone",
+}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step (the method, or what followed it) left of a layer: the error then, and the time it took."""
+
+    step: str
+    error: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, step: str, solution: Solution, seconds: float) -> "StepReport":
+        return cls(step, solution.error if math.isfinite(solution.error) else None, round(seconds, 4))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One pruned layer. ``error`` is the relative squared error of its output after the last of ``steps``, measured
+    with ``error_from``; None if the method did not measure any. Reconstruction, which comes after, has an error of its
+    own for each block. ``expert_tokens``: how many tokens were routed to each expert of a mixture; empty for all other
+    layers."""
+
+    name: str
+    parameter: str
+    type: str
+    shape: list[int]
+    recipe: str
+    pattern: str
+    options: Mapping[str, Any]
+    zeros: int
+    size: int
+    error: float | None
+    error_from: str
+    tokens: int
+    seconds: float
+    notes: list[str]
+    steps: list[StepReport] = field(default_factory=list)
+    expert_tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        target: LayerPlan,
+        solution: Solution,
+        stats: Stats | KeptStats | None,
+        steps: list[StepReport],
+        config: SparsifyConfig,
+        permuted: Permuted | None = None,
+    ) -> "LayerReport":
+        formed = isinstance(stats, KeptStats) or (stats is not None and stats.gram is not None)
+        error_from = "weights" if stats is None else "gram" if formed else "square_sums"
+        counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
+        notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
+        if target.layer.expert_of is not None and stats is not None and stats.tokens < config.min_tokens:
+            done = FEW_TOKENS[config.experts].format(config.min_tokens)
+            notes.append(f"experts with fewer than {config.min_tokens} tokens {done}: this one ({stats.tokens})")
+        return cls(
+            name=target.name,
+            parameter=target.layer.parameter_name,
+            type=target.type,
+            shape=list(target.shape),
+            recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
+            pattern=str(target.pattern),
+            options=dict(target.options),
+            zeros=solution.mask.numel() - int(solution.mask.count_nonzero()),  # a sum would be of 8-byte copies
+            size=solution.mask.numel(),
+            error=steps[-1].error,
+            error_from=error_from,
+            tokens=0 if stats is None else stats.tokens,
+            seconds=round(sum(step.seconds for step in steps), 4),
+            notes=notes,
+            steps=steps,
+            expert_tokens=counts,
+        )
+
+    @property
+    def errors(self) -> list[float]:
+        """The error after each step, as far as they were measured."""
+        errors = [step.error for step in self.steps] or [self.error]
+        return [error for error in errors if error is not None]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
+        return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
+
+
+def _few_tokens(counts: list[int], config: SparsifyConfig) -> list[str]:
+    """Which experts got fewer tokens than `min_tokens`, and what was done about that."""
+    found = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < config.min_tokens]
+    if not found:
+        return []
+    done = FEW_TOKENS[config.experts].format(config.min_tokens)
+    return [f"experts with fewer than {config.min_tokens} tokens {done}: {', '.join(found)}"]
+
+
+@dataclass
+class Report:
+    """Everything `sparsify` did to a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
+
+    Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
+    each with the names of its layers that still stand.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, plan: Plan, config: SparsifyConfig) -> "Report":
+        settings = {
+            "sequential": config.sequential,
+            "enforce": config.enforce,
+            "seed": config.seed,
+            "count_padding": config.count_padding,
+            "min_tokens": config.min_tokens,
+            "experts": config.experts,
+            "memory_limit": config.memory_limit,
+            "quality": config.quality,
+            "permute": config.permute,
+            "update": config.update,
+            "refine": config.refine,
+            "polish": config.polish,
+            "reconstruct": config.reconstruct and asdict(config.reconstruct),
+            "allocation": config.allocation,
+            "autocast": config.autocast,
+            "deterministic": config.deterministic,
+        }
+        if config.data is not None:
+            settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
+        skipped = plan.as_dict()["skipped"]
+        return cls(skipped=skipped, notes=list(plan.notes), settings=settings, versions=library_versions())
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction pruned, over the pruned layers."""
+        size = sum(layer.size for layer in self.layers)
+        return sum(layer.zeros for layer in self.layers) / size if size else 0.0
+
+    def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:
+        """Say how the zeros were shared out over the layers, and what the plans that were tried measured."""
+        how = self.settings["allocation"]
+        self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": dict(tried)}
+        note = f"zeros shared out over the layers by {chosen}"
+        if chosen in tried:
+            note += f" ({measure}: {tried[chosen]:.4f}, and {next(iter(tried.values())):.4f} for the plan as it came)"
+        self.notes.append(note)
+
+    def reconstructed(self, found: BlockReport, layers: Collection[str]) -> None:
+        """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
+        self.blocks.append(found)
+        self.layers = [
+            replace(layer, recipe=f"{layer.recipe}+{RECONSTRUCTED}")
+            if layer.name in layers and not layer.recipe.endswith(RECONSTRUCTED)
+            else layer
+            for layer in self.layers
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        layers = [LayerReport.from_dict(layer) for layer in data["layers"]]
+        return cls(**{**data, "layers": layers, "blocks": [BlockReport(**block) for block in data.get("blocks", ())]})
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2, default=str)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                layer.name,
+                layer.recipe,
+                layer.pattern,
+                f"{layer.zeros / layer.size:.2%}",
+                " -> ".join(f"{error:.4f}" for error in layer.errors),
+                f"{layer.seconds:.2f}",
+                "; ".join(layer.notes),
+            )
+            for layer in self.layers
+        ]
+        parts = [table(("layer", "recipe", "pattern", "zeros", "error", "seconds", "notes"), rows)]
+        if self.blocks:
+            tuned = [
+                (
+                    block.name,
+                    f"{block.error_before:.4f} -> {block.error_after:.4f}",
+                    str(block.epoch),
+                    f"{block.seconds:.2f}",
+                    "; ".join(block.notes),
+                )
+                for block in self.blocks
+            ]
+            parts.append(table(("reconstructed", "error", "best epoch", "seconds", "notes"), tuned))
+        by_reason: dict[str, list[str]] = {}
+        for item in self.skipped:
+            by_reason.setdefault(item["reason"], []).append(item["name"])
+        if by_reason:
+            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
+        notes = [note for run in self.earlier for note in run["notes"]] + self.notes
+        if notes:
+            parts.append("\n".join(f"note: {note}" for note in notes))
+        pruned = sum(layer.size for layer in self.layers)
+        total = pruned + sum(math.prod(item["shape"]) for item in self.skipped)
+        ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
+        if total > pruned:
+            ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
+        spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
+        if self.blocks:
+            spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
+        ending.append(" and ".join(spent) + ".")
+        measured = {layer.error_from for layer in self.layers if layer.error is not None}
+        how = "; ".join(text for key, text in ERROR_FROM.items() if key in measured)
+        parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))
+        if self.blocks:
+            parts[-1] += "\nError of a block: the same of its output, on calibration batches that it was not tuned on."
+        return "\n\n".join(parts)
+
+
+def merged_report(earlier: Report, new: Report) -> Report:
+    """The report of a model that was pruned twice.
+
+    Layers of the first run stand where the second did not touch them, with the circumstances of their run in
+    ``earlier``; layers that were pruned again say so, because their error counts from the weights that the second run
+    found.
+    """
+    before = {layer.name: layer for layer in earlier.layers}
+    again = {layer.name for layer in new.layers}
+    kept = [layer for layer in earlier.layers if layer.name not in again]
+    redone = [
+        layer
+        if (old := before.get(layer.name)) is None
+        else replace(layer, notes=[*layer.notes, f"pruned before ({old.recipe} {old.pattern}): the error adds to that"])
+        for layer in new.layers
+    ]
+    standing = {layer.name for layer in kept}
+    runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
+    older = {name for run in runs for name in run["layers"]}
+    last: dict[str, Any] = {"layers": [layer.name for layer in kept if layer.name not in older]}
+    last.update({key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")})
+    tuned = {block.name for block in new.blocks}
+    return replace(
+        new,
+        layers=kept + redone,
+        blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
+        skipped=[item for item in new.skipped if item["name"] not in standing],
+        earlier=[run for run in (*runs, last) if run["layers"]],
+    )
+
+
+def attach_report(model: nn.Module, report: Report | None) -> None:
+    """Leave a report on the model in place of the one that it has; None leaves none."""
+    if report is not None:
+        setattr(model, ATTRIBUTE, report)
+    elif attached_report(model) is not None:
+        delattr(model, ATTRIBUTE)
+
+
+def attached_report(model: nn.Module) -> Report | None:
+    """The report that `sparsify`, `restore` or `load` left on the model."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+def library_versions() -> dict[str, str]:
+    return {
+        "modelopt_sparse": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }

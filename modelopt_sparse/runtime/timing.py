@@ -1,0 +1,258 @@
+"""Is 2:4 faster here? Times dense against sparse for each layer shape on this GPU, and decides by a stated rule.
+
+Shape letters: R rows (out features), C columns (in features), T tokens.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelopt_sparse.runtime.backends import Algorithm, Backend, library_version
+from modelopt_sparse.runtime.matmul import Choice, multiply
+from modelopt_sparse.runtime.quantize import SUMS, quantize_rows
+
+Calls = Sequence[Callable[[], Any]]
+Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
+
+LIBRARIES = ("cublas", "cublaslt")  # what dense products are timed with
+ROUNDS, ROUND_SECONDS = 5, 0.02
+LARGEST_SET = 64  # copies of a weight that one timing goes through, to find it in no cache
+CACHE_FORMAT = "modelopt_sparse 2:4 timings"
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one layer on ``tokens`` rows: the best of each side, and what it was the best with."""
+
+    tokens: int
+    dense: float
+    dense_library: str
+    sparse: float
+    algorithm: Algorithm
+
+    @property
+    def speedup(self) -> float:
+        return self.dense / self.sparse
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
+        return cls(**{**data, "algorithm": Algorithm(*data["algorithm"])})
+
+
+# the rule -----------------------------------------------------------------------------------------------------------
+
+
+def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tuple[Choice, ...] | None:
+    """How a layer is to run, or None for dense.
+
+    Sparse wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A
+    layer is packed if sparse wins at every token count that was named; with ``keep_both`` also if it wins at some: then
+    both forms are kept and each count has the faster one. Other counts go with the largest named one below them.
+    """
+    ordered = sorted(timings, key=lambda timing: timing.tokens)
+    wins = [timing.speedup >= min_speedup for timing in ordered]
+    if not any(wins) or (not keep_both and not all(wins)):
+        return None
+    return tuple(Choice(timing.tokens, win, timing.algorithm) for timing, win in zip(ordered, wins))
+
+
+# timing -------------------------------------------------------------------------------------------------------------
+
+
+def time_layer(
+    tokens: Sequence[int],
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: tuple[Tensor, Tensor | None],
+    scales: Tensor | None,
+    backend: Backend,
+    timer: Timer,
+    cache_bytes: int,
+    libraries: Sequence[str] = LIBRARIES,
+) -> list[Timing]:
+    """Time F.linear with the dense weight [R, C] against the packed one, for each token count.
+
+    Each side goes through copies of its weight that together are twice ``cache_bytes``, as the layers of a model are:
+    a weight that stays in the L2 cache would look faster than it is.
+    """
+    dense_set: list[Any] = _copies((weight,), 2 * cache_bytes)
+    sparse_set: list[Any] = _copies(packed, 2 * cache_bytes)
+    found = []
+    with _current(weight.device):
+        for count in sorted(tokens):
+            generator = torch.Generator(weight.device).manual_seed(count)
+            x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+            dense: dict[str, float] = {}
+            for library in libraries:
+                with blas_library(library):
+                    dense[library] = timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
+            sparse: dict[Algorithm, float] = {}
+            for algorithm in _candidates(x, packed, scales, bias, backend):
+                how: dict[str, Any] = {
+                    "rows": weight.shape[0],
+                    "backend": backend.name,
+                    "choices": (Choice(0, True, algorithm),),
+                }
+                sparse[algorithm] = timer([partial(multiply, x, *one, scales, None, bias, **how) for one in sparse_set])
+            library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
+            found.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
+    return found
+
+
+def _candidates(
+    x: Tensor, packed: tuple[Tensor, Tensor | None], scales: Tensor | None, bias: Tensor | None, backend: Backend
+) -> list[Algorithm]:
+    values, metadata = packed
+    missing = -x.shape[0] % backend.multiples(values.dtype).tokens
+    x = F.pad(x, (0, 0, 0, missing))
+    if scales is None:
+        return backend.search(values, metadata, x, bias, None)
+    return backend.search(values, metadata, quantize_rows(x, values.dtype)[0], None, SUMS[values.dtype])
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one, which timers and graphs go by."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
+    """The tensors, and as many copies as it takes to occupy ``size`` bytes."""
+    each = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    count = min(max(-(-size // max(each, 1)), 1), LARGEST_SET)
+    return [tensors] + [tuple(t if t is None else t.clone() for t in tensors) for _ in range(count - 1)]
+
+
+@contextmanager
+def blas_library(name: str) -> Iterator[None]:
+    """Prefer one library for dense products; the preference is as it was afterwards."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def eager_seconds(calls: Calls) -> float:
+    """Wall time of a call when calls are made one after the other from Python: what launching costs is in it."""
+    _warm_up(calls)
+    repeats = max(round(ROUND_SECONDS / max(_wall(calls, 1), 1e-7)), 1)
+    return median(_wall(calls, repeats) for _ in range(ROUNDS)) / (repeats * len(calls))
+
+
+def _warm_up(calls: Calls) -> None:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+
+
+def _wall(calls: Calls, repeats: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def graph_seconds(calls: Calls) -> float:
+    """Time of a call replayed from a CUDA graph: what the GPU takes, nothing of what launching costs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _warm_up(calls)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    repeats = max(round(ROUND_SECONDS / max(_replayed(graph, 1), 1e-7)), 1)
+    return median(_replayed(graph, repeats) for _ in range(ROUNDS)) / (repeats * len(calls))
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    began.record()
+    for _ in range(repeats):
+        graph.replay()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000
+
+
+TIMERS: dict[str, Timer] = {"eager": eager_seconds, "graph": graph_seconds}
+
+
+# what was timed before ----------------------------------------------------------------------------------------------
+
+
+def timing_key(
+    device: str, backend: Backend, mode: str, weight: Tensor, packed_dtype: torch.dtype, bias: Tensor | None
+) -> str:
+    """Everything that a timing depends on, but the token count."""
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(backend)}"
+    kind = str(weight.dtype).removeprefix("torch.")
+    if packed_dtype != weight.dtype:
+        kind += f" as {str(packed_dtype).removeprefix('torch.')}"
+    shape = f"{weight.shape[0]} x {weight.shape[1]}{'' if bias is None else ' + bias'}"
+    return f"{device}; {versions}; {backend.name}; {mode}; {kind}; {shape}"
+
+
+class TimingCache:
+    """Timings by key and token count; in memory, and in a JSON file where a path is given."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._found: dict[str, dict[int, Timing]] = {}
+        if self.path is not None and self.path.exists():
+            self._found = _read(self.path)
+
+    def get(self, key: str, tokens: Sequence[int]) -> list[Timing] | None:
+        """The timings of all these token counts, or None: each side is timed in one go."""
+        known = self._found.get(key, {})
+        return [known[count] for count in sorted(tokens)] if all(count in known for count in tokens) else None
+
+    def put(self, key: str, timings: Sequence[Timing]) -> None:
+        self._found.setdefault(key, {}).update({timing.tokens: timing for timing in timings})
+        if self.path is not None:
+            self._write(self.path)
+
+    def _write(self, path: Path) -> None:
+        timings = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._found.items()}
+        text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": timings}, indent=2)
+        partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial_file.write_text(text + "\n", encoding="utf-8")
+            partial_file.replace(path)
+        finally:
+            partial_file.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, dict[int, Timing]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != CACHE_FORMAT or data["format_version"] != CACHE_VERSION:
+            raise ValueError(f"format {data['format']!r}, version {data['format_version']!r}")
+        return {
+            key: {timing.tokens: timing for timing in map(Timing.from_dict, listed)}
+            for key, listed in data["timings"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"cache {str(path)!r} holds no timings that this version wrote ({type(error).__name__}: {error}): "
+            "give another path, or delete the file"
+        ) from None
