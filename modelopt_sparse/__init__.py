@@ -1,6 +1,7 @@
 """Make PyTorch and Hugging Face models sparse, keep them sparse, save, restore and export them."""
 
-from modelopt_sparse.checkpoint.restore import load, report, restore, save
+from modelopt_sparse.checkpoint.restore import load, report, restore
+from modelopt_sparse.checkpoint.save import save
 from modelopt_sparse.checkpoint.streaming.stream import sparsify_checkpoint
 from modelopt_sparse.checkpoint.verify import Verification, verify
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error

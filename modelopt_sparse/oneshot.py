@@ -183,8 +183,8 @@ def _attach(
     values = stored(layer.owner, layer.param)
     twins = [
         f"{path}.{layer.param}"
-        for path, module in (model.named_modules() if layer.twins else ())
-        if module in layer.twins
+        for path, module in (model.named_modules() if layer.tied_modules else ())
+        if module in layer.tied_modules
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))

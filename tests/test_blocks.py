@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 def stacks_of(model: nn.Module) -> dict[str, list[str]]:
     """Stack name -> names of its blocks, which must be the modules of these names."""
     layers, _ = find_layers(model)
-    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.observed)})
+    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.hooked_modules)})
     for stack in stacks:
         assert [model.get_submodule(name) for name in stack.names] == list(stack.blocks)
     return {stack.name: list(stack.names) for stack in stacks}

@@ -23,9 +23,10 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import TokenMasks
-from modelopt_sparse.calibration.recorder import Recorder, flat_tensors
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.recorder import Recorder
 from modelopt_sparse.methods import METHODS
+from modelopt_sparse.model.nested import flat_tensors
 from tests.architectures import ARCHITECTURES, ragged
 from tests.brute_force import Real, Recording, Seen, all_rows, assert_stats, brute_force, make_sparse, matrices_of
 from tests.helpers import TESTBED, assert_same_state, state_of, tiny_llama, token_batches

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.diskspace import is_full
-from modelopt_sparse.checkpoint.format import file_hash
+from modelopt_sparse.checkpoint.files import file_hash, is_full
 from tests import faulty
 from tests.faulty import Runs
 from tests.helpers import assert_bits, state_of, tiny_llama, token_batches

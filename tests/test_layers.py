@@ -25,10 +25,10 @@ def layer_named(model: nn.Module, name: str) -> Layer:
 
 
 def rows_of(layer: Layer, *args: Tensor, keep: Tensor | None = None, **kwargs: Tensor) -> Tensor:
-    """All rows of one call of the observed module, [..., T, C]."""
-    observed = layer.observed[0]
+    """All rows of one call of the hooked module, [..., T, C]."""
+    observed = layer.hooked_modules[0]
     with torch.no_grad():
-        chunks = list(layer.kind.rows(layer.owner, layer.kind.inputs(observed, args, kwargs), keep))
+        chunks = list(layer.adapter.rows(layer.owner, layer.adapter.inputs(observed, args, kwargs), keep))
     return torch.cat(chunks, dim=-2)
 
 
@@ -131,7 +131,7 @@ def test_a_group_of_m_lies_along_input_channels_at_one_kernel_position(name):
 def test_long_inputs_come_in_chunks_that_are_the_same_rows():
     conv = nn.Conv1d(2, 2, 3)
     x = torch.randn(3, 2, 2_000_000)  # 12 million unfolded values per sample, 16 million per chunk
-    chunks = list(only_layer(conv).kind.rows(conv, (x,), None))
+    chunks = list(only_layer(conv).adapter.rows(conv, (x,), None))
     assert [len(chunk) for chunk in chunks] == [1_999_998] * 3
     assert torch.equal(chunks[1][5], x[1, :, 5:8].T.flatten())
 
@@ -147,9 +147,9 @@ def test_convolutions_that_read_their_input_differently_share_no_statistics():
         nn.Conv2d(4, 6, 3, padding="same"),
         nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
     ]
-    signatures = [only_layer(conv).kind.signature(conv) for conv in [plain, *different]]
+    signatures = [only_layer(conv).adapter.signature(conv) for conv in [plain, *different]]
     assert len(set(signatures)) == len(signatures)
-    assert only_layer(nn.Conv2d(4, 9, 3)).kind.signature(nn.Conv2d(4, 9, 3)) == signatures[0]
+    assert only_layer(nn.Conv2d(4, 9, 3)).adapter.signature(nn.Conv2d(4, 9, 3)) == signatures[0]
 
 
 # round trips ---------------------------------------------------------------------------------------------------------
@@ -383,16 +383,16 @@ def test_linears_that_share_a_weight_are_one_layer_with_twins():
     assert not others
     assert [layer.name for layer in layers] == ["a", "b"]
     assert layers[0].owner is model["a"]
-    assert layers[0].twins == (model["c"],)
-    assert layers[0].observed == (model["a"], model["c"])
-    assert layers[1].twins == ()
+    assert layers[0].tied_modules == (model["c"],)
+    assert layers[0].hooked_modules == (model["a"], model["c"])
+    assert layers[1].tied_modules == ()
 
 
 def test_a_module_used_under_two_names_is_one_layer():
     shared = nn.Linear(4, 4)
     layer = only_layer(nn.Sequential(shared, nn.ReLU(), shared))
     assert layer.name == "0"
-    assert layer.twins == ()
+    assert layer.tied_modules == ()
 
 
 @pytest.mark.parametrize("embedding_first", [True, False])
@@ -438,7 +438,7 @@ def test_experts_in_a_list_or_dict_know_their_fellows():
             "layers": nn.ModuleList([mlp(), mlp()]),
         }
     )
-    assert {layer.name: layer.expert_of for layer in find_layers(model)[0]} == {
+    assert {layer.name: layer.mixture for layer in find_layers(model)[0]} == {
         **{f"experts.{i}.{name}": f"experts.*.{name}" for i in range(2) for name in ("up", "down")},
         **{
             f"more_experts.{i}.{name}": f"more_experts.*.{name}" for i in ("first", "second") for name in ("up", "down")

@@ -14,7 +14,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.user_masks import GivenMask
-from modelopt_sparse.solving.out_of_memory import is_out_of_memory
+from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.solving.pieces import Piece, some_of
 from tests.expert_models import MODELS, VOCAB
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.reconstruct import Reconstruct
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.plan.config import REFINE_SWEEPS, resolve
+from modelopt_sparse.plan.config import REFINE_SWEEPS, Reconstruct, resolve
 from modelopt_sparse.plan.quality import QUALITIES
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.reconstruct import Reconstruct, _optimizer
+from modelopt_sparse.accuracy.reconstruct import _optimizer
+from modelopt_sparse.plan.config import Reconstruct
 from tests.architectures import ARCHITECTURES
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.layer_problem import exact_refit, objective

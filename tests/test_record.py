@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import TokenMasks
-from modelopt_sparse.calibration.recorder import Chain, Recorder, flat_tensors
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.recorder import Recorder
+from modelopt_sparse.calibration.replay import Chain
+from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.stacks import Stack
 from tests.architectures import ARCHITECTURES
 

@@ -30,10 +30,10 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import restore as checkpoint
 from modelopt_sparse.checkpoint.format import pack_mask
-from modelopt_sparse.checkpoint.restore import model_class
 from modelopt_sparse.checkpoint.streaming import storage as blocks
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
 from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.model.hf import model_class
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core

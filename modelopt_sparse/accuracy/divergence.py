@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache
 
-from modelopt_sparse.calibration.data import TokenMasks
 from modelopt_sparse.calibration.forward import Runner
-from modelopt_sparse.calibration.recorder import flat_tensors
+from modelopt_sparse.calibration.hooks import LayerInputs
+from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.reduce import Sums
 from modelopt_sparse.calibration.routed import filled, pooled
-from modelopt_sparse.calibration.statistics import Collector, LayerInputs
+from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.methods import wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
@@ -56,7 +57,7 @@ def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
     with ExitStack() as hooks:
         for item in plan.layers:
             hooks.callback(after, item)
-            for module in item.layer.observed:
+            for module in item.layer.hooked_modules:
                 hooks.enter_context(module.register_forward_pre_hook(partial(before, item)))
                 hooks.enter_context(module.register_forward_hook(partial(after, item)))
         yield

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.model.layers import HF_CONV1D, LINEAR, Layer
+from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.plan import LayerPlan
@@ -91,7 +92,7 @@ def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> I
 
 def _movable(layer: Layer) -> bool:
     masked = hasattr(layer.owner, f"{layer.param}{SUFFIX}")
-    return layer.kind in (LINEAR, HF_CONV1D) and not layer.twins and not masked
+    return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
 
 
 @torch.no_grad()

@@ -10,53 +10,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import Team
-from modelopt_sparse.methods.base import is_number, written
+from modelopt_sparse.methods.base import written
+from modelopt_sparse.plan.config import Reconstruct
+from modelopt_sparse.reports.report import BlockReport
 
-TARGETS = ("dense", "sparse")
-PARTS = ("block", "children")
 BETAS = (0.9, 0.95)
 EPSILON = 1e-12  # far below any gradient of a block: the steps do not depend on the scale of the loss
 WARMUP_STEPS = 10
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reconstruct:
-    """How blocks are reconstructed.
-
-    epochs: passes over the calibration batches.
-    learning_rate: relative to the root mean square of each tensor's kept values, divided by the root of how many of
-      them meet in one output; falls to 0 as a cosine.
-    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
-      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
-    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
-      attention) against its own output, then the rest (the MLP and the norms) against the block's.
-    norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
-    """
-
-    epochs: int = 4
-    learning_rate: float = 0.4
-    target: str = "dense"
-    parts: str = "block"
-    norms_and_biases: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
-            raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
-        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
-            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
-        for name, allowed in (("target", TARGETS), ("parts", PARTS)):
-            if getattr(self, name) not in allowed:
-                given = getattr(self, name)
-                raise ValueError(f"reconstruct: {name}={given!r}: allowed are {', '.join(map(repr, allowed))}")
-        if not isinstance(self.norms_and_biases, bool):
-            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
 
 
 @dataclass(frozen=True)
@@ -83,19 +50,6 @@ class SolvedBlock:
     keep: list[Tensor | None]
     run: Callable[[Part, int], Tensor]
     places: list[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """One tuned block, or part of it: the relative squared error of its output on the calibration batches that were
-    held back, before and after, and the epoch whose values were kept (0: the values from before)."""
-
-    name: str
-    error_before: float
-    error_after: float
-    epoch: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
 
 
 def reconstruct(

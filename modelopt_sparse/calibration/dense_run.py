@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from modelopt_sparse.calibration.data import TokenMasks
 from modelopt_sparse.calibration.forward import Runner
+from modelopt_sparse.calibration.hooks import LayerInputs, input_key
+from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.recorder import Recorder
-from modelopt_sparse.calibration.statistics import LayerInputs, input_key
 from modelopt_sparse.calibration.storage import Turns
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
@@ -160,13 +160,13 @@ def _forget_later_stacks(survey: Survey, runner: Runner, turns: Turns, block_of:
 def _check(survey: Survey, plan: Plan) -> None:
     """Raise ValueError for layers without data; layers that need none come last in the order."""
     unseen = [item.name for item in plan.layers if item.name not in survey.order]
-    fellows = {item.layer.expert_of for item in plan.layers if item.name in survey.order}
+    fellows = {item.layer.mixture for item in plan.layers if item.name in survey.order}
     needing = [
         item.name
         for item in plan.layers
         if item.name in unseen
         and item.needs != "nothing"
-        and (item.layer.expert_of is None or item.layer.expert_of not in fellows)
+        and (item.layer.mixture is None or item.layer.mixture not in fellows)
     ]
     if needing:
         raise ValueError(

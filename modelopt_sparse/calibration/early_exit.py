@@ -25,8 +25,8 @@ class Leaving:
     def __init__(self, block: nn.Module, targets: Sequence[LayerPlan], *, allowed: bool) -> None:
         self._block = block
         hooked = any(hasattr(module, "_hf_hook") for module in block.modules())  # accelerate cleans up after forward
-        self._may_leave = allowed and not hooked and all(target.layer.expert_of is None for target in targets)
-        self._modules = {module for target in targets for module in target.layer.observed}
+        self._may_leave = allowed and not hooked and all(target.layer.mixture is None for target in targets)
+        self._modules = {module for target in targets for module in target.layer.hooked_modules}
         self._first: list[nn.Module] | None = None
         self._called: list[nn.Module] = []
         self._left: list[bool] = []  # which of the runs

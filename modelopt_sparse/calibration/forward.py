@@ -1,31 +1,22 @@
 """Running a model, whole or block by block, over the calibration data."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from modelopt_sparse.calibration.data import (
-    Call,
-    PaddingError,
-    TokenMasks,
-    is_encoder_decoder,
-    load_calls,
-    map_tensors,
-    takes,
-    token_masks,
-)
-from modelopt_sparse.calibration.recorder import flat_tensors
-from modelopt_sparse.calibration.statistics import LayerInputs, SharingChanged, Side
+from modelopt_sparse.calibration.data import Call, load_calls, take_in
+from modelopt_sparse.calibration.hooks import LayerInputs, SharingChanged
+from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.storage import Unreadable
 from modelopt_sparse.distributed import Team
+from modelopt_sparse.model.devices import free_bytes, input_device, is_out_of_memory, onloaded
+from modelopt_sparse.model.nested import map_tensors
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
-from modelopt_sparse.solving.out_of_memory import is_out_of_memory
 
 
 class Runner:
@@ -42,7 +33,7 @@ class Runner:
         self.blocks = [block for stack in plan.stacks for block in stack.blocks]
         on_device = plan.streamed.get(str(config.device), {})
         self._beside = sum(nbytes for what, nbytes in on_device.items() if what != "activations")
-        self._sides = _sides(model)
+        self._sides = sides_of(model)
 
     def _share(self, calls: list[Call]) -> list[Call]:
         """Every so manieth batch of data that is the same in all processes."""
@@ -131,7 +122,7 @@ class Runner:
         of what is free there, and leave what the plan says that a block, its statistics and a solver take."""
         if self.config.device is None:
             return False
-        free = _free_bytes(self.config.device)
+        free = free_bytes(self.config.device)
         return nbytes <= min(free // 2, free - self._beside)
 
     @contextmanager
@@ -166,24 +157,6 @@ class Runner:
             yield
 
 
-def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Add every tensor of one call of the model to the digest of the calibration data."""
-    for x in flat_tensors((args, kwargs)):
-        digest.update(f"{x.dtype}{list(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-
-def _sides(model: nn.Module) -> dict[nn.Module, Side]:
-    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
-    sides: dict[nn.Module, Side] = {}
-    for module in model.modules() if takes(model, "input_ids") else ():
-        if takes(module, "pixel_values") and not takes(module, "input_ids"):
-            sides.update(dict.fromkeys(module.modules(), "image"))
-    if is_encoder_decoder(model):
-        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator] - not on nn.Module
-    return sides
-
-
 @contextmanager
 def _every_module_called() -> Iterator[None]:
     """nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside them
@@ -198,60 +171,3 @@ def _every_module_called() -> Iterator[None]:
 
 class _Stopped(Exception):
     """The part of the model that was to run has run."""
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where the model's inputs go: its first parameter that is not offloaded, or its first hook's device."""
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    for module in model.modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return torch.device("cpu")
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What is free on an accelerator, with what torch holds of it for nothing; 0 for one that does not tell."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
-
-
-@contextmanager
-def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: bool = False) -> Iterator[None]:
-    """While entered, every call of the block runs on ``device`` and gives its outputs back where the block came from
-    (``stays``: leaves them there).
-
-    ``resident``: the weights are there all the time; otherwise they move for each call. Blocks that accelerate moves by
-    itself, and blocks that are on the device already, are left alone.
-    """
-    home = input_device(block)
-    if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
-        yield
-        return
-
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if not resident:
-            module.to(device)
-        return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        del args
-        if not resident:
-            module.to(home)
-        return output if stays else map_tensors(lambda x: x.to(home), output)
-
-    # the outputs move before anybody else sees them: links between blocks are found by identity
-    with (
-        block.register_forward_pre_hook(before, with_kwargs=True),
-        block.register_forward_hook(after, prepend=True),
-    ):
-        try:
-            if resident:
-                block.to(device)
-            yield
-        finally:
-            block.to(home)

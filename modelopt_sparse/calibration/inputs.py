@@ -12,18 +12,21 @@ from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.permute import DenseBlock, possible_folds
 from modelopt_sparse.accuracy.reconstruct import Part, SolvedBlock
-from modelopt_sparse.calibration.data import PaddingError, TokenMasks
 from modelopt_sparse.calibration.dense_run import Survey, take_survey, whole_runs_because
 from modelopt_sparse.calibration.early_exit import Leaving
 from modelopt_sparse.calibration.forward import Runner
-from modelopt_sparse.calibration.recorder import Chain, Recorder, flat_tensors
+from modelopt_sparse.calibration.hooks import LayerInputs, SharingChanged
+from modelopt_sparse.calibration.padding import PaddingError, TokenMasks
+from modelopt_sparse.calibration.recorder import Recorder
 from modelopt_sparse.calibration.reduce import Sums
+from modelopt_sparse.calibration.replay import Chain
 from modelopt_sparse.calibration.routed import KeptStats, few, filled, filled_fellows, pooled
-from modelopt_sparse.calibration.statistics import Collector, LayerInputs, SharingChanged
+from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.calibration.storage import Turn, Turns
 from modelopt_sparse.distributed import Team
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.offload import offloaded_after_errors
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.plan.config import SparsifyConfig
@@ -114,7 +117,7 @@ class _Walk:
         # a weight that is used in several blocks (twins) sees all of its inputs in the whole model alone
         self._block_of: dict[str, str | None] = {}
         for target in plan.layers:
-            used_in = {home.get(module) for module in target.layer.observed}
+            used_in = {home.get(module) for module in target.layer.hooked_modules}
             self._block_of[target.name] = used_in.pop() if len(used_in) == 1 else None
 
     def run(self) -> Iterator[DenseBlock | Group | SolvedBlock]:
@@ -294,7 +297,7 @@ class _Walk:
         stages: dict[str, list[LayerPlan]] = {}
         for target in unit.targets:
             # experts in a list are collected together, for one may need the tokens of the others
-            stages.setdefault(target.layer.expert_of or survey.stage_of[target.name], []).append(target)
+            stages.setdefault(target.layer.mixture or survey.stage_of[target.name], []).append(target)
         return list(stages.values())
 
     def _chain(self, recorder: Recorder, units: Sequence[_Unit]) -> "Chain | Literal['later'] | None":
@@ -379,9 +382,9 @@ class _Walk:
     ) -> list[tuple[list[str], Stats | KeptStats]]:
         """The same for experts that are modules in a list."""
         fellows = {
-            target.name: (target.layer.expert_of, target.shape)
+            target.name: (target.layer.mixture, target.shape)
             for target in targets
-            if target.layer.expert_of is not None and target.needs != "nothing"
+            if target.layer.mixture is not None and target.needs != "nothing"
         }
         others = [(names, stats) for names, stats in groups if fellows.keys().isdisjoint(names)]
         listed = [(n, s) for n, s in groups if not fellows.keys().isdisjoint(n) and isinstance(s, Stats)]

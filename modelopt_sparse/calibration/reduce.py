@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_sparse.calibration.data import TokenMasks
+from modelopt_sparse.calibration.hooks import SharingChanged
+from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.routed import KeptRows, KeptStats
-from modelopt_sparse.calibration.statistics import Collector, SharingChanged
+from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.distributed import Team
 from modelopt_sparse.methods.base import Stats
 

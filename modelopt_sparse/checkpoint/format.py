@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from modelopt_sparse.checkpoint.files import file_hash
 from modelopt_sparse.reports.report import Report
 
 FORMAT_VERSION = 1
@@ -199,16 +200,3 @@ def move_in(finished: Path, folder: Path, names: Iterable[str]) -> None:
     for name in ENTRIES:
         if (finished / name).is_file():
             (finished / name).replace(folder / name)
-
-
-def size_and_hash(path: Path) -> dict[str, Any]:
-    """A file as ``sparsity.json`` lists it."""
-    return {"size": path.stat().st_size, "sha256": file_hash(path)}
-
-
-def file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from modelopt_sparse.checkpoint.diskspace import is_full
-from modelopt_sparse.checkpoint.files import hold
+from modelopt_sparse.checkpoint.files import hold, is_full
 from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.checkpoint.format import DESCRIPTION, read_description, read_masks, weight_files, weight_reader
-from modelopt_sparse.checkpoint.restore import empty_model, unloaded
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.model.hf import empty_model, unloaded
 from modelopt_sparse.model.layers import Layer, find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored

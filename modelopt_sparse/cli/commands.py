@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import default_seq_len, read_documents, tokenize
+from modelopt_sparse.calibration.data import read_documents, tokenize
 from modelopt_sparse.checkpoint.verify import PatternError
 from modelopt_sparse.cli.inputs import DTYPES, NamedModel, settings_of
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.methods import METHODS
+from modelopt_sparse.model.hf import default_seq_len
 from modelopt_sparse.plan.quality import QUALITIES
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.

@@ -1,6 +1,5 @@
 """What the command line is given: options in YAML, in --set and in flags; and the model that MODEL names."""
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
@@ -17,10 +15,11 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import read_documents
 from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for, load_dequantized
-from modelopt_sparse.checkpoint.restore import empty_model, model_class
 from modelopt_sparse.checkpoint.streaming.source import local_folder
 from modelopt_sparse.distributed import own_device
+from modelopt_sparse.model.hf import empty_model, model_class
 from modelopt_sparse.model.quantization import quantization_of
+from modelopt_sparse.plan.yaml_loader import read_yaml
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PYTHON_ONLY = (
@@ -32,28 +31,6 @@ PYTHON_ONLY = (
 )  # options that no YAML file can hold
 
 
-class Yaml(yaml.SafeLoader):
-    """YAML 1.2's plain values. In YAML 1.1, which yaml.SafeLoader reads, 2:4 is the number 124 and 1e-2 a string."""
-
-    yaml_implicit_resolvers = {}  # filled below; not those of the base class
-
-
-for _tag, _plain in {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9]*)",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
-}.items():
-    Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
-
-
-def _read_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Yaml)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {error}") from None
-
-
 def settings_of(
     flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
 ) -> dict[str, Any]:
@@ -62,7 +39,7 @@ def settings_of(
     if config is not None:
         if not config.is_file():
             raise ValueError(f"--config {str(config)!r} is not a file")
-        loaded = _read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
+        loaded = read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
         if not isinstance(loaded, dict):
             raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
         settings.update(loaded)
@@ -70,7 +47,7 @@ def settings_of(
         key, equals, value = item.partition("=")
         if not key or not equals:
             raise ValueError(f"--set {item!r}: write KEY=VALUE")
-        settings[key] = _read_yaml(value, f"--set {item!r}")
+        settings[key] = read_yaml(value, f"--set {item!r}")
     for key in settings.keys() & set(PYTHON_ONLY):
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
     known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
+from modelopt_sparse.methods.conjugate_gradients import Scaled, refit, squared_error
 from modelopt_sparse.methods.patterns import Pattern
-from modelopt_sparse.methods.polish import Scaled, refit, squared_error
 
 FIRST_RHO, MAX_RHO = 0.1, 1e6
 CHECK_EVERY = 3  # iterations between two looks at the support

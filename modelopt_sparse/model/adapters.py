@@ -1,15 +1,22 @@
-"""What a kind of layer knows: how its weight is a matrix, and what meets it. The kinds stand in layers.py and
-experts.py."""
+"""How a type of weight is a matrix [..., R, C], and which rows [..., T, C] meet it. Those of fused experts stand in
+experts.py.
 
+Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
+group. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection).
+"""
+
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-class Kind(ABC):
-    """How one type of weight is a matrix, and where its input is seen. Stateless; one instance per kind."""
+class Adapter(ABC):
+    """How one type of weight is a matrix, and where its input is seen. Stateless; one instance per type."""
 
     title: str
 
@@ -29,7 +36,7 @@ class Kind(ABC):
 
     @abstractmethod
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """The tensors that meet the weight in one call of the observed module."""
+        """The tensors that meet the weight in one call of the hooked module."""
 
     def rows(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Tensor]:
         """Inputs as chunks of rows ``[..., T, C]``; ``keep`` (bool, the input's leading shape) drops padding tokens."""
@@ -41,3 +48,162 @@ class Kind(ABC):
         """Layers with the same input share statistics only if their signatures are equal."""
         del module
         return ()
+
+
+class _LinearAdapter(Adapter):
+    title = "Linear"
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["input"],)
+
+
+class _HFConv1DAdapter(_LinearAdapter):
+    """transformers' Conv1D (GPT-2): a linear layer whose weight is stored as [in, out]."""
+
+    title = "Conv1D"
+
+    def matrix(self, module: Any, weight):
+        return weight.mT
+
+    def unmatrix(self, module: Any, matrix):
+        return matrix.mT.contiguous()
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["x"],)
+
+
+class _ConvAdapter(Adapter):
+    """Convolutions: [out, I, *kernel] as [groups, out / groups, K * I], input channels innermost.
+
+    So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads it.
+    """
+
+    title = "Conv"
+
+    def matrix(self, module: Any, weight):
+        matrix = weight.movedim(1, -1).flatten(1)
+        return matrix if module.groups == 1 else matrix.unflatten(0, (module.groups, -1))
+
+    def unmatrix(self, module: Any, matrix):
+        kernel = module.kernel_size
+        weight = matrix if module.groups == 1 else matrix.flatten(0, 1)
+        return weight.unflatten(1, (*kernel, -1)).movedim(-1, 1).contiguous()
+
+    def columns(self, module: Any, weight):
+        return weight.shape[1]
+
+    def inputs(self, module: Any, args, kwargs):
+        return (args[0] if args else kwargs["input"],)
+
+    def rows(self, module: Any, inputs, keep):
+        assert keep is None  # patches mix padding with its neighbours; such inputs are refused before they come here
+        (x,) = inputs
+        spatial = len(module.kernel_size)
+        if x.dim() == spatial + 1:  # unbatched
+            x = x.unsqueeze(0)
+        x = _pad(module, x)
+        # one sample at a time, or more while the unfolded rows stay small
+        unfolded = max(x[0].numel() * math.prod(module.kernel_size), 1)
+        for chunk in x.split(max(2**24 // unfolded, 1)):
+            patches = chunk
+            for dim in range(spatial):
+                kernel, stride, dilation = module.kernel_size[dim], module.stride[dim], module.dilation[dim]
+                span = dilation * (kernel - 1) + 1
+                patches = patches.unfold(2 + dim, span, stride)[..., ::dilation]
+            # [B, channels, *positions, *kernel] -> [groups, T, K * I]
+            patches = patches.unflatten(1, (module.groups, -1))
+            order = [1, 0, *range(3, 3 + 2 * spatial), 2]
+            rows = patches.permute(order).flatten(1, 1 + spatial).flatten(2)
+            yield rows[0] if module.groups == 1 else rows
+
+    def signature(self, module: Any):
+        padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
+        shape = (tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation))
+        return (*shape, module.groups, padding, module.padding_mode)
+
+
+def _pad(module: Any, x: Tensor) -> Tensor:
+    """The convolution's own padding, applied: "same", "valid", numbers; zeros, reflect, replicate or circular."""
+    if module.padding == "valid":
+        return x
+    sides: list[int] = []
+    for dim in reversed(range(len(module.kernel_size))):
+        if module.padding == "same":
+            total = module.dilation[dim] * (module.kernel_size[dim] - 1)
+            sides += [total // 2, total - total // 2]
+        else:
+            sides += [module.padding[dim]] * 2
+    if module.padding_mode == "zeros":
+        return F.pad(x, sides)
+    return F.pad(x, sides, mode=module.padding_mode)
+
+
+class _InProjAdapter(Adapter):
+    """nn.MultiheadAttention's fused in_proj_weight [3E, E] as [3, E, E]: q, k and v, each with its own input."""
+
+    title = "MultiheadAttention.in_proj"
+
+    def matrix(self, module: Any, weight):
+        return weight.unflatten(0, (3, -1))
+
+    def unmatrix(self, module: Any, matrix):
+        return matrix.flatten(0, 1)
+
+    def inputs(self, module: Any, args, kwargs):
+        q, k, v = _query_key_value(args, kwargs)
+        return (q,) if q is k and k is v else (q, k, v)
+
+    def rows(self, module: Any, inputs, keep):
+        flat = [x.reshape(-1, x.shape[-1]) if keep is None else x[keep] for x in inputs]
+        if len(flat) == 1:
+            yield flat[0]  # one Gram matrix serves all three
+            return
+        counts = {len(x) for x in flat}
+        longest = max(counts)  # keys may be longer than queries; zero rows add nothing to the sums
+        yield torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in flat])
+
+    def signature(self, module: Any):
+        return ("in_proj",)
+
+
+class _SeparateProjAdapter(_LinearAdapter):
+    """nn.MultiheadAttention's q_proj_weight, k_proj_weight or v_proj_weight (kdim or vdim given)."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.title = f"MultiheadAttention.{'qkv'[position]}_proj"
+
+    def inputs(self, module: Any, args, kwargs):
+        return (_query_key_value(args, kwargs)[self.position],)
+
+
+class _OutProjAdapter(_LinearAdapter):
+    """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
+
+    Its input is what the attention gives when the output projection is the identity, with a mask that keeps all of it.
+    """
+
+    title = "MultiheadAttention.out_proj"
+
+    def inputs(self, module: Any, args, kwargs):
+        weight, bias = module.out_proj.weight, module.out_proj.bias
+        replaced = {"out_proj.weight": torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device)}
+        if bias is not None:
+            replaced["out_proj.bias"] = torch.zeros_like(bias)
+        for name, mask in module.out_proj.named_buffers():
+            replaced[f"out_proj.{name}"] = torch.ones_like(mask)
+        return (torch.func.functional_call(module, replaced, args, kwargs)[0],)
+
+
+def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
+    names = ("query", "key", "value")
+    return tuple(args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))  # type: ignore[return-value]
+
+
+LINEAR, HF_CONV1D, CONV = _LinearAdapter(), _HFConv1DAdapter(), _ConvAdapter()
+
+
+IN_PROJ, OUT_PROJ = _InProjAdapter(), _OutProjAdapter()
+
+
+SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjAdapter(i) for i, letter in enumerate("qkv")}

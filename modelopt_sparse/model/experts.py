@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelopt_sparse.model.adapters import Kind
+from modelopt_sparse.model.adapters import Adapter
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.offload import stored
 
@@ -38,7 +38,7 @@ class Route:
         return self.source if self.at is None else self.source[self.at]
 
 
-class RoutedKind(Kind):
+class RoutedAdapter(Adapter):
     """A fused parameter as ``[E, R, C]``, each of whose matrices meets rows of its own."""
 
     title = "Experts"
@@ -51,7 +51,7 @@ class RoutedKind(Kind):
 
     def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None, expert: int) -> Tensor:
         """The rows ``[T, C]`` that one expert would meet if every token were routed to it."""
-        # kinds that cannot tell have sees_all_tokens = False, and the plan refuses experts="all_tokens" for them
+        # adapters that cannot tell have sees_all_tokens = False, and the plan refuses experts="all_tokens" for them
         raise NotImplementedError(f"{self.title} are given their own rows alone")
 
     def signature(self, module: Any) -> tuple:
@@ -59,7 +59,7 @@ class RoutedKind(Kind):
         return (self,)  # gate_up and down are told from the same inputs and do not see the same
 
 
-class _FusedKind(RoutedKind):
+class _FusedAdapter(RoutedAdapter):
     """gate_up_proj (or up_proj) and down_proj of one module; the second sees what the first one makes of its rows."""
 
     def __init__(self, *, second: bool) -> None:
@@ -96,7 +96,7 @@ class _FusedKind(RoutedKind):
         """What the second matrix of an expert is given for these rows of the first, with the weights as they are."""
 
 
-class _InterfaceKind(_FusedKind):
+class _InterfaceAdapter(_FusedAdapter):
     """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...)."""
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ class _InterfaceKind(_FusedKind):
         return module._apply_gate(made) if gated else module.act_fn(made)
 
 
-class _Llama4Kind(_FusedKind):
+class _Llama4Adapter(_FusedAdapter):
     """Llama4TextExperts, seen where the mixture around it is called: its rows are scaled by the router's score."""
 
     def transposed(self, module: Any) -> bool:
@@ -154,7 +154,7 @@ class _Llama4Kind(_FusedKind):
         return up * module.act_fn(gate)
 
 
-class _ParallelKind(RoutedKind):
+class _ParallelAdapter(RoutedAdapter):
     """JetMoe's ParallelExperts (also of Granite before it took up the interface): called with rows sorted by expert,
     and how many each of them gets. What other rows would look like is not known here."""
 
@@ -177,16 +177,16 @@ def _experts_of(module: Any) -> int:
     return next(parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3).shape[0]
 
 
-UP, DOWN = _InterfaceKind(second=False), _InterfaceKind(second=True)
-LLAMA4_UP, LLAMA4_DOWN = _Llama4Kind(second=False), _Llama4Kind(second=True)
-PARALLEL = _ParallelKind()
+UP, DOWN = _InterfaceAdapter(second=False), _InterfaceAdapter(second=True)
+LLAMA4_UP, LLAMA4_DOWN = _Llama4Adapter(second=False), _Llama4Adapter(second=True)
+PARALLEL = _ParallelAdapter()
 
 
 @dataclass(frozen=True)
 class Mixture:
     """What stands around a module of fused experts: where its rows are seen, and the router that sorted them."""
 
-    observed: nn.Module | None = None
+    hooked_module: nn.Module | None = None
     router: nn.Module | None = None
 
 
@@ -199,14 +199,14 @@ def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
             continue
         for child in parent.children():
             if _is(child, "Llama4TextExperts"):
-                found[child] = Mixture(observed=parent)
+                found[child] = Mixture(hooked_module=parent)
             elif _is_parallel(child) and dense_class(router).__name__.endswith("TopKGating"):
                 found[child] = Mixture(router=router)
     return found
 
 
-def expert_kind(module: nn.Module, param: str, mixture: Mixture | None) -> RoutedKind | str | None:
-    """The kind of a parameter of fused experts, the reason why it cannot be pruned, or None for all others."""
+def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> RoutedAdapter | str | None:
+    """The adapter of a parameter of fused experts, the reason why it cannot be pruned, or None for all others."""
     weight = module.get_parameter(param)
     if _has_interface(module):
         if weight.dim() == 3 and param in (*FIRST, SECOND):
@@ -215,7 +215,7 @@ def expert_kind(module: nn.Module, param: str, mixture: Mixture | None) -> Route
             return "bias of fused experts"
     if weight.dim() != 3:
         return None
-    if mixture is not None and mixture.observed is not None and param in (FIRST[0], SECOND):
+    if mixture is not None and mixture.hooked_module is not None and param in (FIRST[0], SECOND):
         return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
     if mixture is not None and mixture.router is not None and param == "weight":
         return PARALLEL

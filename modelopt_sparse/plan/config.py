@@ -9,9 +9,8 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.accuracy.reconstruct import Reconstruct
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.methods.base import NEEDS, Method
+from modelopt_sparse.methods.base import NEEDS, Method, is_number
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.plan.modelopt import MODE_RULES, parse_mode, translated
@@ -25,6 +24,45 @@ EXPERTS = ("pool", "all_tokens", "weight_only")
 AUTOCAST = ("bfloat16", "float16")
 POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
 DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
+
+
+TARGETS = ("dense", "sparse")
+
+
+PARTS = ("block", "children")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruct:
+    """How blocks are reconstructed.
+
+    epochs: passes over the calibration batches.
+    learning_rate: relative to the root mean square of each tensor's kept values, divided by the root of how many of
+      them meet in one output; falls to 0 as a cosine.
+    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
+      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
+    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
+      attention) against its own output, then the rest (the MLP and the norms) against the block's.
+    norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
+    """
+
+    epochs: int = 4
+    learning_rate: float = 0.4
+    target: str = "dense"
+    parts: str = "block"
+    norms_and_biases: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
+        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
+            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
+        for name, allowed in (("target", TARGETS), ("parts", PARTS)):
+            if getattr(self, name) not in allowed:
+                given = getattr(self, name)
+                raise ValueError(f"reconstruct: {name}={given!r}: allowed are {', '.join(map(repr, allowed))}")
+        if not isinstance(self.norms_and_biases, bool):
+            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)

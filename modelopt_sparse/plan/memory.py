@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from modelopt_sparse.calibration.data import default_seq_len
-from modelopt_sparse.model.experts import UP, RoutedKind
+from modelopt_sparse.model.experts import UP, RoutedAdapter
+from modelopt_sparse.model.hf import default_seq_len
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
@@ -39,7 +39,7 @@ def estimated(
 
 def experts_at_once(item: LayerPlan, config: SparsifyConfig) -> int | None:
     """How many experts of a mixture the memory limit leaves room for; None if it leaves room for all."""
-    if config.memory_limit is None or not isinstance(item.layer.kind, RoutedKind):
+    if config.memory_limit is None or not isinstance(item.layer.adapter, RoutedAdapter):
         return None
     each = sum(_numbers(item)) * _width(item)
     if each > config.memory_limit:
@@ -70,13 +70,13 @@ def _beside(
             statistics[together] = statistics.get(together, 0) + width * sums
             workspace = max(workspace, width * item.at_once * (needed + solver))
             if tokens is not None and chosen is not None and item.needs == "gram":
-                rows = tokens * item.shape[-1] * (1 if item.layer.kind is UP else chosen)
+                rows = tokens * item.shape[-1] * (1 if item.layer.adapter is UP else chosen)
                 kept[together] = kept.get(together, 0) + rows * item.layer.parameter.element_size()
         tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
     copies = IN_ORDER if config.deterministic else 1
     memory = {"statistics_of_one_block": copies * max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
-        memory["masks"] = sum(item.size * (1 + len(item.layer.twins)) for item in planned)
+        memory["masks"] = sum(item.size * (1 + len(item.layer.tied_modules)) for item in planned)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
     if kept:
@@ -155,7 +155,7 @@ def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, in
 def _row(item: LayerPlan, chosen: int | None) -> int:
     """Bytes of one token's inputs and outputs of a layer, and of the input as statistics are summed."""
     *_, rows, columns = item.shape
-    times = item.matrices if not isinstance(item.layer.kind, RoutedKind) else chosen or item.matrices
+    times = item.matrices if not isinstance(item.layer.adapter, RoutedAdapter) else chosen or item.matrices
     return times * ((rows + columns) * item.layer.parameter.element_size() + columns * SUM)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
-from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
@@ -44,7 +44,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     refuse_packed(model, "pruned")
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
-    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.observed)})
+    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.hooked_modules)})
     block_of = {
         module: name for stack in stacks for name, block in zip(stack.names, stack.blocks) for module in block.modules()
     }
@@ -56,7 +56,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
         kind = dense_class(layer.owner).__name__
-        reason = next((protected[owner] for owner in (layer.owner, *layer.twins) if owner in protected), None)
+        reason = next((protected[owner] for owner in (layer.owner, *layer.tied_modules) if owner in protected), None)
         outcome = _decide(model, layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
@@ -95,9 +95,9 @@ def _check_planned(
             "pattern such as '2:4', or leave permute out"
         )
     for item in planned:
-        kind = item.layer.kind
-        blind = isinstance(kind, RoutedKind) and not kind.sees_all_tokens
-        if config.experts == "all_tokens" and (blind or item.layer.expert_of is not None):
+        kind = item.layer.adapter
+        blind = isinstance(kind, RoutedAdapter) and not kind.sees_all_tokens
+        if config.experts == "all_tokens" and (blind or item.layer.mixture is not None):
             raise ValueError(
                 f"layer {item.name!r}: {item.type} is given nothing but the rows that are routed to it, so that "
                 "experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
@@ -106,7 +106,7 @@ def _check_planned(
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
     """What of the options does not reach some layers."""
-    experts = [item.name for item in planned if isinstance(item.layer.kind, RoutedKind)]
+    experts = [item.name for item in planned if isinstance(item.layer.adapter, RoutedAdapter)]
     if config.permute and experts:
         return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
     return ()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from modelopt_sparse.calibration.forward import input_device
+from modelopt_sparse.model.devices import input_device
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import transformers
 from torch import nn
 
 from modelopt_sparse.accuracy.permute import Permuted
-from modelopt_sparse.accuracy.reconstruct import BlockReport
 from modelopt_sparse.calibration.routed import KeptStats
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.plan.config import SparsifyConfig
@@ -89,7 +88,7 @@ class LayerReport:
         error_from = "weights" if stats is None else "gram" if formed else "square_sums"
         counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
         notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
-        if target.layer.expert_of is not None and stats is not None and stats.tokens < config.min_tokens:
+        if target.layer.mixture is not None and stats is not None and stats.tokens < config.min_tokens:
             done = FEW_TOKENS[config.experts].format(config.min_tokens)
             notes.append(f"experts with fewer than {config.min_tokens} tokens {done}: this one ({stats.tokens})")
         return cls(
@@ -129,6 +128,19 @@ def _few_tokens(counts: list[int], config: SparsifyConfig) -> list[str]:
         return []
     done = FEW_TOKENS[config.experts].format(config.min_tokens)
     return [f"experts with fewer than {config.min_tokens} tokens {done}: {', '.join(found)}"]
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One tuned block, or part of it: the relative squared error of its output on the calibration batches that were
+    held back, before and after, and the epoch whose values were kept (0: the values from before)."""
+
+    name: str
+    error_before: float
+    error_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass

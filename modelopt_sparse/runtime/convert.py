@@ -151,7 +151,7 @@ def _candidates(
     for layer in layers:
         weight = layer.parameter
         reason = _not_wanted(layer.name, settings)
-        if not reason and layer.twins:
+        if not reason and layer.tied_modules:
             reason = "tied: another module holds the same weight"
         if not reason:
             reason = uncalled.get(layer.owner, "") or _not_eligible(layer.owner, weight, settings, place_of)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution
-from modelopt_sparse.methods.polish import Scaled, polish
+from modelopt_sparse.methods.conjugate_gradients import Scaled
+from modelopt_sparse.methods.polish import polish
 from modelopt_sparse.methods.refine import DAMPING, refine
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan

@@ -5,24 +5,19 @@ independent of each other and the pattern counts in a row. Whatever else runs ou
 layer.
 """
 
-import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.model.devices import give_back_freed_memory
-from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
+from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
 
 # rows of the smallest piece: as many as a matrix has columns, divided by this. What a solver holds for them is then
 # little beside the state that all rows share, and fewer would not help.
 SMALLEST = 64
-# how those say it that raise a plain RuntimeError: the CPU's allocator, C++'s, and two of CUDA's libraries
-WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
 # what is done for all of a layer at once
 COPIED, PREPARED, JOINED, WRITTEN = (
@@ -33,13 +28,6 @@ COPIED, PREPARED, JOINED, WRITTEN = (
 )
 
 Known = dict[tuple[Any, ...], tuple[int, int]]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, on whatever device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 class Cut:
@@ -99,7 +87,7 @@ class Cut:
         return f"even while no more than {experts}{self.rows} rows of {layer.shape[-1]} were solved at once"
 
     def _halve(self, rows: bool) -> bool:
-        if isinstance(self._layer.layer.kind, RoutedKind) and self.experts > 1:
+        if isinstance(self._layer.layer.adapter, RoutedAdapter) and self.experts > 1:
             self.experts = -(-self.experts // 2)
         elif rows and not _whole_because(self._layer) and self.rows > max(self._layer.shape[-1] // SMALLEST, 1):
             self.rows = -(-self.rows // 2)
@@ -121,7 +109,7 @@ def _whole_because(layer: LayerPlan) -> str:
 def no_memory(layer: LayerPlan, when: str, error: BaseException) -> MemoryError:
     """The error of a layer for which memory ran out ``when`` something was done, and what to do."""
     advice = []
-    if layer.at_once is None and isinstance(layer.layer.kind, RoutedKind) and layer.needs == "gram":
+    if layer.at_once is None and isinstance(layer.layer.adapter, RoutedAdapter) and layer.needs == "gram":
         advice.append("memory_limit=, which holds the Gram matrices of a few experts at a time")
     if layer.needs == "gram" and when not in (COPIED, JOINED, WRITTEN):
         advice.append("a method without a Gram matrix (wanda, magnitude), for this layer through rules=")
@@ -131,11 +119,3 @@ def no_memory(layer: LayerPlan, when: str, error: BaseException) -> MemoryError:
     return MemoryError(
         f"layer {layer.name!r} {list(layer.shape)}: out of memory{asked} {when}; give {'; or '.join(advice)}"
     )
-
-
-def free_what_can_be_freed() -> None:
-    """Memory that nothing uses, back to the devices and to the system."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    give_back_freed_memory()

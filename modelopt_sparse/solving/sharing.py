@@ -8,7 +8,7 @@ import torch
 
 from modelopt_sparse.distributed import Team
 from modelopt_sparse.methods.base import Solution
-from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.solving.pieces import WHOLE, Part, Piece
 
@@ -61,7 +61,7 @@ class Shares:
     def pieces(self, layer: LayerPlan) -> list[range]:
         """The matrices of a layer that are solved together."""
         step = layer.at_once or layer.matrices
-        if layer.at_once is None and not self.whole_layers and isinstance(layer.layer.kind, RoutedKind):
+        if layer.at_once is None and not self.whole_layers and isinstance(layer.layer.adapter, RoutedAdapter):
             step = -(-layer.matrices // self.size)
         return [range(start, min(start + step, layer.matrices)) for start in range(0, layer.matrices, step)]
 

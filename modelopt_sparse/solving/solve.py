@@ -15,14 +15,16 @@ from modelopt_sparse.calibration.inputs import Group
 from modelopt_sparse.calibration.routed import KeptStats, part_of
 from modelopt_sparse.distributed import Team
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.methods.polish import DAMPING, Scaled
-from modelopt_sparse.model.experts import RoutedKind
+from modelopt_sparse.methods.conjugate_gradients import Scaled
+from modelopt_sparse.methods.polish import DAMPING
+from modelopt_sparse.model.devices import is_out_of_memory
+from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import StepReport
 from modelopt_sparse.solving.follow_up import improved
-from modelopt_sparse.solving.out_of_memory import COPIED, JOINED, PREPARED, Cut, Known, is_out_of_memory, no_memory
+from modelopt_sparse.solving.out_of_memory import COPIED, JOINED, PREPARED, Cut, Known, no_memory
 from modelopt_sparse.solving.pieces import WHOLE, Part, Piece, joined, some_of
 from modelopt_sparse.solving.sharing import Share
 
@@ -84,7 +86,7 @@ class Solver:
     def steps(self, group: Group) -> Iterator[Job | Solved]:
         """What this process has to solve of a group, and each of its layers as soon as that is done. Where several
         processes solve, the layers come after the last group of a stage, when they exchange what they have."""
-        if isinstance(group.targets[0].layer.kind, RoutedKind):
+        if isinstance(group.targets[0].layer.adapter, RoutedAdapter):
             for layer in group.targets:
                 yield from self._experts(layer, group)
         else:

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
 from modelopt_sparse.calibration.storage import Unreadable
-from modelopt_sparse.checkpoint.format import INDEX, WEIGHTS, file_hash, weight_files
+from modelopt_sparse.checkpoint.files import file_hash
+from modelopt_sparse.checkpoint.format import INDEX, WEIGHTS, weight_files
 
 GET_IT_AGAIN = "get the file again, and start the run again"
 

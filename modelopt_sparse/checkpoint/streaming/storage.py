@@ -15,18 +15,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from modelopt_sparse.accuracy.reconstruct import BlockReport
 from modelopt_sparse.calibration.storage import Turn, Turns
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.format import WEIGHTS, pack_mask
-from modelopt_sparse.checkpoint.restore import describe_mask, empty_model, model_class, unloaded
+from modelopt_sparse.checkpoint.save import describe_mask
 from modelopt_sparse.checkpoint.streaming.source import SourceFiles
 from modelopt_sparse.checkpoint.streaming.spill import spilled
 from modelopt_sparse.checkpoint.streaming.workfolder import BlockRecord, WorkFolder
 from modelopt_sparse.model.devices import give_back_freed_memory
+from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.model.offload import taken_off
-from modelopt_sparse.reports.report import LayerReport, Report
+from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
 from modelopt_sparse.reports.text import first_few
 
 ONE_FILE = 2**60  # a shard size that no block reaches

@@ -20,18 +20,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from modelopt_sparse.calibration.data import load_calls
-from modelopt_sparse.calibration.forward import take_in
+from modelopt_sparse.calibration.data import load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for
-from modelopt_sparse.checkpoint.diskspace import is_full
+from modelopt_sparse.checkpoint.files import is_full
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask
-from modelopt_sparse.checkpoint.restore import describe_mask, empty_model, write_description
 from modelopt_sparse.checkpoint.restore import report as report_in
+from modelopt_sparse.checkpoint.save import describe_mask, write_description
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
 from modelopt_sparse.checkpoint.streaming.source import SourceFiles, local_folder
 from modelopt_sparse.checkpoint.streaming.storage import StreamedBlocks, without_blocks
 from modelopt_sparse.checkpoint.streaming.workfolder import WorkFolder, is_finished, remove_leftovers, work_path
 from modelopt_sparse.distributed import processes
+from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import sparsify
 from modelopt_sparse.plan.config import SparsifyConfig, resolve
@@ -162,8 +162,8 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
         )
     home = {module: name for name in names for module in model.get_submodule(name).modules()}
     for target in plan.layers:
-        used_in = {home.get(module) for module in (target.layer.owner, *target.layer.twins)}
-        seen_in = {home.get(module) for module in target.layer.observed}
+        used_in = {home.get(module) for module in (target.layer.owner, *target.layer.tied_modules)}
+        seen_in = {home.get(module) for module in target.layer.hooked_modules}
         if len(used_in) > 1:
             raise ValueError(
                 f"layer {target.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelopt_sparse.checkpoint.files import hold
-from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in, size_and_hash
+from modelopt_sparse.checkpoint.files import hold, size_and_hash
+from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
 from modelopt_sparse.reports.text import first_few
 
 STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"

@@ -1,0 +1,91 @@
+"""What the later blocks of a call are given, in terms of its first ones."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from modelopt_sparse.model.nested import leaves_of, map_leaves
+
+
+@dataclass(frozen=True)
+class FromPrevious:
+    """Stands in a recorded call for tensor number ``index`` of the previous block's output."""
+
+    index: int
+
+
+RecordedCall = tuple[tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _FromBlock:
+    """Stands in a template for leaf number ``leaf`` of what block ``position`` was given in the same call."""
+
+    position: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class CallTemplate:
+    """What the blocks behind the first ones are given, in all calls in which ``kinds`` of the first ones are the same.
+
+    ``kinds``: for each of the first blocks, the shape of every tensor and the value of everything else. A mask that is
+    there in one call and None in another, or of another length, makes another template. A tensor of a later block comes
+    from an earlier one if it was the same object; anything else counts as constant if the block before was given the
+    same.
+    """
+
+    kinds: list[list[Any]]
+    later: list[RecordedCall]
+
+    def filled(self, first: list[RecordedCall]) -> list[RecordedCall]:
+        leaves = [leaves_of(call) for call in first]
+        return [
+            map_leaves(lambda x: leaves[x.position][x.leaf] if isinstance(x, _FromBlock) else x, call)
+            for call in self.later
+        ]
+
+
+def kinds_of(call: RecordedCall) -> list[Any]:
+    """What two calls of a block must have in common to be of one template: all but the values of tensors."""
+    args, kwargs = call
+    described = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves_of(call)]
+    return [len(args), list(kwargs), described]
+
+
+def template_of(calls: list[RecordedCall], given: list[list[int | None]]) -> CallTemplate:
+    """What further calls follow from their first blocks, from as few of them as will do."""
+    depth = 1
+    while (later := _later(calls, given, depth)) is None:
+        depth += 1
+    return CallTemplate([kinds_of(call) for call in calls[:depth]], later)
+
+
+def _later(calls: list[RecordedCall], given: list[list[int | None]], depth: int) -> list[RecordedCall] | None:
+    """The calls of the blocks from ``depth`` on in terms of those before; None if they hold something of their own."""
+    known = {name: _FromBlock(i, j) for i in range(depth) for j, name in enumerate(given[i]) if name is not None}
+    constants = {path: leaf for path, leaf in _named_leaves(calls[depth - 1]) if not isinstance(leaf, Tensor)}
+    later = []
+    for call, names in zip(calls[depth:], given[depth:]):
+        sources: list[Any] = []
+        for (path, leaf), name in zip(_named_leaves(call), names):
+            if name in known:
+                sources.append(known[name])
+            elif isinstance(leaf, FromPrevious) or _is_constant(leaf, constants.get(path, FromPrevious)):
+                sources.append(leaf)
+            else:
+                return None
+        order = iter(sources)
+        later.append(map_leaves(lambda _, order=order: next(order), call))
+    return later
+
+
+def _named_leaves(call: RecordedCall) -> list[tuple[tuple, Any]]:
+    args, kwargs = call
+    named = {**dict(enumerate(args)), **kwargs}
+    return [((name, i), leaf) for name, value in named.items() for i, leaf in enumerate(leaves_of(value))]
+
+
+def _is_constant(leaf: Any, other: Any) -> bool:
+    return not isinstance(leaf, Tensor) and type(leaf) is type(other) and leaf == other

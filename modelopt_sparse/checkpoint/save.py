@@ -1,0 +1,131 @@
+"""Writing a folder of a sparse model. What a folder holds is in format.py."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from modelopt_sparse.checkpoint.dequantize import save_as_dense
+from modelopt_sparse.checkpoint.files import size_and_hash
+from modelopt_sparse.checkpoint.format import (
+    DESCRIPTION,
+    FORMAT_VERSION,
+    MASKS,
+    WEIGHTS,
+    checked_path,
+    checksum,
+    pack_mask,
+)
+from modelopt_sparse.checkpoint.staging import staged
+from modelopt_sparse.distributed import rank
+from modelopt_sparse.model.masking import dense_class, named_masks
+from modelopt_sparse.model.offload import stored
+from modelopt_sparse.reports.report import Report, attached_report, library_versions
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    companions: Iterable[Any] = (),
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write a sparse model to a folder that plain ``from_pretrained`` reads and that `restore` and `load` check.
+
+    ``companions`` travel with the model: a tokenizer, a processor, anything with ``save_pretrained``.
+    ``max_shard_size`` is that of transformers' ``save_pretrained``.
+
+    A new folder appears only when it is complete. In an existing one files are replaced one by one, ``sparsity.json``
+    last; until then the folder has none. Nothing waits for other processes; where several write the same folder, it is
+    whole when the last one is done. Raises ValueError for a pickle path, for what cannot be saved, and for a model of
+    transformers in another rank than 0 of a process group, which it does not write there; OSError (a full disk) with
+    nothing left behind.
+    """
+    folder = checked_path(folder)
+    if folder.is_file():
+        raise ValueError(f"{str(folder)!r} is a file: save writes a folder, give another path")
+    if max_shard_size is not None and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
+    state = _state(model)
+    with staged(folder) as staging:
+        aliases: dict[str, str] = {}
+        if isinstance(model, PreTrainedModel):
+            options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            save_as_dense(model)
+            model.save_pretrained(staging, state_dict=dict(state), **options)
+            if not any(staging.glob("*.safetensors")):
+                raise ValueError(
+                    f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}: call "
+                    "save there, and torch.distributed.barrier() in all of them afterwards"
+                )
+        else:
+            aliases = _tied(state)
+            unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+            save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
+        masks = dict(named_masks(model))
+        save_file({name: pack_mask(mask) for name, mask in masks.items()}, staging / MASKS)
+        for companion in companions:
+            companion.save_pretrained(staging)
+        described = {name: describe_mask(mask) for name, mask in masks.items()}
+        write_description(staging, dense_class(model).__name__, described, attached_report(model), aliases)
+
+
+def describe_mask(mask: Tensor) -> dict[str, Any]:
+    return {"shape": list(mask.shape), "kept": int(mask.count_nonzero())}
+
+
+def write_description(
+    folder: Path,
+    model_class: str,
+    masks: Mapping[str, Mapping[str, Any]],
+    report: Report | None,
+    aliases: Mapping[str, str] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write ``sparsity.json`` into a folder that is otherwise complete. ``known``: sizes and hashes of its files, as
+    far as they have been taken already."""
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
+    description = {
+        "format": "modelopt_sparse",
+        "format_version": FORMAT_VERSION,
+        "versions": library_versions(),
+        "model_class": model_class,
+        "masks": masks,
+        "aliases": aliases or {},
+        "files": {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files},
+        "report": None if report is None else report.as_dict(),
+    }
+    text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
+    (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, zero at pruned places, without masks; what accelerate offloads comes from where it really is."""
+    masks = {id(mask) for _, mask in named_masks(model)}
+    skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type == "meta":
+                state[f"{path}.{name}".removeprefix(".")] = stored(module, name)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name!r} is a {type(value).__name__}: only tensors can be saved without pickle")
+        if value.device.type == "meta":
+            raise ValueError(f"{name!r} is on the meta device and has no values: load the model before saving it")
+    return state
+
+
+def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensor is that of an earlier name -> that name. A file holds each tensor once."""
+    first: dict[tuple, str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        if first.setdefault(key, name) != name:
+            tied[name] = first[key]
+    return tied

@@ -1,0 +1,59 @@
+"""What transformers says of a model: its class, its configuration, what its forward takes."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+
+def default_seq_len(model: nn.Module) -> int:
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether ``module.forward`` has an argument of this name."""
+    try:
+        return name in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # compiled modules have no signature
+        return False
+
+
+def model_class(config: Any, source: str | Path) -> Any:
+    """The transformers class, or the Auto class for a model with its own code, that a config names."""
+    names = config.architectures or []
+    if names and (found := getattr(transformers, names[0], None)) is not None:
+        return found
+    remote = getattr(config, "auto_map", None) or {}
+    for auto in remote:
+        if auto.startswith("AutoModel") and (not names or remote[auto].endswith(f".{names[0]}")):
+            return getattr(transformers, auto)
+    raise ValueError(f"config.json of {str(source)!r} names no model class that transformers knows: {names}")
+
+
+def empty_model(source: str | Path, **options: Any) -> nn.Module:
+    """The model of a folder or hub name on the meta device; reads its configuration and no weights."""
+    config = AutoConfig.from_pretrained(source, **options)
+    architecture = model_class(config, source)
+    with torch.device("meta"):
+        if issubclass(architecture, PreTrainedModel):
+            model = architecture(config)
+        else:
+            model = architecture.from_config(config, trust_remote_code=options.get("trust_remote_code"))
+    model.tie_weights()  # older versions of transformers leave that out on the meta device
+    return model
+
+
+def unloaded(info: Mapping[str, Any]) -> list[str]:
+    """What transformers could not match when it loaded a folder."""
+    missing = [f"{name!r} of the model is not in the folder" for name in sorted(info["missing_keys"])]
+    return missing + [f"{name!r} has no place in the model" for name in sorted(info["unexpected_keys"])]
