@@ -1,8 +1,8 @@
-"""What torch.distributed asks of the rest, and gives to it: the only file that imports it.
+"""The processes of one run: the only file that imports torch.distributed.
 
-A `Team` is the processes that make one model sparse together. Everything they exchange begins with a header, in which
-each says what it is about to do, or that it cannot go on: a process that fails is heard by the others when they come
-to their next header, and one that dies is noticed there, so that nobody waits for what never comes.
+`Processes` make one model sparse together. Each exchange between them begins with a header, in which every process says
+what it is about to do, or that it cannot go on. The others learn of a process that failed at their next header, and
+notice one that died there, so that none waits for what never comes.
 """
 
 import os
@@ -23,7 +23,7 @@ else:  # builds of torch without distributed support have no sharded weights eit
     DTensor = distribute_tensor = None
 
 TIMEOUT = timedelta(hours=1)  # how long a process waits for the others, which may be solving a large layer
-END = "the end of the run"
+BARRIER = "the end of the run"
 
 
 def is_sharded(weight: Tensor) -> bool:
@@ -44,7 +44,7 @@ def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 
-def processes(asked: bool | None) -> int:
+def count_processes(asked: bool | None) -> int:
     """How many processes work together where the option ``distributed`` is ``asked``.
 
     None: those of the default process group, if there is one; False: this one by itself; True: those of the group, and
@@ -65,22 +65,23 @@ class RankError(RuntimeError):
     """Another process of the run stopped or died, or the processes do not do the same."""
 
 
-class Team:
-    """The processes of one run; this one is number ``rank`` of ``size``. Alone, nothing is sent and nothing waits.
+class Processes:
+    """The processes of one run; this one is number ``rank`` of ``size``. One process by itself sends nothing and waits
+    for nothing.
 
-    All of them call the same methods in the same order. `of` makes one. Whatever ends the run, `fail` and `close` are
-    called, so that nobody waits for it.
+    All of them call the same methods in the same order, within a ``with``: an error in it, Ctrl-C included, aborts the
+    run in the others as well. `of` makes one.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, headers: Any = None, values: Any = None) -> None:
         self.rank, self.size = rank, size
         self._headers, self._values = headers, values  # groups of their own: what fails here leaves the user's alone
-        self._over = size == 1
+        self._finished = size == 1
 
     @classmethod
-    def of(cls, asked: bool | None) -> "Team":
-        """The team of one run; see `processes` for ``asked``. Raises RankError if not all processes come here."""
-        size = processes(asked)
+    def of(cls, asked: bool | None) -> "Processes":
+        """Those of one run; see `count_processes` for ``asked``. Raises RankError if not all of them come here."""
+        size = count_processes(asked)
         if size == 1 or dist is None:
             return cls()
         text = None
@@ -93,40 +94,38 @@ class Team:
             f"distributed=False where one works by itself ({text})"
         )
 
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """What goes wrong in here is told to the others, and ends the run."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            self.close()
-            raise
+    def __enter__(self) -> "Processes":
+        return self
 
-    def meet(self, what: str, value: Any = None) -> list[Any]:
-        """Wait for all -> the value that each process gives, by rank.
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None:
+            self._abort(error)
+        self._close()
+
+    def all_gather(self, what: str, value: Any = None) -> list[Any]:
+        """Wait for all processes -> the ``value`` of each, by rank.
 
         Raises RankError if one of them has failed, has died, or is about to do something else than ``what``.
         """
         if self.size == 1:
             return [value]
-        found = self._gathered(what, (what, None, value))
-        failed = [f"rank {rank} stopped: {error}" for rank, (_, error, _) in enumerate(found) if error is not None]
+        headers = self._gather_headers(what, (what, None, value))
+        failed = [f"rank {rank} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error is not None]
         if failed:
-            self._over = True
+            self._finished = True
             raise RankError("; ".join(failed))
-        if len({name for name, _, _ in found}) > 1:
-            self._over = True
-            doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(found))
+        if len({name for name, _, _ in headers}) > 1:
+            self._finished = True
+            doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(headers))
             raise RankError(f"the processes of this run do not do the same ({doing}): give all of them the same call")
-        return [value for _, _, value in found]
+        return [value for _, _, value in headers]
 
-    def same(self, items: Mapping[str, Any], advice: str) -> None:
-        """Raise ValueError, with ``advice``, unless every process gives the same items; named is the first that
+    def check_same(self, facts: Mapping[str, Any], advice: str) -> None:
+        """Raise ValueError, with ``advice``, unless every process has the same ``facts``; it names the first fact that
         differs."""
-        found = self.meet("a comparison of what all have to have in common", dict(items))
-        for name in dict.fromkeys(name for given in found for name in given):
-            values = [given.get(name, "nothing") for given in found]
+        of_ranks = self.all_gather("a comparison of what all have to have in common", dict(facts))
+        for name in dict.fromkeys(name for facts in of_ranks for name in facts):
+            values = [facts.get(name, "nothing") for facts in of_ranks]
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise ValueError(
@@ -134,55 +133,55 @@ class Team:
                         f"{advice}"
                     )
 
-    def add_up(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Put in the place of each tensor, in all processes, its sum over them."""
+    def all_reduce(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor, in all processes, by its sum over them."""
         if self.size > 1:
             assert dist is not None
-            kinds = self.meet(what, [tensor.device.type for tensor in tensors])
+            device_types = self.all_gather(what, [tensor.device.type for tensor in tensors])
             with self._sending(what):
-                for tensor, of_ranks in zip(tensors, zip(*kinds)):
+                for tensor, of_ranks in zip(tensors, zip(*device_types)):
                     self._through(tensor, of_ranks, dist.all_reduce)
 
-    def give(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
-        """Put in the place of each tensor the one that rank ``source`` has -> the ``value`` that it has. Shapes and
-        dtypes are the same in all."""
-        found = self.meet(what, ([tensor.device.type for tensor in tensors], value))
+    def broadcast(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
+        """Replace each tensor by that of rank ``source`` -> the ``value`` that rank ``source`` passed. Shapes and
+        dtypes are the same in all processes."""
+        headers = self.all_gather(what, ([tensor.device.type for tensor in tensors], value))
         if self.size > 1:
             with self._sending(what):
-                for tensor, of_ranks in zip(tensors, zip(*(kinds for kinds, _ in found))):
-                    self._given(tensor, of_ranks, source)
-        return found[source][1]
+                for tensor, of_ranks in zip(tensors, zip(*(device_types for device_types, _ in headers))):
+                    self._broadcast_bytes(tensor, of_ranks, source)
+        return headers[source][1]
 
-    def fail(self, error: BaseException) -> None:
-        """This process cannot go on: say so where the others expect it at a header. Does nothing after a RankError,
+    def barrier(self) -> None:
+        """Wait until all have come to the end of the run, so that none reports success while another fails."""
+        self.all_gather(BARRIER)
+        self._finished = True
+
+    def _abort(self, error: BaseException) -> None:
+        """This process cannot go on: say so where the others expect its next header. Does nothing after a RankError,
         which all of them know of."""
-        if self._over:
+        if self._finished:
             return
-        self._over = True
+        self._finished = True
         if isinstance(error, Exception):  # on Ctrl-C nobody waits: the others notice that the connection is gone
             try:
-                self._gathered("failing", ("failing", f"{type(error).__name__}: {error}", None))
+                self._gather_headers("failing", ("failing", f"{type(error).__name__}: {error}", None))
             except RankError:
-                return  # they are gone as well; what is to be raised is the error that is at hand
+                return  # the others are gone as well: the error that is being raised is the one to show
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Give the connections back; whoever still waits on them gets an error."""
         groups, self._headers, self._values = (self._headers, self._values), None, None
         for group in groups:
             if dist is not None and group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def end(self) -> None:
-        """Wait until all have come to their end, so that none reports success while another fails."""
-        self.meet(END)
-        self._over = True
-
-    def _gathered(self, what: str, header: tuple) -> list[Any]:
+    def _gather_headers(self, what: str, header: tuple) -> list[Any]:
         assert dist is not None
-        found: list[Any] = [None] * self.size
+        headers: list[Any] = [None] * self.size
         with self._sending(what):
-            dist.all_gather_object(found, header, group=self._headers)
-        return found
+            dist.all_gather_object(headers, header, group=self._headers)
+        return headers
 
     @contextmanager
     def _sending(self, what: str) -> Iterator[None]:
@@ -191,16 +190,16 @@ class Team:
         try:
             yield
         except torch.OutOfMemoryError:
-            self._over = True
+            self._finished = True
             raise
         except RuntimeError as error:
             text = " ".join(str(error).split())
         except BaseException:
-            self._over = True
+            self._finished = True
             raise
         if text is not None:  # raised out here, where no traceback holds on to the groups
-            self._over = True
-            self.close()
+            self._finished = True
+            self._close()
             late = "Timed out" in text
             waited = f"did not come within {TIMEOUT.total_seconds():g} seconds" if late else "died or left"
             raise RankError(
@@ -208,7 +207,7 @@ class Team:
                 f"others printed, and start all of them again ({text[:200]})"
             )
 
-    def _given(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
+    def _broadcast_bytes(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
         assert dist is not None
         # as bytes: backends differ in the dtypes that they take
         raw = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -219,7 +218,7 @@ class Team:
 
     def _through(self, tensor: Tensor, of_ranks: tuple[str, ...], send: Any) -> None:
         """Send through the default group where it has a backend of the tensor's device, which is that of all ranks,
-        else through this team's, on the CPU."""
+        else through this run's own, on the CPU."""
         if not tensor.numel():
             return
         if set(of_ranks) != {"cpu"} and len(set(of_ranks)) == 1 and _serves(tensor.device):
@@ -235,13 +234,11 @@ class Team:
 def while_others_wait(asked: bool | None) -> Iterator[bool]:
     """Work that one process does for all of them: it gets True, the others False and wait for its end at theirs.
 
-    ``asked`` as for `processes`. Its error becomes a RankError in the others.
+    ``asked`` as for `count_processes`. Its error becomes a RankError in the others.
     """
-    team = Team.of(asked)
-    with team.heard():
-        yield team.rank == 0
-        team.end()
-    team.close()
+    with Processes.of(asked) as processes:
+        yield processes.rank == 0
+        processes.barrier()
 
 
 # programs that torchrun starts ----------------------------------------------------------------------------------------
@@ -274,7 +271,7 @@ def rank() -> int:
 
 def own_device(device: str) -> str:
     """The device of this process, where several of one machine are all given ``device``: "cuda" is a GPU for each."""
-    if device != "cuda" or processes(None) == 1:
+    if device != "cuda" or count_processes(None) == 1:
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 

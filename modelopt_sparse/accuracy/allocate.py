@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.divergence import Divergence, score, statistics
-from modelopt_sparse.calibration.forward import Runner
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros
 from modelopt_sparse.model.offload import offloaded_after_errors
-from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
 HIGHEST = 0.99  # no layer is pruned whole
@@ -37,21 +37,31 @@ class Allocation:
     measure: str | None = None
 
 
-def allocation_for(model: nn.Module, plan: Plan, config: SparsifyConfig, runner: Runner | None = None) -> Allocation:
+def allocated(data: CalibrationData) -> Run:
+    """The run with a plan in which every layer has its own sparsity, as ``config.allocation`` asks for; the report says
+    how the zeros were shared out."""
+    run = data.run
+    allocation = allocation_for(data)
+    run.processes.check_same({"the allocation": str(allocation.plan)}, "report this")
+    run.report.allocated(allocation.description, allocation.measure, dict(allocation.tried))
+    return replace(run, plan=allocation.plan)
+
+
+def allocation_for(data: CalibrationData) -> Allocation:
     """Do what ``config.allocation``, "block", "owl" or "search", asks for. The model ends as it came, to the bit.
 
     To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError for
-    layers that see no data. ``runner``: one that has loaded the data already.
+    layers that see no data.
     """
-    runner = runner or Runner(model, plan, config)
-    with torch.no_grad(), offloaded_after_errors(model):
-        if config.allocation in SPARSITIES:
-            stats = statistics(runner, _unstructured(plan))
-            return Allocation(allocate(plan, SPARSITIES[config.allocation](plan, stats)), config.allocation)
-        stats = statistics(runner, plan.layers)
-        hide = None if config.progress is None else not config.progress
-        with tqdm(desc="search an allocation", unit="plan", disable=hide) as bar:
-            divergence = Divergence(runner, stats, bar)
+    run, how = data.run, data.run.config.allocation
+    plan = run.plan
+    with torch.no_grad(), offloaded_after_errors(run.model):
+        if how in SPARSITIES:
+            stats = statistics(data, _unstructured(plan))
+            return Allocation(allocate(plan, SPARSITIES[how](plan, stats)), how)
+        stats = statistics(data, plan.layers)
+        with tqdm(desc="search an allocation", unit="plan", disable=run.hides_bars()) as bar:
+            divergence = Divergence(data, stats, bar)
             return replace(search_plan(plan, stats, divergence), measure=divergence.title)
 
 
@@ -63,7 +73,7 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     N:M layers stay as they are and do not count.
     """
     wanted = _on_budget(plan, sparsities)
-    layers = [_Rounded(item, wanted[item.name]) for item in _unstructured(plan)]
+    layers = [_Rounded(layer_plan, wanted[layer_plan.name]) for layer_plan in _unstructured(plan)]
     if sum(layer.zeros(layer.last) for layer in layers) < _budget(plan):
         raise ValueError(
             f"allocation prunes no layer by more than {HIGHEST:.0%}, and this plan prunes more: leave it out"
@@ -80,16 +90,16 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
             if layer.step > 0 and layer.zeros(layer.step) - layer.zeros(layer.step - 1) <= surplus:
                 surplus += layer.move(-1)
                 lowered = True
-    found = {layer.item.name: layer.pattern(layer.step) for layer in layers}
-    items = (replace(item, pattern=found.get(item.name, item.pattern)) for item in plan.layers)
-    return replace(plan, layers=tuple(items))
+    patterns = {layer.layer_plan.name: layer.pattern(layer.step) for layer in layers}
+    replaced = (replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)
+    return replace(plan, layers=tuple(replaced))
 
 
 def block_sparsities(plan: Plan, stats: Mapping[str, Stats], share: float = BALANCE) -> dict[str, float]:
     """Zeros shared out among the layers of each block: from the plan's own sparsities, ``share`` of the way to those
     that minimize the sum of the layers' relative errors."""
     even = _even_sparsities(plan, stats)
-    own = {item.name: _sparsity(item) for item in _unstructured(plan)}
+    own = {layer_plan.name: _sparsity(layer_plan) for layer_plan in _unstructured(plan)}
     return {name: own[name] + share * (even[name] - own[name]) for name in own}
 
 
@@ -101,16 +111,16 @@ def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambd
     for all layers of a block. A layer outside of the blocks counts as one.
     """
     share: dict[str, float] = {}
-    for unit, items in _units(plan).items():
-        size = sum(item.size for item in items)
-        mean = sum(float(score(item, stats).sum(dtype=torch.float64)) for item in items) / size
-        share[unit] = sum(int((score(item, stats) > m * mean).sum()) for item in items) / size
+    for unit, layer_plans in _units(plan).items():
+        size = sum(layer_plan.size for layer_plan in layer_plans)
+        mean = sum(float(score(layer_plan, stats).sum(dtype=torch.float64)) for layer_plan in layer_plans) / size
+        share[unit] = sum(int((score(layer_plan, stats) > m * mean).sum()) for layer_plan in layer_plans) / size
     least = min(share.values())
     spread = max(share.values()) - least
     wanted: dict[str, float] = {}
-    for unit, items in _units(plan).items():
+    for unit, layer_plans in _units(plan).items():
         denser = 2 * lambda_ * (share[unit] - least) / spread if spread else 0.0
-        wanted.update({item.name: _sparsity(item) - denser for item in items})
+        wanted.update({layer_plan.name: _sparsity(layer_plan) - denser for layer_plan in layer_plans})
     return _on_budget(plan, wanted)
 
 
@@ -140,9 +150,10 @@ def search_plan(
         if not slope and not balance:
             return plan
         wanted = {}
-        for item in _unstructured(plan):
-            own = _sparsity(item)
-            wanted[item.name] = own + slope * tilt.get(item.block, 0.0) + balance * (even[item.name] - own)
+        for layer_plan in _unstructured(plan):
+            own = _sparsity(layer_plan)
+            tilted = own + slope * tilt.get(layer_plan.block, 0.0)
+            wanted[layer_plan.name] = tilted + balance * (even[layer_plan.name] - own)
         return allocate(plan, wanted)
 
     def measure(points: Sequence[tuple[float, float]]) -> None:
@@ -169,19 +180,19 @@ def search_plan(
 class _Rounded:
     """A layer's sparsity as one of ``last`` + 1 steps, each of which prunes more weights than the one before it."""
 
-    def __init__(self, item: LayerPlan, wanted: float) -> None:
-        self.item, self.wanted = item, wanted
-        self.scope = _scope_size(item)
+    def __init__(self, layer_plan: LayerPlan, wanted: float) -> None:
+        self.layer_plan, self.wanted = layer_plan, wanted
+        self.scope = _scope_size(layer_plan)
         self.steps = min(self.scope, GRID)
         self.last = int(HIGHEST * self.steps)
         self.step = min(max(round(wanted * self.steps), 0), self.last)
 
     def pattern(self, step: int) -> Unstructured:
-        assert isinstance(self.item.pattern, Unstructured)
-        return replace(self.item.pattern, sparsity=round(step / self.steps, 4))
+        assert isinstance(self.layer_plan.pattern, Unstructured)
+        return replace(self.layer_plan.pattern, sparsity=round(step / self.steps, 4))
 
     def zeros(self, step: int) -> int:
-        return self.item.size // self.scope * count_zeros(self.pattern(step).sparsity, self.scope)
+        return self.layer_plan.size // self.scope * count_zeros(self.pattern(step).sparsity, self.scope)
 
     def excess(self) -> float:
         return self.step / self.steps - self.wanted
@@ -194,20 +205,22 @@ class _Rounded:
 
 def _on_budget(plan: Plan, sparsities: Mapping[str, float]) -> dict[str, float]:
     """The sparsities plus one number, clipped to [0, HIGHEST], so that they prune as much as the plan's patterns."""
-    items = _unstructured(plan)
-    if sparsities.keys() != {item.name for item in items}:
-        wrong = sorted(sparsities.keys() ^ {item.name for item in items})
+    layer_plans = _unstructured(plan)
+    if sparsities.keys() != {layer_plan.name for layer_plan in layer_plans}:
+        wrong = sorted(sparsities.keys() ^ {layer_plan.name for layer_plan in layer_plans})
         raise ValueError(f"sparsities are needed for just the plan's unstructured layers, which differs in {wrong[:8]}")
     budget = _budget(plan)
 
+    names = [layer_plan.name for layer_plan in layer_plans]
+
     def clipped(shift: float) -> dict[str, float]:
-        return {item.name: min(max(sparsities[item.name] + shift, 0.0), HIGHEST) for item in items}
+        return {name: min(max(sparsities[name] + shift, 0.0), HIGHEST) for name in names}
 
     low, high = -max(sparsities.values()), HIGHEST - min(sparsities.values())
     for _ in range(64):
         shift = (low + high) / 2
-        found = clipped(shift)
-        if sum(item.size * found[item.name] for item in items) < budget:
+        sparsity = clipped(shift)
+        if sum(layer_plan.size * sparsity[layer_plan.name] for layer_plan in layer_plans) < budget:
             low = shift
         else:
             high = shift
@@ -218,43 +231,45 @@ def _even_sparsities(plan: Plan, stats: Mapping[str, Stats]) -> dict[str, float]
     """Within each block, the sparsities of its layers that minimize the sum of their relative output errors, the
     inputs' channels taken as uncorrelated: the smallest (|w| ||x||)^2 / ||W X||^2 of all of them are pruned."""
     even: dict[str, float] = {}
-    for items in _units(plan).values():
-        device = stats[items[0].name].square_sums.device
+    for layer_plans in _units(plan).values():
+        device = stats[layer_plans[0].name].square_sums.device
         error: dict[str, Tensor] = {}
-        for item in items:
-            energy = score(item, stats).square().flatten()
-            error[item.name] = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).to(device)
-        pruned = round(sum(_sparsity(item) * item.size for item in items))
+        for layer_plan in layer_plans:
+            energy = score(layer_plan, stats).square().flatten()
+            error[layer_plan.name] = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).to(device)
+        pruned = round(sum(_sparsity(layer_plan) * layer_plan.size for layer_plan in layer_plans))
         highest = torch.cat(list(error.values())).kthvalue(max(pruned, 1)).values
         even.update({name: int((values <= highest).sum()) / len(values) for name, values in error.items()})
     return even
 
 
 def _unstructured(plan: Plan) -> list[LayerPlan]:
-    return [item for item in plan.layers if isinstance(item.pattern, Unstructured)]
+    return [layer_plan for layer_plan in plan.layers if isinstance(layer_plan.pattern, Unstructured)]
 
 
 def _units(plan: Plan) -> dict[str, list[LayerPlan]]:
     """The unstructured layers by block; one outside of the blocks is by itself."""
     units: dict[str, list[LayerPlan]] = {}
-    for item in _unstructured(plan):
-        units.setdefault(item.name if item.block is None else item.block, []).append(item)
+    for layer_plan in _unstructured(plan):
+        units.setdefault(layer_plan.name if layer_plan.block is None else layer_plan.block, []).append(layer_plan)
     return units
 
 
-def _sparsity(item: LayerPlan) -> float:
-    return item.pattern.sparsity
+def _sparsity(layer_plan: LayerPlan) -> float:
+    return layer_plan.pattern.sparsity
 
 
-def _scope_size(item: LayerPlan) -> int:
+def _scope_size(layer_plan: LayerPlan) -> int:
     """How many weights a scope of the layer's pattern has."""
-    assert isinstance(item.pattern, Unstructured)
-    *_, rows, columns = item.shape
-    return columns if item.pattern.scope == "row" else rows * columns
+    assert isinstance(layer_plan.pattern, Unstructured)
+    *_, rows, columns = layer_plan.shape
+    return columns if layer_plan.pattern.scope == "row" else rows * columns
 
 
 def _budget(plan: Plan) -> int:
     """Zeros that the plan's unstructured patterns ask for."""
-    return sum(
-        item.size // (scope := _scope_size(item)) * count_zeros(_sparsity(item), scope) for item in _unstructured(plan)
-    )
+    zeros = 0
+    for layer_plan in _unstructured(plan):
+        scope = _scope_size(layer_plan)
+        zeros += layer_plan.size // scope * count_zeros(_sparsity(layer_plan), scope)
+    return zeros

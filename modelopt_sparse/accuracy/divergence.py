@@ -6,7 +6,7 @@ The layers are pruned by Wanda's scores, which need one run over the data and no
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache
 
-from modelopt_sparse.calibration.forward import Runner
-from modelopt_sparse.calibration.hooks import LayerInputs
+from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.reduce import Sums
+from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
 from modelopt_sparse.calibration.routed import filled, pooled
+from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.methods import wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.nested import flat_tensors
-from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
 SAMPLES = 32  # measured on calls that hold so many
@@ -41,25 +40,25 @@ def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
     """
     dense: dict[str, Tensor] = {}
 
-    def before(item: LayerPlan, *_: Any) -> None:
-        if item.name in dense:
+    def before(layer_plan: LayerPlan, *_: Any) -> None:
+        if layer_plan.name in dense:
             return  # pruned already, in a call that has not ended, or that failed and was gone over
-        values = _values(item.layer)
-        mask = item.layer.unmatrix(item.pattern.mask(score(item, stats))).to(values.device)
-        dense[item.name] = values.clone()
+        values = layer_plan.layer.values
+        mask = layer_plan.layer.unmatrix(layer_plan.pattern.mask(score(layer_plan, stats))).to(values.device)
+        dense[layer_plan.name] = values.clone()
         values.masked_fill_(~mask, 0)
 
-    def after(item: LayerPlan, *_: Any) -> None:
-        if item.name in dense:
-            _values(item.layer).copy_(dense[item.name])
-            del dense[item.name]
+    def after(layer_plan: LayerPlan, *_: Any) -> None:
+        if layer_plan.name in dense:
+            layer_plan.layer.values.copy_(dense[layer_plan.name])
+            del dense[layer_plan.name]
 
     with ExitStack() as hooks:
-        for item in plan.layers:
-            hooks.callback(after, item)
-            for module in item.layer.hooked_modules:
-                hooks.enter_context(module.register_forward_pre_hook(partial(before, item)))
-                hooks.enter_context(module.register_forward_hook(partial(after, item)))
+        for layer_plan in plan.layers:
+            hooks.callback(after, layer_plan)
+            for module in layer_plan.layer.hooked_modules:
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, layer_plan)))
+                hooks.enter_context(module.register_forward_hook(partial(after, layer_plan)))
         yield
 
 
@@ -72,85 +71,117 @@ class Divergence:
     forward_loop's calls: in each process). Where several processes work together, each measures on its own batches.
     """
 
-    def __init__(self, runner: Runner, stats: Mapping[str, Stats], bar: tqdm) -> None:
+    def __init__(self, data: CalibrationData, stats: Mapping[str, Stats], bar: tqdm) -> None:
         self.title = ""  # what the numbers are, known after a run
-        self._runner, self._stats, self._bar = runner, stats, bar
-        self._team = runner.team
+        self._data, self._stats, self._bar = data, stats, bar
         self._numbers: list[int] | None = None  # of the calls that are measured on, among those of all processes
-        if runner.calls is not None:
-            sizes = self._team.meet("the sizes of batches", [_samples(call.args, call.kwargs) for call in runner.calls])
-            places = [(i, rank) for rank, theirs in enumerate(sizes) for i in range(len(theirs))]
+        if data.calls is not None:
+            processes = data.run.processes
+            own = [_samples(call.args, call.kwargs) for call in data.calls]
+            sizes = processes.all_gather("the sizes of batches", own)
+            places = [(i, rank) for rank, of_rank in enumerate(sizes) for i in range(len(of_rank))]
             places.sort()  # batches by their number: the first of every rank, the second of every rank, and so on
             chosen = _spread_out([sizes[rank][i] for i, rank in places])
-            self._numbers = [number for number in chosen if places[number][1] == self._team.rank]
-            self._runner = copy(runner)
-            self._runner.calls = [runner.calls[places[number][0]] for number in self._numbers]
+            self._numbers = [number for number in chosen if places[number][1] == processes.rank]
+            self._data = replace(data, calls=[data.calls[places[number][0]] for number in self._numbers])
 
     def __call__(self, plans: Sequence[Plan]) -> list[float]:
-        self._plans = plans
-        self._found: list[tuple[int, list[float], float]] = []  # of each call: its number, a total per plan, the scale
-        self._samples = 0
-        self._inside, self._problem = False, ""
-        model = self._runner.model
+        run = self._data.run
+        measured = _Measurement(plans, self._stats, self._numbers, run)
         with (
             # prepended: what other hooks do to the arguments they will do again
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after),
+            run.model.register_forward_pre_hook(measured.before, prepend=True, with_kwargs=True),
+            run.model.register_forward_hook(measured.after),
         ):
-            self._runner.run_model(self._begin)
-        everywhere = self._team.meet("a divergence", (self._found, self._problem, self.title))
-        found = sorted(item for theirs, _, _ in everywhere for item in theirs)
-        problem = next((text for _, text, _ in everywhere if text), "")
-        self.title = next((title for _, _, title in everywhere if title), "")
-        scale = sum(scale for _, _, scale in found)
+            self._data.run_model(measured.begin)
+        of_ranks = run.processes.all_gather("a divergence", measured.outcome)
+        calls = sorted(call for outcome in of_ranks for call in outcome.calls)
+        problem = next((outcome.problem for outcome in of_ranks if outcome.problem), "")
+        self.title = next((outcome.title for outcome in of_ranks if outcome.title), "")
+        scale = sum(scale for _, _, scale in calls)
         if problem or not scale:
             raise ValueError(f"allocation='search': {problem or 'the dense model gives no number but zero'}")
         self._bar.update(len(plans))
-        totals = [sum(totals[index] for _, totals, _ in found) for index in range(len(plans))]
+        totals = [sum(totals[index] for _, totals, _ in calls) for index in range(len(plans))]
         return [total / scale if math.isfinite(total) else math.inf for total in totals]
 
-    def _begin(self, masks: TokenMasks) -> None:
-        self._keep = masks.decoder
 
-    def _before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+@dataclass
+class _Outcome:
+    """What was measured. ``calls``: of each its number, a total for every plan, and the scale that totals are relative
+    to; ``samples``: how many the calls hold."""
+
+    calls: list[tuple[int, list[float], float]] = field(default_factory=list)
+    samples: int = 0
+    problem: str = ""
+    title: str = ""
+
+
+@dataclass
+class _CallOfModel:
+    """The call that runs now: which of its tokens are real, and its arguments. ``repeated``: with masked layers."""
+
+    token_mask: Tensor | None = None
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    repeated: bool = False
+
+
+class _Measurement:
+    """Hooks that repeat calls of the model with masked layers. ``numbers``: of the calls among those of all processes;
+    None if they are not known beforehand."""
+
+    def __init__(
+        self, plans: Sequence[Plan], stats: Mapping[str, Stats], numbers: Sequence[int] | None, run: Run
+    ) -> None:
+        self._plans, self._stats, self._numbers, self._run = plans, stats, numbers, run
+        self._call = _CallOfModel()
+        self.outcome = _Outcome()
+
+    def begin(self, masks: TokenMasks) -> None:
+        self._call.token_mask = masks.decoder
+
+    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         del model
-        if not self._inside:
-            self._call = (args, kwargs)
+        if not self._call.repeated:
+            self._call.args, self._call.kwargs = args, kwargs
 
-    def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        enough = self._numbers is None and self._samples >= SAMPLES
-        if self._inside or self._problem or enough:
+    def after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        call, outcome = self._call, self.outcome
+        enough = self._numbers is None and outcome.samples >= SAMPLES
+        if call.repeated or outcome.problem or enough:
             return
-        args, kwargs = self._call
+        args, kwargs = call.args, call.kwargs
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            self._problem = (
+            outcome.problem = (
                 "a call with a cache, as generate makes it, cannot be repeated: call model(...) on whole texts"
             )
             return
-        dense, is_logits = _compared(output, self._keep)
+        dense, is_logits = _compared(output, call.token_mask)
         if not torch.isfinite(dense).all():
-            self._problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
+            outcome.problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
             return
-        self.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
-        self._samples += _samples(args, kwargs)
+        outcome.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
+        outcome.samples += _samples(args, kwargs)
         scale = float(len(dense)) if is_logits else float(dense.double().square().sum())
-        totals, seen = [0.0] * len(self._plans), len(self._found)
-        number = seen * self._team.size + self._team.rank if self._numbers is None else self._numbers[seen]
-        self._inside = True
+        index, processes = len(outcome.calls), self._run.processes
+        number = index * processes.size + processes.rank if self._numbers is None else self._numbers[index]
+        totals = [0.0] * len(self._plans)
+        call.repeated = True
         try:
-            for index, plan in enumerate(self._plans):
+            for i, plan in enumerate(self._plans):
                 with masked(plan, self._stats):
-                    other, _ = _compared(model(*args, **kwargs), self._keep)
-                totals[index] = sum(
+                    other, _ = _compared(model(*args, **kwargs), call.token_mask)
+                totals[i] = sum(
                     _kl(p, q) if is_logits else float((p - q).double().square().sum())
                     for p, q in zip(dense.split(CHUNK), other.split(CHUNK))
                 )
         finally:
-            self._inside = False
-        self._found.append((number, totals, scale))
+            call.repeated = False
+        outcome.calls.append((number, totals, scale))
 
 
-def _compared(output: Any, keep: Tensor | None) -> tuple[Tensor, bool]:
+def _compared(output: Any, token_mask: Tensor | None) -> tuple[Tensor, bool]:
     """The rows [T, C] of a model's output that are compared, without padding, and whether they are logits."""
     x = getattr(output, "logits", None)
     is_logits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] > 1
@@ -158,8 +189,8 @@ def _compared(output: Any, keep: Tensor | None) -> tuple[Tensor, bool]:
         x = next((x for x in flat_tensors(output) if x.is_floating_point() and x.dim()), None)
     if x is None:
         return torch.empty(0, 0), False
-    if keep is not None and keep.shape == x.shape[:-1]:
-        return x[keep.to(x.device)], is_logits
+    if token_mask is not None and token_mask.shape == x.shape[:-1]:
+        return x[token_mask.to(x.device)], is_logits
     return x.reshape(-1, x.shape[-1]), is_logits
 
 
@@ -182,44 +213,40 @@ def _spread_out(sizes: Sequence[int]) -> list[int]:
     return [i * len(sizes) // count for i in range(count)]
 
 
-def statistics(runner: Runner, items: Sequence[LayerPlan]) -> dict[str, Stats]:
+def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[str, Stats]:
     """Square sums of the inputs of these layers in the dense model: one run over the data."""
-    collector = Collector(needs={item.name: "square_sums" for item in items}, share=False)
+    collector = Collector(needs={layer_plan.name: "square_sums" for layer_plan in layer_plans}, share=False)
 
-    def see(layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
-        collector.see(layer, inputs, keep)
+    def see(layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        collector.see(layer, inputs, token_mask)
         collector.end_call()  # nothing is shared, so that no input has to stay alive
 
-    inputs = LayerInputs(items, runner.side_of, runner.blocks, see)
-    config = runner.config
-    sums = Sums(collector, runner.team, deterministic=config.deterministic, device=config.device)
-    runner.run_model(sums.between(inputs.begin), inputs=inputs)
+    hooks = data.input_hooks(layer_plans, data.run.plan.blocks, see)
+    sums = SumsOfAllProcesses(collector, data.run)
+    data.run_model(sums.between(hooks.begin), hooks)
     sums.end_call()
-    stats = {name: found for (name,), found in sums.groups() if isinstance(found, Stats)}  # nothing is kept
-    for item in items:
-        if item.name not in stats or not stats[item.name].tokens:
+    stats = {name: summed for (name,), summed in sums.groups() if isinstance(summed, Stats)}  # none are deferred
+    for layer_plan in layer_plans:
+        name = layer_plan.name
+        if name not in stats or not stats[name].tokens:
             raise ValueError(
-                f"layer {item.name!r} saw no calibration data, and allocation needs its inputs: give data that reaches "
+                f"layer {name!r} saw no calibration data, and allocation needs its inputs: give data that reaches "
                 "it, or exclude it"
             )
-        if not torch.isfinite(stats[item.name].square_sums).all():
+        if not torch.isfinite(stats[name].square_sums).all():
             raise ValueError(
-                f"layer {item.name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
+                f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
                 "model in bfloat16 or float32"
             )
-    minimum, how = runner.config.min_tokens, runner.config.experts
+    minimum, how = data.run.config.min_tokens, data.run.config.experts
     # what all tokens would be to an expert is not worth a run here: the pool is close
     how = "pool" if how == "all_tokens" else how
     return {
-        name: found if found.counts is None else filled(found, minimum, how, pooled(found), None)
-        for name, found in stats.items()
+        name: summed if summed.counts is None else filled(summed, minimum, how, pooled(summed), None)
+        for name, summed in stats.items()
     }
 
 
-def score(item: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:
+def score(layer_plan: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:
     """Wanda's score of a layer's weight as a matrix."""
-    return wanda.score(item.layer.matrix(_values(item.layer)), stats[item.name].square_sums)
-
-
-def _values(layer: Layer) -> Tensor:
-    return stored(layer.owner, layer.param).detach()
+    return wanda.score(layer_plan.layer.matrix(layer_plan.layer.values), stats[layer_plan.name].square_sums)

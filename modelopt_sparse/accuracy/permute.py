@@ -6,7 +6,8 @@ orders put weights that should stay into different groups of M (apex's ASP; RIA,
 belong together is not told by names: it is tried, and a block that puts out something else is put back as it was.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,6 +15,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.collect import sum_up
+from modelopt_sparse.calibration.forward import forward_context
+from modelopt_sparse.calibration.inputs import Inputs, Replay
+from modelopt_sparse.calibration.order import BlockTask
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from modelopt_sparse.methods.patterns import NM
@@ -42,29 +49,47 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class DenseBlock:
-    """A block before any of its layers is solved. ``stats`` are those of the takers' inputs; ``run(layer)`` gives the
-    layer's output and the block's in a forward of the block on the first calibration batch. ``decide`` takes what that
-    batch says and gives what the first batch of all processes says."""
-
-    folds: list[Fold]
-    stats: Mapping[str, Stats]
-    run: Callable[[Layer], tuple[Tensor, Tensor]]
-    decide: Callable[[bool], bool] = bool
-
-
-@dataclass(frozen=True)
 class Permuted:
-    """A layer whose channels were reordered: the share of its squared score that the pattern would keep, before and
-    after; ``undo`` puts the old order back."""
+    """The share of a layer's squared score that its pattern would keep, before and after its channels moved."""
 
-    layer: str
     before: float
     after: float
-    undo: Callable[[], None]
 
     def __str__(self) -> str:
         return f"channels reordered: the pattern keeps {self.after:.1%} of the score, not {self.before:.1%}"
+
+
+@torch.no_grad()
+def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict[str, Permuted]:
+    """Reorder channels of a block, in place, where the pattern keeps more of the score and the block computes the same
+    -> layer name -> what it gained. ``undo`` gets what puts the old orders back.
+
+    The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken. A block that cannot be
+    run by itself stays as it is; the report says so.
+    """
+    folds = list(possible_folds(run.model, block.by_input()))
+    if not folds or not isinstance(inputs, Replay):
+        return {}
+    takers = list({fold.taker.name: fold.taker for fold in folds}.values())
+    collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
+    sums = sum_up(takers, inputs, collector, run)
+    stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never takers
+
+    permuted: dict[str, Permuted] = {}
+    with forward_context(run):
+        for fold in folds:
+            taker = fold.taker
+            if taker.name in permuted or taker.name not in stats:
+                continue
+            pattern, square_sums = taker.pattern, stats[taker.name].square_sums
+            assert isinstance(pattern, NM)
+            score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
+            columns, rows = _orders(fold, score, pattern)
+            before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, columns]))
+            if after > before and _fold(fold, columns, rows, inputs, run):
+                undo.callback(partial(_reorder, fold, columns.argsort(), [order.argsort() for order in rows]))
+                permuted[taker.name] = Permuted(before, after)
+    return permuted
 
 
 def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Fold]:
@@ -79,42 +104,20 @@ def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> I
             if not isinstance(taker.pattern, NM) or not _movable(taker.layer):
                 continue
             # a layer that makes twice as many channels is gate and up in one
-            makers = tuple(item.layer for item in before if item.shape[-2] in (columns, 2 * columns))
+            makers = tuple(maker.layer for maker in before if maker.shape[-2] in (columns, 2 * columns))
             if makers and all(map(_movable, makers)):
                 yield Fold(taker, makers)
             head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
             if not isinstance(head, int) or head % taker.pattern.m:
                 continue
-            for item in before:
-                if item.shape[-2] % head == 0 and columns % item.shape[-2] == 0 and _movable(item.layer):
-                    yield Fold(taker, (item.layer,), head)
+            for maker in before:
+                if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
+                    yield Fold(taker, (maker.layer,), head)
 
 
 def _movable(layer: Layer) -> bool:
     masked = hasattr(layer.owner, f"{layer.param}{SUFFIX}")
     return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
-
-
-@torch.no_grad()
-def permute(block: DenseBlock) -> Iterator[Permuted]:
-    """Reorder channels of a block, in place, where the pattern keeps more of the score and the block computes the same.
-
-    The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken.
-    """
-    done: set[str] = set()
-    for fold in block.folds:
-        layer, pattern = fold.taker.layer, fold.taker.pattern
-        assert isinstance(pattern, NM)
-        if fold.taker.name in done:
-            continue
-        sums = block.stats[fold.taker.name].square_sums
-        score = layer.matrix(stored(layer.owner, layer.param).detach()).to(sums).square() * sums
-        columns, rows = _orders(fold, score, pattern)
-        before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, columns]))
-        if after > before and _fold(fold, columns, rows, block):
-            done.add(fold.taker.name)
-            back = (columns.argsort(), [order.argsort() for order in rows])
-            yield Permuted(fold.taker.name, before, after, partial(_reorder, fold, *back))
 
 
 def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor]]:
@@ -131,25 +134,30 @@ def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor
     return torch.cat([order + k * fold.head for k, order in enumerate(taken)]), [rows]
 
 
-def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], block: DenseBlock) -> bool:
-    """Reorder both sides, and say whether the block still computes the same; if not, everything is as before.
+def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: Replay, run: Run) -> bool:
+    """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
+    not, everything is as before.
 
     Reordering the columns alone has to change the output, else the batch does not reach the layer and shows nothing.
     """
     layer = fold.taker.layer
 
+    def outputs() -> list[Tensor]:
+        return inputs.outputs_of([layer.owner, inputs.block], 0)
+
     def changes() -> list[float]:
-        return [float((now.float() - then.float()).norm()) for now, then in zip(block.run(layer), dense)]
+        return [float((now.float() - then.float()).norm()) for now, then in zip(outputs(), dense)]
 
     before = [values.clone() for values in _values(fold)]
     same = False
     try:
-        dense = block.run(layer)
+        dense = outputs()
         _reorder_columns(layer, columns)
         torn = changes()
         for maker, order in zip(fold.makers, rows):
             _reorder_rows(maker, order)
-        same = block.decide(all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME)))
+        here = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
+        same = run.processes.all_gather("a permutation", here)[0]
     finally:
         if not same:  # or interrupted half way
             for values, old in zip(_values(fold), before):
@@ -159,8 +167,8 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], block: DenseBlock) ->
 
 def _values(fold: Fold) -> list[Tensor]:
     """Everything that is reordered."""
-    found = [stored(layer.owner, layer.param).detach() for layer in (fold.taker.layer, *fold.makers)]
-    return found + [bias for layer in fold.makers if (bias := _bias(layer)) is not None]
+    weights = [layer.values for layer in (fold.taker.layer, *fold.makers)]
+    return weights + [bias for layer in fold.makers if (bias := _bias(layer)) is not None]
 
 
 def _bias(layer: Layer) -> Tensor | None:
@@ -175,14 +183,14 @@ def _reorder(fold: Fold, columns: Tensor, rows: list[Tensor]) -> None:
 
 
 def _reorder_columns(layer: Layer, order: Tensor) -> None:
-    values = stored(layer.owner, layer.param)
-    matrix = layer.matrix(values.detach().clone())
+    values = layer.values
+    matrix = layer.matrix(values.clone())
     values.copy_(layer.unmatrix(matrix[:, order.to(matrix.device)]))
 
 
 def _reorder_rows(layer: Layer, order: Tensor) -> None:
-    values = stored(layer.owner, layer.param)
-    matrix = layer.matrix(values.detach().clone())
+    values = layer.values
+    matrix = layer.matrix(values.clone())
     values.copy_(layer.unmatrix(matrix[order.to(matrix.device)]))
     if (bias := _bias(layer)) is not None:
         bias.copy_(bias.clone()[order.to(bias.device)])

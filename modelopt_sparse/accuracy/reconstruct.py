@@ -8,14 +8,19 @@ whose weights have other scales.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.distributed import Team
+from modelopt_sparse.calibration.forward import forward_context
+from modelopt_sparse.calibration.inputs import Inputs, Replay
+from modelopt_sparse.calibration.order import BlockTask
+from modelopt_sparse.calibration.padding import PaddingError
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import written
 from modelopt_sparse.plan.config import Reconstruct
 from modelopt_sparse.reports.report import BlockReport
@@ -27,122 +32,186 @@ HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is tuned together: the output of ``module`` (the block itself, or a child) should come close to ``goals``,
-    one for each calibration batch."""
+class TunedModule:
+    """What is tuned together: the output of ``module`` (the block itself, or a child of it) should come close to
+    ``goals``, one for each calibration batch of this process."""
 
     name: str
     module: nn.Module
     goals: list[Tensor]
 
 
-@dataclass(frozen=True)
-class SolvedBlock:
-    """A block whose layers are all sparse, and what it takes to tune it.
-
-    ``run(part, i)`` is the output of the part's module in a forward of the block on calibration batch i; ``keep[i]`` is
-    the mask of its real tokens, or None if all are. ``places`` says of each batch of all processes, in their order,
-    which rank has it, and as which of its own.
-    """
-
-    block: nn.Module
-    parts: list[Part]
-    keep: list[Tensor | None]
-    run: Callable[[Part, int], Tensor]
-    places: list[tuple[int, int]]
+def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]:
+    """What of a block is tuned, with the dense block's outputs; asked for while the block is dense. Nothing for a block
+    that cannot be run by itself; the report says so."""
+    options = run.config.reconstruct
+    assert options is not None
+    if not isinstance(inputs, Replay):
+        return []
+    modules = {block.name: inputs.block} if block.layer_plans else {}
+    if options.parts == "children":
+        holding = {
+            name: child
+            for layer_plan in block.layer_plans
+            for name, child in inputs.block.named_children()
+            if layer_plan.layer.owner in set(child.modules())
+        }
+        modules = {f"{block.name}.{name}": child for name, child in list(holding.items())[:-1]} | modules
+    goals = inputs.dense_outputs(list(modules.values()))
+    return [TunedModule(name, module, of_module) for (name, module), of_module in zip(modules.items(), goals)]
 
 
 def reconstruct(
-    model: nn.Module,
-    solved: SolvedBlock,
-    masks: Mapping[nn.Parameter, Tensor],
-    options: Reconstruct,
-    seed: int,
-    outputs: Mapping[nn.Parameter, int],
-    team: Team,
-) -> Iterator[BlockReport]:
-    """Tune a block in place, part by part. ``masks`` are those of the weights pruned in this run (True = kept);
-    ``outputs`` says how many outputs each of these weights has (of all of its experts, if it has experts).
+    block: BlockTask, tuned: list[TunedModule], masks: Mapping[nn.Parameter, Tensor], inputs: Inputs, run: Run
+) -> None:
+    """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
+    (True = kept).
 
     Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
     as before afterwards, and an interruption leaves the best values so far. Where several processes work together, each
     batch's gradient comes from the one that has the batch, and all take the same step.
     """
-    rest = dict(_tunable(model, solved.block, masks, options))
-    for part in solved.parts:
-        inside = set(part.module.parameters())
-        chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
-        if chosen:
-            with _only_these_require_grad(solved.block, chosen):
-                yield _tune(part, solved, chosen, options, seed, outputs, team)
+    options = run.config.reconstruct
+    assert options is not None
+    assert isinstance(inputs, Replay)
+    outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in block.layer_plans}
+    with forward_context(run):
+        batches = _Batches(inputs, _token_masks(block, inputs, tuned[-1].goals), run.processes)
+        rest = dict(_tunable(run.model, inputs.block, masks, options))
+        try:
+            for part in tuned:
+                inside = set(part.module.parameters())
+                chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
+                if chosen:
+                    counts = [outputs.get(parameter, 0) for parameter in chosen]
+                    with _only_these_require_grad(inputs.block, chosen):
+                        tuned_part = _tune(part, batches, chosen, counts, options, run.config.seed)
+                    run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
+        except BaseException:
+            run.report.notes.append(
+                f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
+            )
+            raise
+
+
+def _token_masks(block: BlockTask, inputs: Replay, goals: list[Tensor]) -> list[Tensor | None]:
+    """Which tokens of a block's outputs are real, on each batch; None: all."""
+    side = inputs.data.side_of(inputs.block)
+    masks = [getattr(masks, side) for masks in inputs.replay.masks]
+    for mask, goal in zip(masks, goals):
+        if mask is not None and goal.shape[:-1] != mask.shape:
+            raise PaddingError(
+                f"block {block.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
+                f"{list(mask.shape)}: which of its rows are padding cannot be told; give batches without padding, or "
+                "set count_padding=True to let padding in"
+            )
+    return [None if mask is None else mask.to(goal.device, torch.bool) for mask, goal in zip(masks, goals)]
+
+
+class _Batches:
+    """The calibration batches of all processes, by number: the first of every rank, the second of every rank, and so
+    on. The last ones are held back to judge by."""
+
+    def __init__(self, inputs: Replay, token_masks: list[Tensor | None], processes: Processes) -> None:
+        self._inputs, self._token_masks, self.processes = inputs, token_masks, processes
+        counts = processes.all_gather("the batches to tune by", len(token_masks))
+        places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
+        self.rank_of = [rank for rank, _ in places]
+        self.own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
+        count = len(places)
+        self.held_back = range(count - max(1, count // HELD_BACK), count)
+
+    def error(self, part: TunedModule, number: int) -> Tensor:
+        """The squared error of a batch of this process."""
+        place = self.own[number]
+        output = self._inputs.outputs_of([part.module], place)[0]
+        delta, token_mask = output.float() - part.goals[place].float(), self._token_masks[place]
+        return (delta if token_mask is None else delta[token_mask]).square().sum()
+
+    def energies(self, part: TunedModule) -> dict[int, float]:
+        """The squared norm of the goals of all batches."""
+        return self._of_all(part, {number: self._energy(part.goals[i], i) for number, i in self.own.items()})
+
+    def judge(self, part: TunedModule, energies: Mapping[int, float]) -> float:
+        """The relative squared error on the batches held back."""
+        own = {number: float(self.error(part, number)) for number in self.held_back if number in self.own}
+        errors = self._of_all(part, own)
+        least = torch.finfo(torch.float32).tiny
+        return sum(errors[i] for i in self.held_back) / max(sum(energies[i] for i in self.held_back), least)
+
+    def _energy(self, goal: Tensor, place: int) -> float:
+        token_mask = self._token_masks[place]
+        return float((goal if token_mask is None else goal[token_mask]).float().square().sum())
+
+    def _of_all(self, part: TunedModule, own: dict[int, float]) -> dict[int, float]:
+        of_ranks = self.processes.all_gather(f"batches of {part.name!r}", own)
+        return {number: value for of_rank in of_ranks for number, value in of_rank.items()}
 
 
 def _tune(
-    part: Part,
-    solved: SolvedBlock,
+    part: TunedModule,
+    batches: _Batches,
     masks: Mapping[nn.Parameter, Tensor | None],
+    counts: Sequence[int],
     options: Reconstruct,
     seed: int,
-    outputs: Mapping[nn.Parameter, int],
-    team: Team,
 ) -> BlockReport:
+    """``counts``: how many outputs each parameter of ``masks`` has (of all of its experts); 0 for vectors."""
     began = time.perf_counter()
-    count = len(solved.places)
-    held_back = range(count - max(1, count // HELD_BACK), count)
-    own = {number: place for number, (rank, place) in enumerate(solved.places) if rank == team.rank}
-
-    def of_all(found: dict[int, float]) -> dict[int, float]:
-        """A number of each batch, from the processes that have them."""
-        return {
-            number: value
-            for theirs in team.meet(f"batches of {part.name!r}", found)
-            for number, value in theirs.items()
-        }
-
-    def error_of(place: int) -> Tensor:
-        return _squared_error(solved.run(part, place), part.goals[place], solved.keep[place])
-
-    energies = of_all({number: _energy(part.goals[place], solved.keep[place]) for number, place in own.items()})
-
-    def judge() -> float:
-        errors = of_all({number: float(error_of(own[number])) for number in held_back if number in own})
-        least = torch.finfo(torch.float32).tiny
-        return sum(errors[i] for i in held_back) / max(sum(energies[i] for i in held_back), least)
-
-    before = best = judge()
+    energies = batches.energies(part)
+    before = best = batches.judge(part, energies)
     # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
-    kept, epoch, notes = [master.clone() for master in masters], 0, []
-    counts = [outputs.get(parameter, 0) for parameter in masks]
+    best_values, best_epoch, notes = [master.clone() for master in masters], 0, []
     optimizer = _optimizer(masters, list(masks.values()), counts, options.learning_rate)
-    order = torch.Generator().manual_seed(seed)
-    step, steps = 0, options.epochs * held_back.start
+    order, step = torch.Generator().manual_seed(seed), 0
+    steps = options.epochs * batches.held_back.start
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
-        for number in range(1, options.epochs + 1):
-            for i in torch.randperm(held_back.start, generator=order).tolist():
+        for epoch in range(1, options.epochs + 1):
+            for number in torch.randperm(batches.held_back.start, generator=order).tolist():
                 for group, rate in zip(optimizer.param_groups, rates):
                     group["lr"] = rate * _schedule(step, steps)
-                if i in own:
-                    with torch.enable_grad():
-                        # scaled so that neither its gradients nor those inside of the block leave float16's range
-                        scale = part.goals[own[i]].numel() ** 0.5
-                        (error_of(own[i]) / max(energies[i], 1e-30) * scale).backward()
-                taken = [_taken_gradient(parameter, master) for parameter, master in zip(masks, masters)]
-                for master, gradient in zip(masters, _gradients_of(solved.places[i][0], taken, masters, team)):
+                for master, gradient in zip(masters, _gradients(part, number, batches, energies, masks, masters)):
                     master.grad = gradient  # Adam is elementwise; `_write` leaves pruned places zero
                 optimizer.step()
                 _write(masks, masters)
                 step += 1
-            now = judge()
-            if not math.isfinite(now):
-                notes.append(f"stopped in epoch {number}: its output was no longer finite")
+            error = batches.judge(part, energies)
+            if not math.isfinite(error):
+                notes.append(f"stopped in epoch {epoch}: its output was no longer finite")
                 break
-            if now < best:
-                best, epoch, kept = now, number, [master.clone() for master in masters]
+            if error < best:
+                best, best_epoch, best_values = error, epoch, [master.clone() for master in masters]
     finally:
-        _write(masks, kept)
-    return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
+        _write(masks, best_values)
+    return BlockReport(part.name, before, best, best_epoch, round(time.perf_counter() - began, 3), notes)
+
+
+def _gradients(
+    part: TunedModule,
+    number: int,
+    batches: _Batches,
+    energies: Mapping[int, float],
+    masks: Mapping[nn.Parameter, Tensor | None],
+    masters: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """The gradients of one batch, in all processes, from the one that has it."""
+    if number in batches.own:
+        with torch.enable_grad():
+            # scaled so that neither its gradients nor those inside of the block leave float16's range
+            scale = part.goals[batches.own[number]].numel() ** 0.5
+            (batches.error(part, number) / max(energies[number], 1e-30) * scale).backward()
+    own = [_taken_gradient(parameter, master) for parameter, master in zip(masks, masters)]
+    processes, rank = batches.processes, batches.rank_of[number]
+    if processes.size == 1:
+        return own
+    there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
+    if rank != processes.rank:
+        own = [torch.empty_like(master) if has else None for master, has in zip(masters, there)]
+    gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
+    processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
+    return gradients
 
 
 def _optimizer(
@@ -151,17 +220,17 @@ def _optimizer(
     outputs: Sequence[int],
     learning_rate: float,
 ) -> torch.optim.Adam:
-    """Adam with a learning rate for each tensor: ``learning_rate`` times the root mean square of its kept values,
-    divided by the root of how many of them meet in one of its ``outputs`` (0: it is no matrix).
+    """Adam with a learning rate for each tensor: ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``;
+    ``outputs`` says how many outputs each has (0: it is no matrix).
 
     A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
     rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
     mean of the matrices' divisors; one that is all zeros (a fresh bias) says nothing of its own scale, and takes the
     smallest rate of the others.
     """
-    kept = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
-    sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in kept]
-    meeting = [values.numel() / count if count else 0.0 for values, count in zip(kept, outputs)]
+    unpruned = [master if mask is None else master[mask] for master, mask in zip(masters, masks)]
+    sizes = [float(values.square().mean().sqrt()) if values.numel() else 0.0 for values in unpruned]
+    meeting = [values.numel() / count if count else 0.0 for values, count in zip(unpruned, outputs)]
     wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
     usual = sum(wide) / len(wide) if wide else 1.0
     rates = [
@@ -183,32 +252,11 @@ def _taken_gradient(parameter: nn.Parameter, like: Tensor) -> Tensor | None:
     return None if gradient is None else gradient.to(like.dtype)
 
 
-def _gradients_of(rank: int, taken: list[Tensor | None], masters: Sequence[Tensor], team: Team) -> list[Tensor | None]:
-    """The gradients that one rank has taken, in all processes."""
-    if team.size == 1:
-        return taken
-    there = team.meet("a gradient", [gradient is not None for gradient in taken])[rank]
-    if rank != team.rank:
-        taken = [torch.empty_like(master) if has else None for master, has in zip(masters, there)]
-    found = [None if gradient is None else gradient.contiguous() for gradient in taken]
-    team.give("a gradient", [gradient for gradient in found if gradient is not None], rank)
-    return found
-
-
 @torch.no_grad()
 def _write(masks: Mapping[nn.Parameter, Tensor | None], values: Sequence[Tensor]) -> None:
     for (parameter, mask), value in zip(masks.items(), values):
         everywhere = torch.ones_like(parameter, dtype=torch.bool) if mask is None else mask
         parameter.copy_(written(value, everywhere, parameter.dtype))
-
-
-def _squared_error(output: Tensor, goal: Tensor, keep: Tensor | None) -> Tensor:
-    delta = output.float() - goal.float()
-    return (delta if keep is None else delta[keep]).square().sum()
-
-
-def _energy(goal: Tensor, keep: Tensor | None) -> float:
-    return float((goal if keep is None else goal[keep]).float().square().sum())
 
 
 def _tunable(

@@ -1,8 +1,9 @@
-"""Leaving a block as soon as the last of its layers has its input, when nothing but these inputs is asked for.
+"""Early exit: stop a block's forward once its last layer has seen its input. @EARLY@
 
-What comes after, mostly the last and widest product, is up to a fourth of the work in it. Which layer is the last
-one is seen in a first run that goes to the end. A block whose layers are called a number of times that depends on the
-data would be left too early: the run that sends the sparse output on, which goes to the end, shows that.
+What comes after the last input, mostly the last and widest product, is up to a fourth of the work in a block. Which
+layer is the last one is seen in a first forward that runs to the end. A block whose layers are called a number of times
+that depends on the data would be stopped too early: the forward that sends the sparse output on, which runs to the end,
+shows that.
 """
 
 from collections import Counter
@@ -12,69 +13,110 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from modelopt_sparse.model.offload import has_hook
 from modelopt_sparse.plan.plan import LayerPlan
 
 
-class Leaving:
-    """The runs of one block in which its layers' inputs are collected. ``allowed``: they may be left.
+class EarlyExit:
+    """The forwards of one block in which its layers' inputs are collected.
 
-    None is if the first one did not call each layer once, or among experts that are modules of their own: which of them
-    are called depends on the data.
+    They run to the end if
+
+    - they are not ``allowed`` to be stopped,
+    - accelerate has hooks in the block, which clean up after their module's forward,
+    - experts are modules of their own, of which the data decides which are called,
+    - or the first forward did not call each layer exactly once.
     """
 
-    def __init__(self, block: nn.Module, targets: Sequence[LayerPlan], *, allowed: bool) -> None:
+    def __init__(self, block: nn.Module, layer_plans: Sequence[LayerPlan], *, allowed: bool) -> None:
         self._block = block
-        hooked = any(hasattr(module, "_hf_hook") for module in block.modules())  # accelerate cleans up after forward
-        self._may_leave = allowed and not hooked and all(target.layer.mixture is None for target in targets)
-        self._modules = {module for target in targets for module in target.layer.hooked_modules}
-        self._first: list[nn.Module] | None = None
+        listed_experts = any(layer_plan.layer.mixture is not None for layer_plan in layer_plans)
+        self._allowed = allowed and not has_hook(block) and not listed_experts
+        self._modules = {module for layer_plan in layer_plans for module in layer_plan.layer.hooked_modules}
+        self._first: list[nn.Module] | None = None  # the modules in the order in which the first forward called them
         self._called: list[nn.Module] = []
-        self._left: list[bool] = []  # which of the runs
+        self._stopped: list[bool] = []  # which of the forwards
 
-    def run(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """One run of the block, as far as it is needed -> its output, or nothing if it was left."""
-        self._called, output, left = [], [], False
+    def run(self, forward: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """One forward of the block, as far as it is needed -> its output, or nothing if it was stopped."""
+        self._called, output, stopped = [], [], False
         try:
-            output = run()
-        except _Left:
-            left = True
-        self._left.append(left)
+            output = forward()
+        except _Stopped:
+            stopped = True
+        self._stopped.append(stopped)
         if self._first is None:
             self._first = self._called
             once = len(self._called) == len(self._modules) and set(self._called) == self._modules
-            self._may_leave = self._may_leave and once
+            self._allowed = self._allowed and once
         return output
 
     @property
-    def left(self) -> bool:
-        """Whether any run was."""
-        return any(self._left)
+    def happened(self) -> bool:
+        """Whether any forward was stopped."""
+        return any(self._stopped)
 
-    def has_input(self, module: nn.Module) -> None:
-        """The inputs of this module's layers have been seen; leaves the block if they were the last ones."""
+    def after(self, module: nn.Module) -> None:
+        """The inputs of this module's layers have been seen; stops the forward if they were the last ones."""
         self._called.append(module)
-        if self._first is not None and self._may_leave and self._called == self._first:
-            raise _Left
+        if self._first is not None and self._allowed and self._called == self._first:
+            raise _Stopped
 
     @contextmanager
-    def watched(self) -> Iterator[Callable[[], bool]]:
-        """To be entered while the block runs to the end on the same calls -> whether those that were left had called
-        each layer as often as it is called to the end."""
+    def checked(self) -> Iterator[Callable[[], bool]]:
+        """To be entered while the block runs to the end on the same calls -> whether in those that were stopped each
+        layer had been called as often as it is called to the end."""
         counts: Counter[nn.Module] = Counter()
-        left = iter(self._left)  # fewer than there are calls, if collecting was broken off and begun anew
-        regular = True
+        stopped = iter(self._stopped)  # fewer than there are calls, if collecting was broken off and begun anew
+        right = True
 
         def ended(*_: Any) -> None:
-            nonlocal regular
-            regular = regular and (not next(left, False) or counts == Counter(self._first))
+            nonlocal right
+            right = right and (not next(stopped, False) or counts == Counter(self._first))
             counts.clear()
 
         with ExitStack() as hooks:
             for module in self._modules:
                 hooks.enter_context(module.register_forward_pre_hook(lambda module, _: counts.update([module])))
             hooks.enter_context(self._block.register_forward_hook(ended))
-            yield lambda: regular
+            yield lambda: right
 
 
-class _Left(Exception):
+class EarlyExits:
+    """Those of the blocks of one stack: whether forwards may be stopped is learned from the blocks before."""
+
+    def __init__(self) -> None:
+        self._of_block: list[EarlyExit] = []
+        self._right: set[type[nn.Module]] = set()  # types of blocks for which the check has succeeded
+        self._allowed = True
+
+    def of(
+        self, block: nn.Module, layer_plans: Sequence[LayerPlan], *, allowed: bool, will_be_checked: bool
+    ) -> EarlyExit:
+        """For one more pass over a block. ``will_be_checked``: the block will run to the end on the same calls."""
+        known = will_be_checked or type(block) in self._right
+        early_exit = EarlyExit(block, layer_plans, allowed=self._allowed and allowed and known)
+        self._of_block.append(early_exit)
+        return early_exit
+
+    def check(self, name: str, block: nn.Module, run_to_end: Callable[[], None]) -> str | None:
+        """Run the block to the end on the same calls -> what to tell the user if forwards were stopped too early, or
+        None. Those of the blocks after it are not stopped then."""
+        with ExitStack() as hooks:
+            checks = [hooks.enter_context(early_exit.checked()) for early_exit in self._of_block if early_exit.happened]
+            run_to_end()
+        if all(right() for right in checks):
+            self._right.update([type(block)] if checks else [])
+            return None
+        self._allowed = False
+        return (
+            f"block {name!r} calls its layers a number of times that depends on its input, and was left when each "
+            "had been called once: their statistics lack what came later. The blocks after it are run to the end"
+        )
+
+    def next_block(self) -> None:
+        self._of_block.clear()
+
+
+class _Stopped(Exception):
     """All inputs of the block's layers have been seen."""

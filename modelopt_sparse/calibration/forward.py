@@ -1,160 +1,168 @@
-"""Running a model, whole or block by block, over the calibration data."""
+"""Running a model over the calibration data, and the context that its blocks run in."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from modelopt_sparse.calibration.data import Call, load_calls, take_in
-from modelopt_sparse.calibration.hooks import LayerInputs, SharingChanged
+from modelopt_sparse.calibration.hooks import InputHooks, See, SharingChanged
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
+from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import Unreadable
-from modelopt_sparse.distributed import Team
 from modelopt_sparse.model.devices import free_bytes, input_device, is_out_of_memory, onloaded
 from modelopt_sparse.model.nested import map_tensors
-from modelopt_sparse.plan.config import SparsifyConfig
-from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.model.offload import has_hook
+from modelopt_sparse.plan.plan import LayerPlan
 
 
-class Runner:
-    """A model with the blocks of its plan, and the data to run it on: this process's share of it, where several work
-    together. ``calls`` is None for a forward_loop; ``sha256`` is that of all the data, if it is known beforehand."""
+@dataclass
+class CalibrationData:
+    """The model of a run, and the calls of it that are this process's share of the calibration data.
 
-    def __init__(self, model: nn.Module, plan: Plan, config: SparsifyConfig, team: Team | None = None) -> None:
-        self.model, self.config = model, config
-        self.team = team or Team()
-        self.sha256: str | None = None
-        self.calls = None if config.forward_loop is not None else load_calls(config, model)
-        if self.calls is not None and config.split_data and self.team.size > 1:
-            self.calls = self._share(self.calls)
-        self.blocks = [block for stack in plan.stacks for block in stack.blocks]
-        on_device = plan.streamed.get(str(config.device), {})
-        self._beside = sum(nbytes for what, nbytes in on_device.items() if what != "activations")
-        self._sides = sides_of(model)
+    calls: None for a forward_loop, whose calls are not known before it runs.
+    sha256: of the data of all processes, if it is known before the model runs.
+    """
 
-    def _share(self, calls: list[Call]) -> list[Call]:
-        """Every so manieth batch of data that is the same in all processes."""
-        digest = hashlib.sha256()
-        for call in calls:
-            take_in(digest, call.args, call.kwargs)
-        self.sha256 = digest.hexdigest()
-        self.team.same(
-            {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": self.sha256},
-            "give all of them the same batches in the same order (a shuffling DataLoader needs a generator with one "
-            "seed), of which each takes its share; or split_data=False, if what each of them gives is its share",
-        )
-        if len(calls) < self.team.size:
-            raise ValueError(
-                f"{self.team.size} processes share out the calibration batches, and there are only {len(calls)}: give "
-                "smaller batches, more data, or start fewer processes"
-            )
-        return calls[self.team.rank :: self.team.size]
+    run: Run
+    calls: list[Call] | None
+    sha256: str | None = None
 
-    def run_model(
-        self,
-        begin: Callable[[TokenMasks], None],
-        inputs: LayerInputs | None = None,
-        stop_after: nn.Module | None = None,
-        digest: "hashlib._Hash | None" = None,
-    ) -> None:
-        """Run the whole model over all of the data; ``begin`` is told of each call and its padding, and every input
-        tensor goes into ``digest``."""
+    @classmethod
+    def load(cls, run: Run) -> "CalibrationData":
+        """Read the data, and take this process's share of it."""
+        if run.config.forward_loop is not None:
+            return cls(run, None)
+        calls = load_calls(run.config, run.model)
+        if run.config.split_data and run.processes.size > 1:
+            return cls(run, *_share(calls, run))
+        return cls(run, calls)
 
-        def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if digest is not None:
-                take_in(digest, args, kwargs)
-            begin(token_masks(module, args, kwargs, count_padding=self.config.count_padding))
+    @cached_property
+    def _sides(self) -> dict[nn.Module, Side]:
+        return sides_of(self.run.model)
 
-        with ExitStack() as hooks:
-            hooks.enter_context(self.running())
-            hooks.enter_context(self.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
-            for block in self.blocks:
-                if self.config.device is not None and block is not self.model:
-                    hooks.enter_context(onloaded(block, self.config.device, resident=False))
-            if inputs is not None:
-                hooks.enter_context(inputs)
-            if self.config.forward_loop is not None:
-                self.config.forward_loop(self.model)
-                return
-            if stop_after is not None and self.may_stop:
-                hooks.enter_context(stop_after.register_forward_hook(lambda *_: self.stop()))
-            assert self.calls is not None
-            for index, call in enumerate(self.calls):
-                self._call_model(call, index * self.team.size + self.team.rank)
+    def side_of(self, module: nn.Module) -> Side:
+        return self._sides.get(module, "decoder")
+
+    def input_hooks(self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See) -> InputHooks:
+        """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
+        return InputHooks(layer_plans, blocks, self.side_of, see)
 
     @property
     def may_stop(self) -> bool:
         """Whether a call of the model can be ended early: not inside of a user's loop, nor under hooks of accelerate,
         which clean up after their module's forward."""
-        return self.calls is not None and not any(hasattr(module, "_hf_hook") for module in self.model.modules())
+        return self.calls is not None and not has_hook(self.run.model)
 
-    def stop(self) -> None:
-        """End the current call of the model, from a hook."""
-        raise _Stopped
+    def run_model(
+        self,
+        begin: Callable[[TokenMasks], None],
+        hooks: InputHooks | None = None,
+        stop_after: nn.Module | None = None,
+        digest: "hashlib._Hash | None" = None,
+    ) -> None:
+        """Run the whole model over all calls. ``begin`` is called with the padding of each; ``hooks`` are entered
+        meanwhile; ``stop_after``: a module whose output is the last that is needed; every input tensor goes into
+        ``digest``."""
+        run = self.run
 
-    def _call_model(self, call: Call, index: int) -> None:
-        device = input_device(self.model)
-        try:
-            self.model(
-                *map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs)
-            )
-        except _Stopped:
-            pass
-        except (PaddingError, SharingChanged, Unreadable, OSError, SafetensorError):  # the batch is not to blame
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            given = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
-            raise ValueError(
-                f"{type(self.model).__name__} cannot take calibration batch {index}, {given}: {type(error).__name__}: "
-                f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
-            ) from error
+        def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if digest is not None:
+                take_in(digest, args, kwargs)
+            begin(token_masks(module, args, kwargs, count_padding=run.config.count_padding))
 
-    def side_of(self, module: nn.Module) -> Side:
-        return self._sides.get(module, "decoder")
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether activations of so many bytes can be held on the execution device: where they take no more than half
-        of what is free there, and leave what the plan says that a block, its statistics and a solver take."""
-        if self.config.device is None:
-            return False
-        free = free_bytes(self.config.device)
-        return nbytes <= min(free // 2, free - self._beside)
-
-    @contextmanager
-    def resident(self, blocks: Sequence[nn.Module], *, stays: bool = False) -> Iterator[None]:
-        """Blocks can be run by themselves, on the execution device if one was asked for. A single block is there until
-        the context ends; several move for each call. ``stays``: so does what they give; otherwise it goes back to where
-        they came from."""
-        device = self.config.device
-        with ExitStack() as hooks:
-            for block in blocks if device is not None else ():
-                assert device is not None
-                hooks.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=stays))
-            yield
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """What forwards are run under: the precision that was asked for, and every module called. No solver is."""
-        with _every_module_called(), self._autocast():
-            yield
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        """The precision that the user asked for, on every device that the model or a part of it runs on."""
         with ExitStack() as contexts:
-            if self.config.autocast is not None:
-                types = {p.device.type for p in self.model.parameters() if not p.is_meta} | {"cpu"}
-                types |= {self.config.device.type} if self.config.device is not None else set()
-                dtype = getattr(torch, self.config.autocast)
-                for device_type in sorted(types):
-                    # reconstruction changes weights while this is entered: no copy of them may be kept
-                    contexts.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
-            yield
+            contexts.enter_context(forward_context(run))
+            contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
+            for block in run.plan.blocks:
+                if run.config.device is not None and block is not run.model:
+                    contexts.enter_context(onloaded(block, run.config.device, resident=False))
+            if hooks is not None:
+                contexts.enter_context(hooks)
+            if run.config.forward_loop is not None:
+                run.config.forward_loop(run.model)
+                return
+            if stop_after is not None and self.may_stop:
+                contexts.enter_context(stop_after.register_forward_hook(lambda *_: stop_call()))
+            assert self.calls is not None
+            for index, call in enumerate(self.calls):
+                _call_model(run.model, call, index * run.processes.size + run.processes.rank)
+
+
+def stop_call() -> None:
+    """End the current call of the model, from a hook."""
+    raise _Stopped
+
+
+class _Stopped(Exception):
+    """The part of the model that was to run has run."""
+
+
+def _call_model(model: nn.Module, call: Call, index: int) -> None:
+    device = input_device(model)
+    try:
+        model(*map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs))
+    except _Stopped:
+        pass
+    except (PaddingError, SharingChanged, Unreadable, OSError, SafetensorError):  # the batch is not to blame
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+        raise ValueError(
+            f"{type(model).__name__} cannot take calibration batch {index}, {shapes}: {type(error).__name__}: "
+            f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
+        ) from error
+
+
+def _share(calls: list[Call], run: Run) -> tuple[list[Call], str]:
+    """Every n-th batch of data that is the same in all n processes, and the hash of all of it."""
+    digest = hashlib.sha256()
+    for call in calls:
+        take_in(digest, call.args, call.kwargs)
+    processes, sha256 = run.processes, digest.hexdigest()
+    processes.check_same(
+        {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": sha256},
+        "give all of them the same batches in the same order (a shuffling DataLoader needs a generator with one "
+        "seed), of which each takes its share; or split_data=False, if what each of them gives is its share",
+    )
+    if len(calls) < processes.size:
+        raise ValueError(
+            f"{processes.size} processes share out the calibration batches, and there are only {len(calls)}: give "
+            "smaller batches, more data, or start fewer processes"
+        )
+    return calls[processes.rank :: processes.size], sha256
+
+
+# what forwards run in -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forward_context(run: Run) -> Iterator[None]:
+    """What forwards run in: the precision that the user asked for, and every module called. No solver runs in it."""
+    with _every_module_called(), _autocast(run):
+        yield
+
+
+@contextmanager
+def _autocast(run: Run) -> Iterator[None]:
+    """The precision that the user asked for, on every device that the model or a part of it runs on."""
+    with ExitStack() as contexts:
+        if run.config.autocast is not None:
+            types = {p.device.type for p in run.model.parameters() if not p.is_meta} | {"cpu"}
+            types |= {run.config.device.type} if run.config.device is not None else set()
+            dtype = getattr(torch, run.config.autocast)
+            for device_type in sorted(types):
+                # reconstruction changes weights in this context: no copy of them may be held
+                contexts.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
+        yield
 
 
 @contextmanager
@@ -169,5 +177,26 @@ def _every_module_called() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _Stopped(Exception):
-    """The part of the model that was to run has run."""
+@contextmanager
+def on_execution_device(run: Run, blocks: Sequence[nn.Module], *, outputs_stay: bool = False) -> Iterator[None]:
+    """Blocks run on the execution device, if the user asked for one. A single block is there until the context ends;
+    several move for each call. ``outputs_stay``: so do their outputs, which otherwise go back to where the block came
+    from."""
+    device = run.config.device
+    with ExitStack() as contexts:
+        for block in blocks if device is not None else ():
+            assert device is not None
+            contexts.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=outputs_stay))
+        yield
+
+
+def has_room(run: Run, nbytes: int) -> bool:
+    """Whether activations of so many bytes can be held on the execution device: where they take no more than half of
+    what is free there, and leave what the plan says that a block, its statistics and a solver take."""
+    device = run.config.device
+    if device is None:
+        return False
+    planned = run.plan.streamed.get(str(device), {})
+    beside = sum(size for what, size in planned.items() if what != "activations")
+    free = free_bytes(device)
+    return nbytes <= min(free // 2, free - beside)

@@ -76,17 +76,17 @@ def _token_mask(name: str, mask: Any) -> Tensor | None:
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
     """torch's own convention: ``*key_padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
-    found = {
+    real = {
         name: ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()
         if name.endswith("key_padding_mask") and isinstance(value, Tensor)
     }
-    if not found:
+    if not real:
         return None
-    first, *others = found.values()
+    first, *others = real.values()
     if any(not torch.equal(first, other) for other in others):
         raise PaddingError(
-            f"{' and '.join(found)} differ, and which layer's tokens each of them describes cannot be told: give "
+            f"{' and '.join(real)} differ, and which layer's tokens each of them describes cannot be told: give "
             "batches without padding, or set count_padding=True to let padding into the statistics"
         )
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]

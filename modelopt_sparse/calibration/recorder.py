@@ -1,13 +1,11 @@
-"""Recording what each block of a stack is called with, and running the blocks again from the record.
+"""Recording what each block of a stack is called with, while the whole dense model runs.
 
-A stack is chained: block i + 1 gets its hidden states from the output of block i, everything else (masks, rotary
-tables, encoder states) from its own record. What comes from where is seen by identity while the whole model runs.
-
-Where the later blocks of a call were given nothing but what the first ones were given too, further calls like it need
-not run through the stack: they are recorded up to there (mostly: up to the first block), and the rest is filled in.
+Block i + 1 gets its hidden states from the output of block i, and everything else (masks, rotary tables, encoder
+states) from its own record. What comes from where is seen by the identity of tensors.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType, NoneType
@@ -17,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.templates import CallTemplate, FromPrevious, RecordedCall, kinds_of, template_of
+from modelopt_sparse.calibration.templates import (
+    CallTemplate,
+    FromPrevious,
+    RecordedCall,
+    TensorIds,
+    kinds_of,
+    template_of,
+)
 from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.stacks import Stack
 
@@ -27,142 +32,170 @@ CONSTANT = (NoneType, bool, int, float, complex, str, bytes, slice, Enum, torch.
 
 
 @dataclass
-class _Recorded:
-    """One call of the model, as seen by the blocks."""
+class Recording:
+    """What the blocks of a stack were called with. ``calls[i][k]``: the arguments of block k in call i of the model;
+    ``first_output``: of the last block in the first call, by which a replay is checked."""
 
-    masks: TokenMasks
-    calls: list[RecordedCall] = field(default_factory=list)
+    stack: Stack
+    calls: list[list[RecordedCall]] = field(default_factory=list)
+    masks: list[TokenMasks] = field(default_factory=list)
+    first_output: list[Tensor] = field(default_factory=list)
 
 
-class Recorder:
-    """Forward hooks on the blocks of one stack, to be entered while the whole model runs.
+@dataclass
+class _CallOfModel:
+    """The call that runs now. ``tensor_ids``: of what each of its blocks was called with; None once a template has
+    completed the call. ``previous``: the output of the block before, and its versions."""
 
-    ``complete`` is called when all that the blocks of the current call are given is known, before the first block
-    whose call can be left out; it may stop the model. Afterwards ``problem`` says why the stack cannot be chained, or
-    is None. ``keep`` says where what is recorded is held.
+    calls: list[RecordedCall]
+    tensor_ids: list[TensorIds] | None = field(default_factory=list)
+    previous: list[tuple[Tensor, int]] = field(default_factory=list)
+
+
+class StackRecorder:
+    """Forward hooks on the blocks of one stack, between `start` and `stop`.
+
+    ``complete`` is called when the arguments of all blocks of the current call are known, before the first block whose
+    call can be left out; it may stop the model. ``hold``: where tensors are held. Afterwards ``problem`` says why the
+    stack cannot be replayed, or is None.
     """
 
-    def __init__(
-        self, stack: Stack, complete: Callable[[], None] = lambda: None, keep: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> None:
-        self.stack = stack
-        self._complete = complete
-        self.keep = keep
-        self._templates: list[CallTemplate] = []
-        # for each block of the current call, the ids of the tensors that it was given; None for anything else
-        self._given: list[list[int | None]] = []
-        self.records: list[_Recorded] = []
+    def __init__(self, stack: Stack, complete: Callable[[], None], hold: Callable[[Tensor], Tensor]) -> None:
+        self.recording = Recording(stack)
         self.problem: str | None = None
-        self.first_output: list[Tensor] = []  # of the last block in the first call, for the self-check
-        self._previous: list[tuple[Tensor, int]] = []  # what the block before gave, and its versions
-        self._pool: dict[tuple, list[Tensor]] = {}
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._handles: list[Any] = []
-        self._open = False
+        self._complete = complete
+        self._tensors = _StoredTensors(hold)
+        self._templates: list[CallTemplate] = []
+        self._call: _CallOfModel | None = None
+        self._hooks: ExitStack | None = None  # None: stopped
+
+    def start(self) -> None:
+        self._hooks = ExitStack()
+        for block in self.recording.stack.blocks:
+            self._hooks.enter_context(block.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._hooks.enter_context(block.register_forward_hook(self._after))
 
     def begin(self, masks: TokenMasks) -> None:
         """A call of the model starts."""
         self._end_call()
-        if not self._handles:
+        if self._hooks is None:
             return
-        self.records.append(_Recorded(masks))
-        self._open = True
-
-    def start(self) -> None:
-        for block in self.stack.blocks:
-            self._handles.append(block.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(block.register_forward_hook(self._after))
+        self.recording.masks.append(masks)
+        self.recording.calls.append([])
+        self._call = _CallOfModel(self.recording.calls[-1])
 
     def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
         self._end_call()
 
     def forget(self) -> None:
         """Stop, and drop everything recorded: the stack will be recorded again when its turn comes."""
         self.stop()
-        self.records.clear()
-        self._pool.clear()
+        self.recording = Recording(self.recording.stack)
+        self._tensors.clear()
         self._templates.clear()
-        self.first_output = []
-
-    def _end_call(self) -> None:
-        if self._open and self.problem is None and len(self.records[-1].calls) != len(self.stack.blocks):
-            called = len(self.records[-1].calls)
-            self.problem = f"{called} of {len(self.stack.blocks)} blocks were called"
-        elif self._open and self.problem is None and self._given:
-            self._templates.append(template_of(self.records[-1].calls, self._given))
-        self._open = False
-        self._previous = []
-        self._given = []
-        self._stored.clear()
 
     @property
     def waiting(self) -> bool:
         """Whether the current call has to run on for this record."""
-        return self._open and self.problem is None and len(self.records[-1].calls) < len(self.stack.blocks)
+        return self._call is not None and self.problem is None and len(self._call.calls) < self._blocks
+
+    @property
+    def _blocks(self) -> int:
+        return len(self.recording.stack.blocks)
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None and self.problem is None and len(call.calls) != self._blocks:
+            self.problem = f"{len(call.calls)} of {self._blocks} blocks were called"
+        elif call is not None and self.problem is None and call.tensor_ids:
+            self._templates.append(template_of(call.calls, call.tensor_ids))
+        self._tensors.end_call()
+
+    def _fails(self, problem: str) -> None:
+        self.problem = problem
+        self.recording = Recording(self.recording.stack)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.problem is not None or not self._open:
+        call, stack = self._call, self.recording.stack
+        if self.problem is not None or call is None:
             return
-        calls = self.records[-1].calls
-        position = len(calls)
-        if position >= len(self.stack.blocks) and not self._given:
-            return  # filled in, but something else lets the model run on
-        if position >= len(self.stack.blocks) or block is not self.stack.blocks[position]:
-            self.problem = "blocks are not called once each, in order"
-            self.records.clear()
+        position = len(call.calls)
+        if call.tensor_ids is None:
+            return  # already complete from a template; a later stack still needs this forward
+        if position >= self._blocks or block is not stack.blocks[position]:
+            self._fails("blocks are not called once each, in order")
             return
         leaves = leaves_of((args, kwargs))
         for value in leaves:
             if not isinstance(value, (Tensor, *CONSTANT)):
                 kind = type(value).__name__
-                self.problem = f"block {self.stack.names[position]!r} is given a {kind}, which may change as blocks run"
-                self.records.clear()
+                self._fails(f"block {stack.names[position]!r} is given a {kind}, which may change as blocks run")
                 return
-        links = 0
-
-        @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through the block
-        def keep(x: Tensor) -> Any:
-            nonlocal links
-            for index, (output, was) in enumerate(self._previous):
-                if x is output and version(x) == was:
-                    links += 1
-                    return FromPrevious(index)
-            return self._store(x)
-
-        calls.append((map_tensors(keep, args), map_tensors(keep, dict(kwargs))))
-        if position > 0 and links == 0:
-            self.problem = f"block {self.stack.names[position]!r} does not take the output of the block before it"
-            self.records.clear()
+        recorded = self._recorded(call, args, kwargs)
+        call.calls.append(recorded)
+        if position > 0 and not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
+            self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")
             return
-        # an output of the block before is not held, so its id may be taken again
-        self._given.append([id(x) if id(x) in self._stored else None for x in leaves])
-        kinds = [kinds_of(call) for call in calls]
-        template = next((item for item in self._templates if item.kinds == kinds), None)
+        call.tensor_ids.append(self._tensors.ids(leaves))
+        kinds = [kinds_of(recorded) for recorded in call.calls]
+        template = next((template for template in self._templates if template.kinds == kinds), None)
         if template is not None:
-            calls += template.filled(calls)
-            self._given = []
+            call.calls += template.filled(call.calls)
+            call.tensor_ids = None
             self._complete()
+
+    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through the block
+    def _recorded(self, call: _CallOfModel, args: tuple, kwargs: dict) -> RecordedCall:
+        """The arguments, with links in the place of what the block before put out."""
+
+        def link_or_store(x: Tensor) -> Any:
+            for index, (output, before) in enumerate(call.previous):
+                if x is output and version(x) == before:
+                    return FromPrevious(index)
+            return self._tensors.store(x)
+
+        return map_tensors(link_or_store, args), map_tensors(link_or_store, dict(kwargs))
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         del args
-        if self.problem is not None or not self._open:
+        if self.problem is not None or self._call is None:
             return
         outputs = flat_tensors(output)
-        self._previous = [(x, version(x)) for x in outputs]
-        if block is self.stack.blocks[-1] and len(self.records) == 1:
-            self.first_output = [x.detach().clone() for x in outputs]
+        self._call.previous = [(x, version(x)) for x in outputs]
+        if block is self.recording.stack.blocks[-1] and len(self.recording.calls) == 1:
+            self.recording.first_output = [x.detach().clone() for x in outputs]
 
-    def _store(self, x: Tensor) -> Tensor:
+
+class _StoredTensors:
+    """Copies of the tensors that blocks were called with, each distinct one once."""
+
+    def __init__(self, hold: Callable[[Tensor], Tensor]) -> None:
+        self._hold = hold
+        self._pool: dict[tuple, list[Tensor]] = {}
+        self._of_call: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, so that its id stays taken; its copy
+
+    def store(self, x: Tensor) -> Tensor:
         """A copy of ``x``, or the copy already held of an equal tensor."""
-        if id(x) in self._stored:
-            return self._stored[id(x)][1]
+        if id(x) in self._of_call:
+            return self._of_call[id(x)][1]
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
-        held = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
-        if held is None:
-            held = self.keep(x.detach().clone())
-            alike.append(held)
-        self._stored[id(x)] = (x, held)  # x itself is held so that its id stays taken
-        return held
+        copy = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
+        if copy is None:
+            copy = self._hold(x.detach().clone())
+            alike.append(copy)
+        self._of_call[id(x)] = (x, copy)
+        return copy
+
+    def ids(self, leaves: list[Any]) -> TensorIds:
+        """Those of stored tensors. An output of the block before is not held, so its id may be taken again."""
+        return [id(x) if id(x) in self._of_call else None for x in leaves]
+
+    def end_call(self) -> None:
+        self._of_call.clear()
+
+    def clear(self) -> None:
+        self._of_call.clear()
+        self._pool.clear()

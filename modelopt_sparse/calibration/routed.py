@@ -11,14 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modelopt_sparse.distributed import Team
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.experts import Route
 from modelopt_sparse.model.layers import Layer
 
 
 @dataclass
-class ExpertSum:
+class ExpertSums:
     """A running sum for each expert, in float32, or float64 for float64 inputs: Gram matrices ``[E, C, C]`` or square
     sums ``[E, C]``."""
 
@@ -26,7 +26,7 @@ class ExpertSum:
     sums: Tensor
 
     @classmethod
-    def empty(cls, layer: Layer, like: Tensor, *, gram: bool) -> "ExpertSum":
+    def empty(cls, layer: Layer, like: Tensor, *, gram: bool) -> "ExpertSums":
         """Zeros for the experts of a layer, on the device and in the precision of its input ``like``."""
         experts, _, columns = layer.matrix(layer.parameter).shape
         shape = (experts, columns, columns) if gram else (experts, columns)
@@ -49,18 +49,19 @@ class ExpertSum:
 
 
 @dataclass
-class KeptRows:
-    """The rows that are routed to each expert, kept until Gram matrices are formed of a few experts at a time; and
+class RoutedTokens:
+    """The rows that are routed to each expert, held until Gram matrices are formed of a few experts at a time; and
     their square sums ``[E, C]``. Rows that experts share are held once, in the dtype that they came in."""
 
     counts: list[int]
     square_sums: Tensor
     routes: list[list[Route]]
-    team: Team = field(default_factory=Team)  # whose rows these are a share of; counts and square sums are of all
+    # whose rows these are a share of; counts and square sums are of all
+    processes: Processes = field(default_factory=Processes)
 
     @classmethod
-    def empty(cls, layer: Layer, like: Tensor) -> "KeptRows":
-        sums = ExpertSum.empty(layer, like, gram=False)
+    def empty(cls, layer: Layer, like: Tensor) -> "RoutedTokens":
+        sums = ExpertSums.empty(layer, like, gram=False)
         return cls(sums.counts, sums.sums, [[] for _ in sums.counts])
 
     def add(self, route: Route) -> None:
@@ -69,8 +70,8 @@ class KeptRows:
         self.square_sums[route.expert] += rows.square().sum(0)
         self.routes[route.expert].append(route)
 
-    def stats(self) -> "KeptStats":
-        return KeptStats(self)
+    def stats(self) -> "DeferredStats":
+        return DeferredStats(self)
 
     def gram(self, expert: int, total: Tensor) -> None:
         """Add the Gram matrix of one expert to ``total`` ``[C, C]``, of the rows that are held here."""
@@ -79,7 +80,7 @@ class KeptRows:
             total.addmm_(rows.mT, rows)
 
 
-def few(stats: "Stats | KeptStats", minimum: int) -> list[int]:
+def few(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
     """The experts that got fewer than ``minimum`` rows."""
     return [] if stats.counts is None else (stats.counts < minimum).nonzero().flatten().tolist()
 
@@ -118,31 +119,31 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
     return stats
 
 
-def filled_fellows(
-    groups: Sequence[tuple[list[str], Stats]], fellows: Mapping[str, Hashable], minimum: int, how: str
+def filled_modules(
+    groups: Sequence[tuple[list[str], Stats]], mixture_of: Mapping[str, Hashable], minimum: int, how: str
 ) -> list[tuple[list[str], Stats]]:
-    """The same for experts that are modules of their own: ``fellows`` says for such layers of whose experts they are.
+    """The same for experts that are modules of their own; ``mixture_of``: layer name -> the mixture that it is of.
 
     Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
-    all their fellows. A layer whose fellows got nothing either is left out.
+    their whole mixture. A layer whose mixture got nothing at all is left out.
     """
     stats_of = {name: stats for names, stats in groups for name in names}
     pools: dict[Hashable, Stats] = {}
-    for mixture in dict.fromkeys(fellows.values()):
-        own = [stats_of[name] for name in stats_of if fellows.get(name) == mixture]
+    for mixture in dict.fromkeys(mixture_of.values()):
+        own = [stats_of[name] for name in stats_of if mixture_of.get(name) == mixture]
         if own:
             pools[mixture] = sum(own[1:], start=own[0])
-    found = []
+    result = []
     for names, stats in groups:
-        pool = next((pools[fellows[name]] for name in names if name in fellows), None)
-        found.append((names, stats if pool is None else _filled_one(stats, minimum, how, pool)))
-    for name, mixture in fellows.items():
+        pool = next((pools[mixture_of[name]] for name in names if name in mixture_of), None)
+        result.append((names, stats if pool is None else _filled_one(stats, minimum, how, pool)))
+    for name, mixture in mixture_of.items():
         if name not in stats_of and mixture in pools:
             pool = pools[mixture]
             gram = None if pool.gram is None else torch.zeros_like(pool.gram)
             nothing = Stats(0, torch.zeros_like(pool.square_sums), gram)
-            found.append(([name], _filled_one(nothing, minimum, how, pool)))
-    return found
+            result.append(([name], _filled_one(nothing, minimum, how, pool)))
+    return result
 
 
 def _filled_one(stats: Stats, minimum: int, how: str, pool: Stats) -> Stats:
@@ -153,14 +154,14 @@ def _filled_one(stats: Stats, minimum: int, how: str, pool: Stats) -> Stats:
 
 
 @dataclass(frozen=True)
-class KeptStats:
+class DeferredStats:
     """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs. Experts with fewer than
     ``minimum`` rows are filled as ``how`` says, see `filled`."""
 
-    rows: KeptRows
+    rows: RoutedTokens
     minimum: int = 0
     how: str = "pool"
-    everyone: KeptRows | None = None
+    everyone: RoutedTokens | None = None
 
     @property
     def tokens(self) -> int:
@@ -189,25 +190,25 @@ class KeptStats:
         if self.how == "pool":  # the others need no Gram matrix of it
             for expert in range(len(self.rows.counts)):
                 self.rows.gram(expert, total)
-            self.rows.team.add_up("the tokens of all experts", [total])
+            self.rows.processes.all_reduce("the tokens of all experts", [total])
         return Stats(self.tokens, self.rows.square_sums.sum(0), total)
 
 
-def _formed(rows: KeptRows, experts: range) -> Stats:
+def _formed(rows: RoutedTokens, experts: range) -> Stats:
     columns = rows.square_sums.shape[-1]
     gram = rows.square_sums.new_zeros(len(experts), columns, columns)
     for place, expert in enumerate(experts):
         rows.gram(expert, gram[place])
-    rows.team.add_up(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
+    rows.processes.all_reduce(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
     counts = torch.tensor([rows.counts[expert] for expert in experts])
     return Stats(int(counts.sum()), gram.diagonal(dim1=-2, dim2=-1).clone(), gram, counts)
 
 
-def part_of(stats: Stats | KeptStats | None, experts: range) -> Stats | None:
+def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None:
     """The statistics of some experts of a layer, which follow each other."""
     if stats is None:
         return None
-    if isinstance(stats, KeptStats):
+    if isinstance(stats, DeferredStats):
         return stats.part(experts)
     assert stats.counts is not None
     own = slice(experts.start, experts.stop)

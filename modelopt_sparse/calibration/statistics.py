@@ -1,24 +1,65 @@
-"""Statistics of layer inputs, summed up while a part of the model runs."""
+"""Statistics of layer inputs, summed up while the model runs."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from modelopt_sparse.calibration.gram import add_product, completed
 from modelopt_sparse.calibration.hooks import SharingChanged, input_key
-from modelopt_sparse.calibration.routed import ExpertSum, KeptRows, KeptStats
+from modelopt_sparse.calibration.routed import DeferredStats, ExpertSums, RoutedTokens
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.experts import Route, RoutedAdapter
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.plan.plan import LayerPlan
+
+# (names of layers with one input, their statistics), in call order
+Groups = list[tuple[list[str], Stats | DeferredStats]]
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """Layers with one input, and its statistics; None where their methods need none."""
+
+    layer_plans: list[LayerPlan]
+    stats: Stats | DeferredStats | None
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What a report says of a layer's input: how many tokens it had in all and by expert, and what the error of the
+    layer is measured with (see `reports.report.ERROR_FROM`)."""
+
+    tokens: int
+    expert_tokens: list[int]
+    error_from: str
+
+    @classmethod
+    def of(cls, stats: Stats | DeferredStats | None) -> "InputFacts":
+        if stats is None:
+            return cls(0, [], "weights")
+        formed = isinstance(stats, DeferredStats) or stats.gram is not None
+        counts = [] if stats.counts is None else stats.counts.tolist()
+        return cls(stats.tokens, counts, "gram" if formed else "square_sums")
+
+
+@dataclass
+class _CallOfModel:
+    """What was seen in one call of the model. Inputs are held, so that no id is taken twice."""
+
+    leader_of_input: dict[tuple, str] = field(default_factory=dict)
+    inputs_of_layer: dict[str, list[tuple]] = field(default_factory=dict)
+    alive: list[tuple[Tensor, ...]] = field(default_factory=list)
 
 
 class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
-    The first layer to see an input leads its group. With ``share=False`` every layer sums for itself. ``everyone``:
-    layer name -> experts that are to see all tokens, whatever is routed to them, in place of the routing. ``kept``:
-    layers of experts whose Gram matrices are formed later.
+    needs: layer name -> what its method needs.
+    share: False lets every layer sum for itself. The first layer to see an input leads those that share it.
+    deferred: layers of experts whose Gram matrices are formed later, from their tokens.
+    all_tokens: layer name -> experts that are to see all tokens, in the place of those that are routed to them.
     """
 
     def __init__(
@@ -26,75 +67,70 @@ class Collector:
         *,
         needs: Mapping[str, str],
         share: bool,
-        kept: Collection[str] = (),
-        everyone: Mapping[str, Sequence[int]] | None = None,
+        deferred: Collection[str] = (),
+        all_tokens: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._needs = needs  # layer name -> what its method needs
-        self._kept = kept
-        self._everyone = everyone
+        self._needs = needs
         self._share = share
-        self._sums: dict[str, _Sum | ExpertSum | KeptRows] = {}
+        self._deferred = deferred
+        self._all_tokens = all_tokens
+        self._sums: dict[str, RunningSum | ExpertSums | RoutedTokens] = {}
         self._leader_of: dict[str, str] = {}
-        self._seen: dict[tuple, str] = {}  # input -> leader, in this call of the model
-        self._inputs_of: dict[str, list[tuple]] = {}  # layer name -> its inputs in this call of the model
-        self._alive: list[tuple[Tensor, ...]] = []
+        self._call = _CallOfModel()
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         key = input_key(layer, inputs)
-        leader = self._seen.setdefault(key, layer.name) if self._share else layer.name
+        leader = self._call.leader_of_input.setdefault(key, layer.name) if self._share else layer.name
         if self._leader_of.setdefault(layer.name, leader) != leader:
             raise SharingChanged
-        self._inputs_of.setdefault(layer.name, []).append(key)
-        self._alive.append(inputs)
+        self._call.inputs_of_layer.setdefault(layer.name, []).append(key)
+        self._call.alive.append(inputs)
         if leader != layer.name:
             return
         if isinstance(layer.adapter, RoutedAdapter):
-            self._add_routed(layer, layer.adapter, inputs, keep)
+            self._add_routed(layer, layer.adapter, inputs, token_mask)
         else:
-            total = self._sums.setdefault(leader, _Sum())
-            assert isinstance(total, _Sum)
-            for rows in layer.adapter.rows(layer.owner, inputs, keep):
-                total.add(rows, gram=self._gram_needed())
+            total = self._sums.setdefault(leader, RunningSum())
+            assert isinstance(total, RunningSum)
+            for rows in layer.adapter.rows(layer.owner, inputs, token_mask):
+                total.add(rows, gram="gram" in self._needs.values())
 
-    def _add_routed(self, layer: Layer, kind: RoutedAdapter, inputs: tuple[Tensor, ...], keep: Tensor | None) -> None:
+    def _add_routed(
+        self, layer: Layer, adapter: RoutedAdapter, inputs: tuple[Tensor, ...], token_mask: Tensor | None
+    ) -> None:
         gram = self._needs[layer.name] == "gram"
         total = self._sums.get(layer.name)
         if total is None:
-            kept = gram and layer.name in self._kept
-            total = KeptRows.empty(layer, inputs[0]) if kept else ExpertSum.empty(layer, inputs[0], gram=gram)
+            deferred = gram and layer.name in self._deferred
+            total = RoutedTokens.empty(layer, inputs[0]) if deferred else ExpertSums.empty(layer, inputs[0], gram=gram)
             self._sums[layer.name] = total
-        assert not isinstance(total, _Sum)
-        if isinstance(total, KeptRows) and keep is None:
+        assert not isinstance(total, RunningSum)
+        if isinstance(total, RoutedTokens) and token_mask is None:
             inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
-        if self._everyone is None:
-            for route in kind.routes(layer.owner, inputs, keep):
+        if self._all_tokens is None:
+            for route in adapter.routes(layer.owner, inputs, token_mask):
                 total.add(route)
         else:
-            for expert in self._everyone[layer.name]:
-                total.add(Route(expert, kind.all_tokens(layer.owner, inputs, keep, expert)))
+            for expert in self._all_tokens[layer.name]:
+                total.add(Route(expert, adapter.all_tokens(layer.owner, inputs, token_mask, expert)))
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
-        seen = self._inputs_of
+        seen = self._call.inputs_of_layer
         if any(seen.get(name) != seen.get(leader) for name, leader in self._leader_of.items()):
             raise SharingChanged
-        self._seen.clear()
-        self._inputs_of.clear()
-        self._alive.clear()
+        self._call = _CallOfModel()
 
-    def take(self) -> list[tuple[list[str], Stats | KeptStats]]:
-        """(names of layers with one input, their statistics), in call order. Sums begin anew after that."""
+    def take(self) -> Groups:
+        """The statistics up to now. Sums begin anew after that."""
         members: dict[str, list[str]] = {}
         for name, leader in self._leader_of.items():
             members.setdefault(leader, []).append(name)
         sums, self._sums = self._sums, {}
         return [(names, sums[leader].stats()) for leader, names in members.items() if leader in sums]
 
-    def _gram_needed(self) -> bool:
-        return "gram" in self._needs.values()
 
-
-class _Sum:
+class RunningSum:
     """A running sum in float32, or float64 for float64 inputs."""
 
     def __init__(self) -> None:

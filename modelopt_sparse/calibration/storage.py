@@ -1,7 +1,8 @@
-"""The turns of a walk: what happens before and after a block is worked on. Where the model is in memory, nothing."""
+"""Where the weights of blocks and the activations between them are held while a run goes on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
@@ -9,37 +10,54 @@ from modelopt_sparse.reports.report import Report
 
 
 class Unreadable(ValueError):
-    """The weights of a block cannot be read, now that its turn has come."""
+    """The weights of a block cannot be read, now that they are needed."""
 
 
-class Turn:
-    """One block's turn. ``done``: an earlier run has solved the block, and only its output is needed; `make_sparse`
-    then puts that run's weights in the place of the dense ones."""
+class OpenBlock:
+    """A block that is worked on. ``solved_earlier``: an earlier run has made it sparse and only its output is needed;
+    `write_sparse_weights` then puts that run's weights in the place of the dense ones."""
 
-    done = False
+    solved_earlier = False
 
-    def make_sparse(self) -> None:
+    def write_sparse_weights(self) -> None:
         raise AssertionError("no earlier run has solved this block")
 
 
-class Turns:
-    """A model in memory, of which every block can be read and written at any time. `streaming` has another kind, which
-    reads a block's weights when its turn comes and writes them when it is over. ``spills``: what is kept is on disk."""
+class Storage(ABC):
+    """What holds the blocks of a model. ``spills``: activations are held on disk."""
 
     spills = False
 
-    @contextmanager
-    def turn(self, block: nn.Module | None, report: Report) -> Iterator[Turn]:
-        """Entered for all the work on one block (None: what is in no block), in the order of the walk."""
-        del block, report
-        yield Turn()
+    @abstractmethod
+    def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[OpenBlock]:
+        """Entered for all the work on one block (None: on what is in no block), one block after the other."""
 
+    @abstractmethod
     def load(self, module: nn.Module) -> None:
         """Make the weights of a block's ``module`` readable until another block is asked for."""
 
-    def keep(self, activations: Tensor) -> Tensor:
-        """Activations that are held from one block to the next, wherever they are to be held."""
-        return activations
+    @abstractmethod
+    def hold_activations(self, x: Tensor) -> Tensor:
+        """The same values, wherever activations are held from one block to the next."""
 
+    @abstractmethod
     def check_whole_runs(self, why: str) -> None:
         """Raise ValueError if a stack cannot be calibrated by a run of the whole model for each block."""
+
+
+class InMemory(Storage):
+    """A model in memory: every block can be read and written at any time."""
+
+    @contextmanager
+    def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
+        del block, report
+        yield OpenBlock()
+
+    def load(self, module: nn.Module) -> None:
+        del module
+
+    def hold_activations(self, x: Tensor) -> Tensor:
+        return x
+
+    def check_whole_runs(self, why: str) -> None:
+        del why

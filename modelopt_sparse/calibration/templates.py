@@ -1,4 +1,8 @@
-"""What the later blocks of a call are given, in terms of its first ones."""
+"""Call templates: what the later blocks of a call are called with, in terms of its first ones.
+
+Calls that fit a template run the dense model only up to the first block. Without them the dense run would be one more
+pass over all of the data: @TEMPLATES@.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from modelopt_sparse.model.nested import leaves_of, map_leaves
+
+RecordedCall = tuple[tuple, dict[str, Any]]  # positional and keyword arguments of one block
+# for each leaf of what a block was called with: the id of a tensor, None for anything else
+TensorIds = list[int | None]
 
 
 @dataclass(frozen=True)
@@ -15,12 +23,9 @@ class FromPrevious:
     index: int
 
 
-RecordedCall = tuple[tuple, dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class _FromBlock:
-    """Stands in a template for leaf number ``leaf`` of what block ``position`` was given in the same call."""
+    """Stands in a template for leaf number ``leaf`` of what block ``position`` was called with in the same call."""
 
     position: int
     leaf: int
@@ -28,12 +33,11 @@ class _FromBlock:
 
 @dataclass(frozen=True)
 class CallTemplate:
-    """What the blocks behind the first ones are given, in all calls in which ``kinds`` of the first ones are the same.
+    """The later blocks' arguments, expressed by those of the first blocks.
 
-    ``kinds``: for each of the first blocks, the shape of every tensor and the value of everything else. A mask that is
-    there in one call and None in another, or of another length, makes another template. A tensor of a later block comes
-    from an earlier one if it was the same object; anything else counts as constant if the block before was given the
-    same.
+    It applies to every call whose first blocks get arguments of the same shapes and constants (``kinds``): a mask that
+    is there in one call and None in another, or of another length, makes another template. A tensor of a later block
+    comes from an earlier one if it was the same object. Anything else is a constant if the block before got the same.
     """
 
     kinds: list[list[Any]]
@@ -54,20 +58,20 @@ def kinds_of(call: RecordedCall) -> list[Any]:
     return [len(args), list(kwargs), described]
 
 
-def template_of(calls: list[RecordedCall], given: list[list[int | None]]) -> CallTemplate:
+def template_of(calls: list[RecordedCall], tensor_ids: list[TensorIds]) -> CallTemplate:
     """What further calls follow from their first blocks, from as few of them as will do."""
     depth = 1
-    while (later := _later(calls, given, depth)) is None:
+    while (later := _later(calls, tensor_ids, depth)) is None:
         depth += 1
     return CallTemplate([kinds_of(call) for call in calls[:depth]], later)
 
 
-def _later(calls: list[RecordedCall], given: list[list[int | None]], depth: int) -> list[RecordedCall] | None:
+def _later(calls: list[RecordedCall], tensor_ids: list[TensorIds], depth: int) -> list[RecordedCall] | None:
     """The calls of the blocks from ``depth`` on in terms of those before; None if they hold something of their own."""
-    known = {name: _FromBlock(i, j) for i in range(depth) for j, name in enumerate(given[i]) if name is not None}
+    known = {name: _FromBlock(i, j) for i in range(depth) for j, name in enumerate(tensor_ids[i]) if name is not None}
     constants = {path: leaf for path, leaf in _named_leaves(calls[depth - 1]) if not isinstance(leaf, Tensor)}
     later = []
-    for call, names in zip(calls[depth:], given[depth:]):
+    for call, names in zip(calls[depth:], tensor_ids[depth:]):
         sources: list[Any] = []
         for (path, leaf), name in zip(_named_leaves(call), names):
             if name in known:

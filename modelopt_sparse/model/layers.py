@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 from modelopt_sparse.model.adapters import CONV, HF_CONV1D, IN_PROJ, LINEAR, OUT_PROJ, SEPARATE_PROJ, Adapter
 from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
+from modelopt_sparse.model.offload import stored
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Layer:
     @property
     def parameter(self) -> nn.Parameter:
         return self.owner.get_parameter(self.param)
+
+    @property
+    def values(self) -> Tensor:
+        """Where the parameter's values really are: accelerate may hold them elsewhere between calls."""
+        return stored(self.owner, self.param).detach()
 
     def matrix(self, weight: Tensor) -> Tensor:
         return self.adapter.matrix(self.owner, weight)

@@ -9,6 +9,11 @@ from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 from torch import Tensor, nn
 
 
+def has_hook(module: nn.Module) -> bool:
+    """Whether accelerate has hooked the forward of this module or of one inside it."""
+    return any(hasattr(child, "_hf_hook") for child in module.modules())
+
+
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """The hook that holds this module's weights elsewhere between calls, if there is one."""
     hook = getattr(module, "_hf_hook", None)

@@ -1,7 +1,7 @@
 """Every option of `sparsify`, validated once, before any work."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +9,29 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.methods.base import NEEDS, Method, is_number
+from modelopt_sparse.methods.base import Method, is_number
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
-from modelopt_sparse.methods.user_masks import GivenMask
-from modelopt_sparse.plan.modelopt import MODE_RULES, parse_mode, translated
+from modelopt_sparse.plan.modelopt import MODE_RULES, translated
 from modelopt_sparse.plan.quality import quality_of
-from modelopt_sparse.plan.rules import Rule, class_rules, parse_rules
-from modelopt_sparse.reports.text import nearest, unknown_option
+from modelopt_sparse.plan.rules import Rule, parse_rules
+from modelopt_sparse.reports.text import unknown_option
 
-SEQUENTIAL = ("block", "stage", "none")
-ALLOCATIONS = ("uniform", "block", "owl", "search")
-EXPERTS = ("pool", "all_tokens", "weight_only")
+# option -> what it may be
+CHOICES: dict[str, tuple[str, ...]] = {
+    "sequential": ("block", "stage", "none"),
+    "experts": ("pool", "all_tokens", "weight_only"),
+    "allocation": ("uniform", "block", "owl", "search"),
+}
 AUTOCAST = ("bfloat16", "float16")
-POLISH_ITERATIONS, REFINE_SWEEPS = 30, 3  # what polish=True and refine=True stand for
-DEFAULT_METHOD, DEFAULT_PATTERN = "sparsegpt", "2:4"
-
-
-TARGETS = ("dense", "sparse")
-
-
-PARTS = ("block", "children")
+COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
+TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
+DEFAULT_PATTERN = "2:4"
+# what a report says of a run's options; those that follow only where the data is text
+REPORTED = (
+    *("sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit", "quality", "permute"),
+    *("update", "refine", "polish", "reconstruct", "allocation", "autocast", "deterministic"),
+)
+REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,8 @@ class Reconstruct:
     """How blocks are reconstructed.
 
     epochs: passes over the calibration batches.
-    learning_rate: relative to the root mean square of each tensor's kept values, divided by the root of how many of
-      them meet in one output; falls to 0 as a cosine.
+    learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
+      to 0 as a cosine.
     target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
       "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
     parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
@@ -53,21 +55,22 @@ class Reconstruct:
     norms_and_biases: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+        if not _is_count(self.epochs, 1):
             raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
         if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
             raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
-        for name, allowed in (("target", TARGETS), ("parts", PARTS)):
-            if getattr(self, name) not in allowed:
-                given = getattr(self, name)
-                raise ValueError(f"reconstruct: {name}={given!r}: allowed are {', '.join(map(repr, allowed))}")
+        for name, allowed in (("target", ("dense", "sparse")), ("parts", ("block", "children"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if not isinstance(self.norms_and_biases, bool):
             raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyConfig:
-    """The options of `sparsify`, `make_plan` and the command line. Build it with `SparsifyConfig.make`.
+    """The options of `sparsify`, `make_plan` and the command line.
+
+    Values are taken as `sparsify` takes them, and checked: raises ValueError or TypeError that names the option.
 
     What to prune:
       pattern: "2:4", any "N:M" (N kept), 0.5, "50%" (pruned) or a pattern object.
@@ -159,180 +162,75 @@ class SparsifyConfig:
     split_data: bool = True
     deterministic: bool = False
 
-    @classmethod
-    def make(cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any):
-        """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
-        if isinstance(config, SparsifyConfig):
-            given = config._given()
-        elif config is None or isinstance(config, Mapping):
-            given = dict(config or {})
-        else:
-            raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
-        given = {**translated(given), **translated(more)}
-        if MODE_RULES in given:
-            if given.get("rules"):
-                raise ValueError("rules are given both in the mode list and as an option; keep one")
-            given["rules"] = given.pop(MODE_RULES)
-        if given.get("quality") is not None:
-            quality = quality_of(given["quality"], method)
-            # masks of the user's own settle which weights stay, and with them all that goes by pattern
-            pattern = parse_pattern(given.get("pattern", DEFAULT_PATTERN)) if given.get("masks") is None else None
-            given = {**quality.options_for(pattern), **given}
-        known = [item.name for item in fields(cls) if item.name != "options"]
-        options = {key: given.pop(key) for key in list(given) if key not in known and key in method.options}
-        for key in given:
-            if key not in known:
-                raise ValueError(unknown_option(key, [*known, *method.options]))
-        return cls(**_parsed(given), options=options)
-
-    def _given(self) -> dict[str, Any]:
-        """The options that differ from their defaults, the method's own among them."""
-        default = SparsifyConfig()
-        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "options"}
-        return {key: value for key, value in given.items() if value is not getattr(default, key)} | dict(self.options)
+    def __new__(cls, **options: Any) -> "SparsifyConfig":
+        config = super().__new__(cls)
+        object.__setattr__(config, "_passed", frozenset(options))
+        return config
 
     def __post_init__(self) -> None:
-        sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(self, name) is not None]
-        if len(sources) > 1:
-            raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
-        if self.data is not None and self.tokenizer is None:
-            raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
-        if self.collect_func is not None and self.data_loader is None:
-            raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
-        if self.max_batches is not None and self.forward_loop is not None:
-            raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
-        if self.sequential not in SEQUENTIAL:
-            raise ValueError(f"sequential={self.sequential!r}: allowed are {', '.join(map(repr, SEQUENTIAL))}")
-        if self.experts not in EXPERTS:
-            raise ValueError(f"experts={self.experts!r}: allowed are {', '.join(map(repr, EXPERTS))}")
-        for name in ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit"):
-            value = getattr(self, name)
-            open_ = value is None and name != "min_tokens"
-            if not open_ and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: must be a positive whole number")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed={self.seed!r}: must be a whole number")
-        if self.allocation not in ALLOCATIONS:
-            raise ValueError(f"allocation={self.allocation!r}: allowed are {', '.join(map(repr, ALLOCATIONS))}")
-        for name in ("refine", "polish"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
-        changing = [name for name in ("polish", "reconstruct") if getattr(self, name)]
-        if not self.update and changing:
-            raise ValueError(
-                f"update=False keeps the dense values, which {' and '.join(changing)} would change"
-                + (f" (set by quality={self.quality!r})" if self.quality is not None else "")
-                + "; leave one of them out, or use refine=True for a better mask"
-            )
-        if self.reconstruct is not None and self.sequential == "none":
-            raise ValueError(
-                "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
-                "'stage', or leave reconstruct out"
-            )
-        if self.autocast not in (None, *AUTOCAST):
-            allowed = ", ".join(map(repr, (*AUTOCAST, None)))
-            raise ValueError(f"autocast={self.autocast!r}: allowed are {allowed} (the model's own precision)")
-        choosing = {"refine": self.refine, "permute": self.permute, "allocation": self.allocation != "uniform"}
-        if self.masks is not None and any(choosing.values()):
-            given = " and ".join(name for name, wanted in choosing.items() if wanted)
-            raise ValueError(f"masks= says which weights stay, and {given} would choose others; leave one of them out")
-        flags = ("hardware_only", "count_padding", "enforce", "progress", "permute", "update")
-        for name in (*flags, "distributed", "split_data", "deterministic"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name in ("progress", "distributed") and value is None):
-                raise ValueError(f"{name}={value!r}: must be True or False")
-        if self.data_loader is not None and not isinstance(self.data_loader, (Iterable, Dataset)):
-            kind = type(self.data_loader).__name__
-            raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
-        for name in ("collect_func", "forward_loop"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}: it must be callable")
+        for name, parse in _PARSERS.items():
+            object.__setattr__(self, name, parse(getattr(self, name)))
+        for check in (_check_types, _check_data, _check_steps):
+            check(self)
+
+    @classmethod
+    def make(
+        cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any
+    ) -> "SparsifyConfig":
+        """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
+        if isinstance(config, SparsifyConfig):
+            options = config.explicit()
+        elif config is None or isinstance(config, Mapping):
+            options = dict(config or {})
+        else:
+            raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
+        options = {**translated(options), **translated(more)}
+        if MODE_RULES in options:
+            if options.get("rules"):
+                raise ValueError("rules are given both in the mode list and as an option; keep one")
+            options["rules"] = options.pop(MODE_RULES)
+        if options.get("quality") is not None:
+            quality = quality_of(options["quality"], method)
+            # masks of the user's own settle which weights stay, and with them all that goes by pattern
+            pattern = parse_pattern(options.get("pattern", DEFAULT_PATTERN)) if options.get("masks") is None else None
+            options = {**quality.options_for(pattern), **options}
+        known = cls.names()
+        of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
+        for key in options:
+            if key not in known:
+                raise ValueError(unknown_option(key, [*known, *method.options]))
+        return cls(**options, options=of_method)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The options, without those of methods."""
+        return [option.name for option in fields(cls) if option.name != "options"]
+
+    def explicit(self) -> dict[str, Any]:
+        """The options that the user said, the method's own among them; defaults leave the choice to ``quality``."""
+        passed: frozenset[str] = self.__dict__["_passed"]
+        if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all: those that are no defaults
+            default = SparsifyConfig()
+            passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
+        return {name: getattr(self, name) for name in self.names() if name in passed} | dict(self.options)
+
+    def settings(self) -> dict[str, Any]:
+        """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
+        which each layer says by itself, and the data."""
+        names = (*REPORTED, *(REPORTED_OF_TEXT if self.data is not None else ()))
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "reconstruct": self.reconstruct and asdict(self.reconstruct)}
 
 
-def resolve(
-    method: object, config: "SparsifyConfig | Mapping[str, Any] | None", options: Mapping[str, Any]
-) -> "tuple[Method, SparsifyConfig]":
-    """What the user said -> the method and the validated config. Without a method, ``masks`` or ``quality`` choose."""
-    whole = config._given() if isinstance(config, SparsifyConfig) else config if isinstance(config, Mapping) else {}
-    masks, quality = (options.get(key, whole.get(key)) for key in ("masks", "quality"))
-    if masks is not None:
-        if method is not None:
-            raise ValueError(f"masks= takes the place of a method, and method={method!r} is given; keep one")
-        method = GivenMask()
-    elif method is None:
-        method = DEFAULT_METHOD if quality is None else quality_of(quality).method
-    found, config = resolve_method(method, config)
-    return found, SparsifyConfig.make(found, config, **options)
+# what the user writes -> what an option holds -------------------------------------------------------------------------
 
 
-def distributed_in(config: "SparsifyConfig | Mapping[str, Any] | None", options: Mapping[str, Any]) -> Any:
-    """The option ``distributed``, before anything else is looked at: what is wrong with the rest in one process has to
-    be heard by the others."""
-    whole = {"distributed": config.distributed} if isinstance(config, SparsifyConfig) else config
-    return options.get("distributed", whole.get("distributed") if isinstance(whole, Mapping) else None)
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
-    """A name, alias, Method object or ModelOpt mode list -> the method and the config with the mode's rules added."""
-    if isinstance(method, Method):
-        if method.needs not in NEEDS:
-            raise ValueError(f"method {method.name!r}: needs={method.needs!r}; allowed are {', '.join(NEEDS)}")
-        return method, config
-    if isinstance(method, list):
-        if len(method) != 1:
-            raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
-        name, mode_config = (method[0], None) if isinstance(method[0], str) else parse_mode(method[0])
-        found, config = resolve_method(name, config)
-        if not mode_config:
-            return found, config
-        if config is not None and not isinstance(config, Mapping):
-            kind = type(config).__name__
-            raise TypeError(f"a mode list with class rules goes with a mapping as config, not with a {kind}")
-        return found, {**(config or {}), MODE_RULES: class_rules(mode_config)}
-    if isinstance(method, str):
-        name = ALIASES.get(method, method)
-        if name in METHODS:
-            return METHODS[name], config
-        allowed = [*METHODS, *ALIASES]
-        raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
-    raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
-
-
-def _parsed(given: dict[str, Any]) -> dict[str, Any]:
-    if "pattern" in given:
-        given["pattern"] = parse_pattern(given["pattern"])
-    if "rules" in given:
-        given["rules"] = parse_rules(given["rules"] or ())
-    for key, meaning in (("polish", POLISH_ITERATIONS), ("refine", REFINE_SWEEPS)):
-        if given.get(key, 0) is True or given.get(key, 0) is False or given.get(key, 0) is None:
-            given[key] = meaning if given[key] else 0
-    if "reconstruct" in given:
-        given["reconstruct"] = _reconstruct(given["reconstruct"])
-    if given.get("allocation", "") is None:
-        given["allocation"] = "uniform"
-    if isinstance(given.get("memory_limit"), str):
-        try:
-            given["memory_limit"] = convert_file_size_to_int(given["memory_limit"])
-        except ValueError:
-            raise ValueError(
-                f"memory_limit={given['memory_limit']!r}: give bytes, or a number with a unit, such as '16GB'"
-            ) from None
-    if given.get("masks") is not None:
-        given["masks"] = _masks(given["masks"])
-    for key in ("include", "exclude"):
-        if given.get(key) is not None:
-            given[key] = _globs(key, given[key])
-    if given.get("exclude", ()) is None:
-        given["exclude"] = ()
-    if isinstance(given.get("autocast"), torch.dtype):
-        given["autocast"] = str(given["autocast"]).removeprefix("torch.")
-    if given.get("device") is not None:
-        try:
-            given["device"] = torch.device(given["device"])
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device {given['device']!r} is not known: {error}") from None
-    return given
+def _times(name: str, value: Any) -> Any:
+    return TRUE_MEANS[name] if value is True else 0 if value is False or value is None else value
 
 
 def _reconstruct(value: Any) -> Reconstruct | None:
@@ -346,14 +244,16 @@ def _reconstruct(value: Any) -> Reconstruct | None:
         return Reconstruct(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"reconstruct={value!r}: give True, False, a number of epochs, or a mapping of its options")
-    known = [item.name for item in fields(Reconstruct)]
+    known = [option.name for option in fields(Reconstruct)]
     for key in value:
         if key not in known:
             raise ValueError(f"reconstruct: {unknown_option(key, known)}")
     return Reconstruct(**value)
 
 
-def _masks(value: Any) -> dict[str, torch.Tensor]:
+def _masks(value: Any) -> dict[str, torch.Tensor] | None:
+    if value is None:
+        return None
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
     for name, mask in value.items():
@@ -363,8 +263,105 @@ def _masks(value: Any) -> dict[str, torch.Tensor]:
     return dict(value)
 
 
-def _globs(key: str, value: Any) -> tuple[str, ...]:
+def _globs(key: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
     globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"{key}={value!r}: give a glob of layer names, or a list of them")
     return globs
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return convert_file_size_to_int(value)
+    except ValueError:
+        raise ValueError(f"memory_limit={value!r}: give bytes, or a number with a unit, such as '16GB'") from None
+
+
+def _device(value: Any) -> torch.device | None:
+    try:
+        return None if value is None else torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {value!r} is not known: {error}") from None
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "pattern": parse_pattern,
+    "rules": lambda value: parse_rules(value or ()),
+    "refine": lambda value: _times("refine", value),
+    "polish": lambda value: _times("polish", value),
+    "reconstruct": _reconstruct,
+    "allocation": lambda value: "uniform" if value is None else value,
+    "memory_limit": _bytes,
+    "masks": _masks,
+    "include": lambda value: _globs("include", value),
+    "exclude": lambda value: _globs("exclude", value) or (),
+    "autocast": lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
+    "device": _device,
+}
+
+
+# what does not go together --------------------------------------------------------------------------------------------
+
+
+def _check_types(config: SparsifyConfig) -> None:
+    for name, allowed in CHOICES.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+    for name in COUNTS:
+        value = getattr(config, name)
+        if not _is_count(value, 1) and (value is not None or name == "min_tokens"):
+            raise ValueError(f"{name}={value!r}: must be a positive whole number")
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int):
+        raise ValueError(f"seed={config.seed!r}: must be a whole number")
+    for name in TRUE_MEANS:
+        if not _is_count(value := getattr(config, name), 0):
+            raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
+    if config.autocast not in (None, *AUTOCAST):
+        allowed = ", ".join(map(repr, (*AUTOCAST, None)))
+        raise ValueError(f"autocast={config.autocast!r}: allowed are {allowed} (the model's own precision)")
+    for option in fields(config):
+        value = getattr(config, option.name)
+        may_be_open = option.type == bool | None and value is None
+        if option.type in (bool, bool | None) and not isinstance(value, bool) and not may_be_open:
+            raise ValueError(f"{option.name}={value!r}: must be True or False")
+
+
+def _check_data(config: SparsifyConfig) -> None:
+    sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
+    if config.data is not None and config.tokenizer is None:
+        raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
+    if config.collect_func is not None and config.data_loader is None:
+        raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
+    if config.max_batches is not None and config.forward_loop is not None:
+        raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
+    if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
+        kind = type(config.data_loader).__name__
+        raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
+    for name in ("collect_func", "forward_loop"):
+        if (value := getattr(config, name)) is not None and not callable(value):
+            raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
+
+
+def _check_steps(config: SparsifyConfig) -> None:
+    changing = [name for name in ("polish", "reconstruct") if getattr(config, name)]
+    if not config.update and changing:
+        raise ValueError(
+            f"update=False keeps the dense values, which {' and '.join(changing)} would change"
+            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
+            + "; leave one of them out, or use refine=True for a better mask"
+        )
+    if config.reconstruct is not None and config.sequential == "none":
+        raise ValueError(
+            "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
+            "'stage', or leave reconstruct out"
+        )
+    choosing = {"refine": config.refine, "permute": config.permute, "allocation": config.allocation != "uniform"}
+    if config.masks is not None and any(choosing.values()):
+        names = " and ".join(name for name, wanted in choosing.items() if wanted)
+        raise ValueError(f"masks= says which weights stay, and {names} would choose others; leave one of them out")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
@@ -81,6 +82,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     # of `sparsify_checkpoint`, in all: place -> what lies there -> bytes; empty for what cannot be streamed
     streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of all stacks."""
+        return [block for stack in self.stacks for block in stack.blocks]
 
     def as_dict(self) -> dict[str, Any]:
         layers = [

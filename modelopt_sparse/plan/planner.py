@@ -17,9 +17,10 @@ from modelopt_sparse.model.layers import Layer, Unprunable, find_layers
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.model.stacks import find_stacks
-from modelopt_sparse.plan.config import SparsifyConfig, resolve, resolve_method
+from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.plan import LayerPlan, Plan, Skipped, takes_shape
+from modelopt_sparse.plan.resolve import resolve, resolve_method
 from modelopt_sparse.plan.rules import Rule
 from modelopt_sparse.reports.text import nearest
 from modelopt_sparse.runtime.linear import refuse_packed

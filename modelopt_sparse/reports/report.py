@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,6 @@ import torch
 import transformers
 from torch import nn
 
-from modelopt_sparse.accuracy.permute import Permuted
-from modelopt_sparse.calibration.routed import KeptStats
-from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.plan.config import SparsifyConfig
-from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import table
 from modelopt_sparse.version import __version__
 
@@ -28,12 +23,6 @@ ERROR_FROM = {
     "gram": "X as calibration saw it",
     "square_sums": "X as calibration saw it, its channels taken as uncorrelated",
     "weights": "X taken as white, for no data was used",
-}
-# what became of experts with fewer tokens than min_tokens, by the option ``experts``
-FEW_TOKENS = {
-    "pool": "were filled up to {} from the tokens of all experts",
-    "all_tokens": "were solved as if every token were routed to them",
-    "weight_only": "were solved by their weights alone",
 }
 
 
@@ -46,8 +35,9 @@ class StepReport:
     seconds: float
 
     @classmethod
-    def of(cls, step: str, solution: Solution, seconds: float) -> "StepReport":
-        return cls(step, solution.error if math.isfinite(solution.error) else None, round(seconds, 4))
+    def of(cls, step: str, error: float, seconds: float) -> "StepReport":
+        """``error``: NaN or inf says that none was measured."""
+        return cls(step, error if math.isfinite(error) else None, round(seconds, 4))
 
 
 @dataclass(frozen=True)
@@ -74,42 +64,6 @@ class LayerReport:
     steps: list[StepReport] = field(default_factory=list)
     expert_tokens: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
-        target: LayerPlan,
-        solution: Solution,
-        stats: Stats | KeptStats | None,
-        steps: list[StepReport],
-        config: SparsifyConfig,
-        permuted: Permuted | None = None,
-    ) -> "LayerReport":
-        formed = isinstance(stats, KeptStats) or (stats is not None and stats.gram is not None)
-        error_from = "weights" if stats is None else "gram" if formed else "square_sums"
-        counts = [] if stats is None or stats.counts is None else stats.counts.tolist()
-        notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(counts, config)]
-        if target.layer.mixture is not None and stats is not None and stats.tokens < config.min_tokens:
-            done = FEW_TOKENS[config.experts].format(config.min_tokens)
-            notes.append(f"experts with fewer than {config.min_tokens} tokens {done}: this one ({stats.tokens})")
-        return cls(
-            name=target.name,
-            parameter=target.layer.parameter_name,
-            type=target.type,
-            shape=list(target.shape),
-            recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
-            pattern=str(target.pattern),
-            options=dict(target.options),
-            zeros=solution.mask.numel() - int(solution.mask.count_nonzero()),  # a sum would be of 8-byte copies
-            size=solution.mask.numel(),
-            error=steps[-1].error,
-            error_from=error_from,
-            tokens=0 if stats is None else stats.tokens,
-            seconds=round(sum(step.seconds for step in steps), 4),
-            notes=notes,
-            steps=steps,
-            expert_tokens=counts,
-        )
-
     @property
     def errors(self) -> list[float]:
         """The error after each step, as far as they were measured."""
@@ -119,15 +73,6 @@ class LayerReport:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
         return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
-
-
-def _few_tokens(counts: list[int], config: SparsifyConfig) -> list[str]:
-    """Which experts got fewer tokens than `min_tokens`, and what was done about that."""
-    found = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < config.min_tokens]
-    if not found:
-        return []
-    done = FEW_TOKENS[config.experts].format(config.min_tokens)
-    return [f"experts with fewer than {config.min_tokens} tokens {done}: {', '.join(found)}"]
 
 
 @dataclass(frozen=True)
@@ -161,29 +106,14 @@ class Report:
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, plan: Plan, config: SparsifyConfig) -> "Report":
-        settings = {
-            "sequential": config.sequential,
-            "enforce": config.enforce,
-            "seed": config.seed,
-            "count_padding": config.count_padding,
-            "min_tokens": config.min_tokens,
-            "experts": config.experts,
-            "memory_limit": config.memory_limit,
-            "quality": config.quality,
-            "permute": config.permute,
-            "update": config.update,
-            "refine": config.refine,
-            "polish": config.polish,
-            "reconstruct": config.reconstruct and asdict(config.reconstruct),
-            "allocation": config.allocation,
-            "autocast": config.autocast,
-            "deterministic": config.deterministic,
-        }
-        if config.data is not None:
-            settings.update(num_samples=config.num_samples, seq_len=config.seq_len, batch_size=config.batch_size)
-        skipped = plan.as_dict()["skipped"]
-        return cls(skipped=skipped, notes=list(plan.notes), settings=settings, versions=library_versions())
+    def begin(cls, skipped: Sequence[Mapping[str, Any]], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
+        """The report of a run that starts now; ``skipped`` and ``notes`` are those of its plan."""
+        return cls(
+            skipped=[dict(layer) for layer in skipped],
+            notes=list(notes),
+            settings=dict(settings),
+            versions=library_versions(),
+        )
 
     @property
     def sparsity(self) -> float:
@@ -200,9 +130,9 @@ class Report:
             note += f" ({measure}: {tried[chosen]:.4f}, and {next(iter(tried.values())):.4f} for the plan as it came)"
         self.notes.append(note)
 
-    def reconstructed(self, found: BlockReport, layers: Collection[str]) -> None:
+    def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
-        self.blocks.append(found)
+        self.blocks.append(tuned)
         self.layers = [
             replace(layer, recipe=f"{layer.recipe}+{RECONSTRUCTED}")
             if layer.name in layers and not layer.recipe.endswith(RECONSTRUCTED)
@@ -248,15 +178,15 @@ class Report:
             ]
             parts.append(table(("reconstructed", "error", "best epoch", "seconds", "notes"), tuned))
         by_reason: dict[str, list[str]] = {}
-        for item in self.skipped:
-            by_reason.setdefault(item["reason"], []).append(item["name"])
+        for skipped in self.skipped:
+            by_reason.setdefault(skipped["reason"], []).append(skipped["name"])
         if by_reason:
             parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
         notes = [note for run in self.earlier for note in run["notes"]] + self.notes
         if notes:
             parts.append("\n".join(f"note: {note}" for note in notes))
         pruned = sum(layer.size for layer in self.layers)
-        total = pruned + sum(math.prod(item["shape"]) for item in self.skipped)
+        total = pruned + sum(math.prod(skipped["shape"]) for skipped in self.skipped)
         ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
         if total > pruned:
             ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
@@ -281,24 +211,24 @@ def merged_report(earlier: Report, new: Report) -> Report:
     """
     before = {layer.name: layer for layer in earlier.layers}
     again = {layer.name for layer in new.layers}
-    kept = [layer for layer in earlier.layers if layer.name not in again]
+    untouched = [layer for layer in earlier.layers if layer.name not in again]
     redone = [
         layer
         if (old := before.get(layer.name)) is None
         else replace(layer, notes=[*layer.notes, f"pruned before ({old.recipe} {old.pattern}): the error adds to that"])
         for layer in new.layers
     ]
-    standing = {layer.name for layer in kept}
+    standing = {layer.name for layer in untouched}
     runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
     older = {name for run in runs for name in run["layers"]}
-    last: dict[str, Any] = {"layers": [layer.name for layer in kept if layer.name not in older]}
+    last: dict[str, Any] = {"layers": [layer.name for layer in untouched if layer.name not in older]}
     last.update({key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")})
     tuned = {block.name for block in new.blocks}
     return replace(
         new,
-        layers=kept + redone,
+        layers=untouched + redone,
         blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
-        skipped=[item for item in new.skipped if item["name"] not in standing],
+        skipped=[skipped for skipped in new.skipped if skipped["name"] not in standing],
         earlier=[run for run in (*runs, last) if run["layers"]],
     )
 

@@ -17,30 +17,28 @@ from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import StepReport
 
 
-def improved(
-    target: LayerPlan,
+def follow_up(
+    layer_plan: LayerPlan,
     weight: Tensor,
     solution: Solution,
     stats: Stats | None,
     scaled: Callable[[], Scaled],
     config: SparsifyConfig,
 ) -> tuple[Solution, list[StepReport]]:
-    """The solution of ``target`` after its steps, and what each of them left. ``scaled`` gives the state that polish
-    shares with other layers of the same input."""
-    known: dict[str, Callable[[Solution], Solution]] = {
-        "dense-values": lambda found: masked_solution(weight, found.mask, stats),
-        "refine": lambda found: _refined(weight, found, stats, target, config.refine),
-        "polish": lambda found: polish(weight, found, scaled(), config.polish),
-    }
+    """The solution after the steps of the plan, and what each of them left. ``weight`` is the dense one; ``scaled``
+    gives the state that polish shares with other layers of the same input."""
     reports = []
-    for step in target.steps:
-        if step in known:
-            began = time.perf_counter()
-            solution = known[step](solution)
-            reports.append(StepReport.of(step, solution, time.perf_counter() - began))
+    for step in layer_plan.steps:
+        began = time.perf_counter()
+        if step == "dense-values":
+            solution = masked_solution(weight, solution.mask, stats)
+        elif step == "refine":
+            assert stats is not None
+            mask = refine(weight, solution.mask, stats, layer_plan.pattern, config.refine, DAMPING)
+            solution = masked_solution(weight, mask, stats)
+        elif step == "polish":
+            solution = polish(weight, solution, scaled(), config.polish)
+        else:
+            continue  # reconstruction follows when all layers of the block are solved
+        reports.append(StepReport.of(step, solution.error, time.perf_counter() - began))
     return solution, reports
-
-
-def _refined(weight: Tensor, solution: Solution, stats: Stats | None, target: LayerPlan, sweeps: int) -> Solution:
-    assert stats is not None
-    return masked_solution(weight, refine(weight, solution.mask, stats, target.pattern, sweeps, DAMPING), stats)

@@ -1,5 +1,5 @@
-"""The blocks of a model that is streamed: without weights but for the one that has its turn or is passed through, and
-written to a shard of the target after its turn."""
+"""The blocks of a model that is streamed: without weights but for the one that is open or passed through, and written
+to a shard of the new checkpoint when it is done."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from modelopt_sparse.calibration.storage import Turn, Turns
+from modelopt_sparse.calibration.storage import OpenBlock, Storage
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.format import WEIGHTS, pack_mask
 from modelopt_sparse.checkpoint.save import describe_mask
@@ -48,10 +48,10 @@ def without_blocks(
     options = {"device_map": devices, "offload_folder": str(work.path / "converted"), **remote}
     with quiet():
         if quantized is None:
-            model, found = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+            model, info = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         else:
-            model, found = load_dequantized(architecture, folder, config, quantized, **options)
-    if problems := unloaded(found):
+            model, info = load_dequantized(architecture, folder, config, quantized, **options)
+    if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
     blocks = {name: model.get_submodule(name) for name in names}
@@ -70,22 +70,22 @@ def without_blocks(
 
 def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
     """A device map with the blocks on disk and everything else on the CPU."""
-    found: dict[str, str] = {}
+    devices: dict[str, str] = {}
 
     def enter(module: nn.Module, path: str) -> None:
         prefix = f"{path}." if path else ""
         if path in names:
-            found[path] = "disk"
+            devices[path] = "disk"
         elif not any(name.startswith(prefix) for name in names):
-            found[path] = "cpu"
+            devices[path] = "cpu"
         else:
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            found.update({f"{prefix}{key}": "cpu" for key, _ in own})
+            devices.update({f"{prefix}{key}": "cpu" for key, _ in own})
             for key, child in module.named_children():
                 enter(child, f"{prefix}{key}")
 
     enter(model, "")
-    return found
+    return devices
 
 
 def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -109,9 +109,9 @@ def quiet() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-class StreamedBlocks(Turns):
-    """The blocks of a model: one has its turn, or none; one more may be passing through a run of the whole model; the
-    others hold placeholders. Entered, every block has its weights when it is called."""
+class Streamed(Storage):
+    """The blocks of a model on disk. One is open, or none; one more may be passing through a run of the whole model;
+    the others hold placeholders. Entered, every block has its weights when it is called."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StreamedBlocks(Turns):
         self.reused = 0
         self._load_what_is_shared()
 
-    def __enter__(self) -> "StreamedBlocks":
+    def __enter__(self) -> "Streamed":
         for block in self._blocks:
             self._handles.append(block.register_forward_pre_hook(lambda module, _: self.load(module), prepend=True))
         return self
@@ -144,7 +144,7 @@ class StreamedBlocks(Turns):
             handle.remove()
         self._let_pass(None)
 
-    # Turns ------------------------------------------------------------------------------------------------------------
+    # Storage ----------------------------------------------------------------------------------------------------------
 
     def load(self, module: nn.Module) -> None:
         block = self._home.get(module)
@@ -152,10 +152,10 @@ class StreamedBlocks(Turns):
             self._let_pass(block)
 
     @contextmanager
-    def turn(self, block: nn.Module | None, report: Report) -> Iterator[Turn]:
+    def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
         self._work.check_data(report.calibration.get("sha256"))
         if block is None:
-            yield Turn()
+            yield OpenBlock()
             return
         index = self._blocks.index(block)
         record = self._work.done.get(index)
@@ -163,7 +163,7 @@ class StreamedBlocks(Turns):
         self.load(block)
         self._open, self._passing = block, None
         try:
-            yield Turn() if record is None else _SolvedBefore(self, block)
+            yield OpenBlock() if record is None else _SolvedEarlier(self, block)
             if record is None:
                 self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
             else:
@@ -175,8 +175,8 @@ class StreamedBlocks(Turns):
             self._open = None
             self._drop(block)
 
-    def keep(self, activations: Tensor) -> Tensor:
-        return spilled(activations, self._work.path / "writing") if self.spills else activations
+    def hold_activations(self, x: Tensor) -> Tensor:
+        return spilled(x, self._work.path / "writing") if self.spills else x
 
     def check_whole_runs(self, why: str) -> None:
         raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")
@@ -268,7 +268,7 @@ class StreamedBlocks(Turns):
         return folder / WEIGHTS
 
     def write_the_rest(self) -> None:
-        """Blocks that had no turn, because nothing in their stack is pruned."""
+        """Blocks that were never opened, because nothing in their stack is pruned."""
         for index, block in enumerate(self._blocks):
             if index not in self._work.done:
                 self.load(block)
@@ -282,14 +282,14 @@ class StreamedBlocks(Turns):
         return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
 
 
-class _SolvedBefore(Turn):
-    done = True
+class _SolvedEarlier(OpenBlock):
+    solved_earlier = True
 
-    def __init__(self, blocks: StreamedBlocks, block: nn.Module) -> None:
-        self._blocks, self._block = blocks, block
+    def __init__(self, storage: Streamed, block: nn.Module) -> None:
+        self._storage, self._block = storage, block
 
-    def make_sparse(self) -> None:
-        self._blocks.fill_sparse(self._block)
+    def write_sparse_weights(self) -> None:
+        self._storage.fill_sparse(self._block)
 
 
 def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,7 +2,8 @@
 
 The model is built without the weights of its blocks; embeddings, norms and heads are there. A block's weights are read
 from the source's shards when it is run, and dropped when another block is. After its turn they are written to a shard
-of the target, and from then on read from there. Everything between is `sparsify`, so the result is the same to the bit.
+of the target, and from then on read from there. Everything between is what `sparsify` does, so the result
+is the same to the bit.
 
 transformers' own offloading says where each weight lies, and converts those that are stored otherwise than they stand
 in memory (fused experts); its save_pretrained converts them back, block by block.
@@ -28,16 +29,18 @@ from modelopt_sparse.checkpoint.restore import report as report_in
 from modelopt_sparse.checkpoint.save import describe_mask, write_description
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
 from modelopt_sparse.checkpoint.streaming.source import SourceFiles, local_folder
-from modelopt_sparse.checkpoint.streaming.storage import StreamedBlocks, without_blocks
+from modelopt_sparse.checkpoint.streaming.storage import Streamed, without_blocks
 from modelopt_sparse.checkpoint.streaming.workfolder import WorkFolder, is_finished, remove_leftovers, work_path
-from modelopt_sparse.distributed import processes
+from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
-from modelopt_sparse.oneshot import sparsify
-from modelopt_sparse.plan.config import SparsifyConfig, resolve
+from modelopt_sparse.oneshot import prune
+from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.identity import Identity
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import Report, attached_report, library_versions
+from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.reports.report import Report
 
 NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
 
@@ -100,19 +103,17 @@ def sparsify_checkpoint(
             stack.enter_context(files.watched())
             built = without_blocks(folder, names, dtype, quantized, work, remote)
             files.check_all()  # what lies outside of the blocks has been read
-            blocks = StreamedBlocks(built, work, files, spill=spill)
-            stack.enter_context(blocks)
-            report = _solved_before(work, blocks.model, plan, settings)
+            storage = stack.enter_context(Streamed(built, work, files, spill=spill))
+            report = _solved_before(work, storage.model, plan, settings)
             if report is None:
-                sparsify(blocks.model, method, config, turns=blocks, **options)
-                report = attached_report(blocks.model)
-                assert report is not None
+                with Processes() as alone:
+                    report = prune(storage.model, chosen, settings, storage, alone)
                 if quantized is not None:
                     report.notes.append(str(quantized))
                 if work.resumed:
-                    report.notes.append(f"{blocks.reused} of {len(names)} blocks were reused from a stopped run")
+                    report.notes.append(f"{storage.reused} of {len(names)} blocks were reused from a stopped run")
                 work.write_json("report.json", report.as_dict())
-            _finish(blocks, folder, work, report)
+            _finish(storage, folder, work, report)
         return report
     finally:
         work.close()
@@ -135,7 +136,7 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
 
 
 def _refuse_several_processes(config: SparsifyConfig) -> None:
-    if (count := processes(config.distributed)) > 1:
+    if (count := count_processes(config.distributed)) > 1:
         raise ValueError(
             f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
             "them with distributed=False; models that fit into memory are made sparse by all of them with sparsify"
@@ -161,17 +162,18 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
             "call sparsify"
         )
     home = {module: name for name in names for module in model.get_submodule(name).modules()}
-    for target in plan.layers:
-        used_in = {home.get(module) for module in (target.layer.owner, *target.layer.tied_modules)}
-        seen_in = {home.get(module) for module in target.layer.hooked_modules}
+    for layer_plan in plan.layers:
+        layer = layer_plan.layer
+        used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
+        seen_in = {home.get(module) for module in layer.hooked_modules}
         if len(used_in) > 1:
             raise ValueError(
-                f"layer {target.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "
+                f"layer {layer.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "
                 "writes one block after the other: exclude it, or load the model and call sparsify"
             )
-        if target.calibrated and (None in seen_in or len(seen_in) > 1):
+        if layer_plan.calibrated and (None in seen_in or len(seen_in) > 1):
             raise ValueError(
-                f"layer {target.name!r} is not in one block, so its calibration takes a run of the whole model of its "
+                f"layer {layer.name!r} is not in one block, so its calibration takes a run of the whole model of its "
                 "own: exclude it, or load the model and call sparsify"
             )
     return names
@@ -183,50 +185,44 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
 def _started_with(
     files: SourceFiles, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
 ) -> dict[str, Any]:
-    """All that the result depends on, but for the calibration data, which is known when it has been read. The code of
-    a method of the user's own is known by its name alone."""
-    found: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
-    for item in plan.layers:
-        options = "".join(f" {key}={value!r}" for key, value in item.options.items())
-        found[f"layer {item.name}"] = f"{item.recipe} {item.pattern}{options}"
-    found.update(Report.begin(plan, config).settings)
-    found.update(dtype=str(dtype), device=str(config.device))
+    """All that the result depends on, but for the calibration data, which is known when it has been read."""
+    facts: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
+    facts |= Identity.of(plan, config).started_with()
+    facts.update(dtype=str(dtype), device=str(config.device))
     if quantized is not None:
-        found["quantized source"] = str(quantized)
-    for name, mask in (config.masks or {}).items():
-        found[f"mask {name}"] = hashlib.sha256(pack_mask(mask).numpy().tobytes()).hexdigest()
-    return found | {f"version of {name}": version for name, version in library_versions().items()}
+        facts["quantized source"] = str(quantized)
+    return facts
 
 
 def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: SparsifyConfig) -> Report | None:
     """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
     then, and are solved again."""
-    given = work.read_report() if all(item.block is not None for item in plan.layers) else None
-    if given is None:
+    report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
+    if report is None:
         return None
     sha256 = None
-    if any(item.calibrated for item in plan.layers):
+    if any(layer_plan.calibrated for layer_plan in plan.layers):
         digest = hashlib.sha256()
         for call in load_calls(config, model):
             take_in(digest, call.args, call.kwargs)
         sha256 = digest.hexdigest()
-    return Report.from_dict(given) if work.check_data(sha256) else None
+    return Report.from_dict(report) if work.check_data(sha256) else None
 
 
 # the end --------------------------------------------------------------------------------------------------------------
 
 
-def _finish(blocks: StreamedBlocks, source: Path, work: WorkFolder, report: Report) -> None:
+def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -> None:
     """Write what is missing in ``folder``, all of it anew, and put it in the target's place."""
-    blocks.write_the_rest()
-    model, folder = blocks.model, work.path / "folder"
+    storage.write_the_rest()
+    model, folder = storage.model, work.path / "folder"
     masks = dict(named_masks(model))  # of layers outside of the blocks
     cls = dense_class(model).__name__
     remove_masks(model)
-    shard = blocks.saved(blocks.outside())
+    shard = storage.saved(storage.outside())
     work.check_files()
-    known = {Path(name).name: found for record in work.done.values() for name, found in record.files.items()}
-    first = f"model-{1:05d}-of-{len(blocks.names) + 1:05d}.safetensors"
+    known = {Path(name).name: facts for record in work.done.values() for name, facts in record.files.items()}
+    first = f"model-{1:05d}-of-{len(storage.names) + 1:05d}.safetensors"
     for path in shard.parent.iterdir():
         if path != shard:
             path.replace(folder / path.name)

@@ -1,0 +1,105 @@
+"""The statistics of layers' inputs, as their methods need them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from modelopt_sparse.calibration.hooks import SharingChanged
+from modelopt_sparse.calibration.inputs import Inputs
+from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
+from modelopt_sparse.calibration.routed import DeferredStats, few, filled, filled_modules, pooled
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.statistics import Collector, Groups, SharedInput
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.plan.plan import LayerPlan
+
+
+def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[SharedInput]:
+    """The layers by shared input, each with its statistics; the same in all processes.
+
+    With ``sequential="none"`` the dense outputs of the block go on at the same time. Raises ValueError for a layer that
+    saw no data, or data that is not finite.
+    """
+    goes_on = run.config.sequential == "none" and inputs.blockwise
+    if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
+        return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
+    try:
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, hold_outputs=goes_on)
+    except SharingChanged:
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run, hold_outputs=goes_on)
+    groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
+    if goes_on:
+        inputs.send_held_on()
+    for names, stats in groups:
+        if not torch.isfinite(stats.square_sums).all():
+            raise ValueError(
+                f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
+                "before it are sparse; run the model in bfloat16 or float32"
+            )
+    groups = _with_listed_experts(layer_plans, [(names, stats) for names, stats in groups if stats.tokens], run)
+    seen = {name for names, _ in groups for name in names}
+    without_data = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
+    for layer_plan in without_data:
+        if layer_plan.needs != "nothing":
+            raise ValueError(
+                f"layer {layer_plan.name!r} saw no calibration data, now that the layers before it are sparse: give "
+                "more varied data, or exclude it"
+            )
+    shared = [
+        SharedInput([layer_plan for layer_plan in layer_plans if layer_plan.name in names], stats)
+        for names, stats in groups
+    ]
+    return [*shared, *(SharedInput([layer_plan], None) for layer_plan in without_data)]
+
+
+def sum_up(
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, hold_outputs: bool = False
+) -> Groups:
+    """What the ``collector`` sums up over all calls of all processes. Raises SharingChanged, in all of them."""
+    sums = SumsOfAllProcesses(collector, run)
+    try:
+        inputs.collect(layer_plans, collector.see, sums, hold_outputs=hold_outputs)
+    except SharingChanged:
+        sums.changed()
+    place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
+    groups = sums.groups()  # of several processes: in the order in which each of them came to its layers
+    return groups if run.processes.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
+
+
+def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, **options: Any) -> Collector:
+    needs = {layer_plan.name: layer_plan.needs for layer_plan in layer_plans}
+    deferred = {layer_plan.name for layer_plan in layer_plans if layer_plan.at_once is not None}
+    return Collector(needs=needs, share=share, deferred=deferred, **options)
+
+
+def _with_few_tokens(
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, names: list[str], stats: Stats | DeferredStats, run: Run
+) -> Stats | DeferredStats:
+    """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more pass."""
+    config = run.config
+    if stats.counts is None or not stats.tokens or not (experts := few(stats, config.min_tokens)):
+        return stats
+    everyone = None
+    if config.experts == "all_tokens":
+        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        ((_, everyone),) = sum_up(
+            own, inputs, _collector(own, share=False, all_tokens=dict.fromkeys(names, experts)), run
+        )
+    if isinstance(stats, DeferredStats):
+        rows = everyone.rows if isinstance(everyone, DeferredStats) else None
+        return DeferredStats(stats.rows, config.min_tokens, config.experts, rows)
+    assert not isinstance(everyone, DeferredStats)
+    return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
+
+
+def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: Run) -> Groups:
+    """The same for experts that are modules in a list."""
+    mixture_of = {
+        layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
+        for layer_plan in layer_plans
+        if layer_plan.layer.mixture is not None and layer_plan.needs != "nothing"
+    }
+    others = [(names, stats) for names, stats in groups if mixture_of.keys().isdisjoint(names)]
+    listed = [(n, s) for n, s in groups if not mixture_of.keys().isdisjoint(n) and isinstance(s, Stats)]
+    return [*others, *filled_modules(listed, mixture_of, run.config.min_tokens, run.config.experts)]

@@ -1,0 +1,50 @@
+"""One block, from top to bottom."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+from torch import Tensor, nn
+
+from modelopt_sparse.accuracy.permute import permute
+from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
+from modelopt_sparse.calibration.collect import collect
+from modelopt_sparse.calibration.order import BlockTask
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.solving.attach import attach
+from modelopt_sparse.solving.solve import solve_layers
+
+
+def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
+    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance.
+
+    Returns what must be written only when the inputs of all blocks have been collected (``sequential="none"``, where
+    they come through the whole model); otherwise nothing. A block that fails before its first layer is written is left
+    as it was.
+    """
+    inputs, config = block.inputs(), run.config
+    dense_goes_on = config.sequential == "none" and bool(block.layer_plans)  # `collect` sends the dense outputs on
+    stays_dense = dense_goes_on and not inputs.blockwise
+    masks: dict[nn.Parameter, Tensor] = {}
+    later: list[Callable[[], object]] = []
+    with run.storage.open(block.block, run.report) as stored, inputs.on_device(), ExitStack() as undo:
+        permuted = permute(block, inputs, run, undo) if config.permute else {}
+        tuned = dense_goals(block, inputs, run) if config.reconstruct else []
+        if stored.solved_earlier:  # by a run that was stopped: what the block puts out is all that is needed
+            if dense_goes_on:
+                inputs.advance()
+            stored.write_sparse_weights()
+        for stage in [] if stored.solved_earlier else block.stages(config.sequential):
+            for solved in solve_layers(collect(stage, inputs, run), run):
+                write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
+                if stays_dense:
+                    later.append(write)
+                    continue
+                masks[solved.parameter] = write()
+                undo.pop_all()  # there is no way back once a layer is written
+        undo.pop_all()
+        if masks and tuned:
+            reconstruct(block, tuned, masks, inputs, run)
+        if not dense_goes_on:
+            inputs.advance()
+    return later
