@@ -3,7 +3,8 @@
 from modelopt_sparse.checkpoint.restore import load, report, restore
 from modelopt_sparse.checkpoint.save import save
 from modelopt_sparse.checkpoint.streaming.stream import sparsify_checkpoint
-from modelopt_sparse.checkpoint.verify import Verification, verify
+from modelopt_sparse.checkpoint.verify import PatternError, Verification, verify
+from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.model.masking import attach_optimizer, named_masks, observe_gradient, set_mask
@@ -22,7 +23,9 @@ __all__ = [
     "NM",
     "Evaluation",
     "Method",
+    "PatternError",
     "Plan",
+    "RankError",
     "Report",
     "Rule",
     "Solution",

@@ -479,11 +479,14 @@ def main() -> None:
         other = start(chosen.other.resolve(), Path(folder).resolve() / "other.json", chosen.only)
         this = start(chosen.this.resolve(), Path(folder).resolve() / "this.json", chosen.only)
     wrong = {name: problems_of(name, result, this[name]) for name, result in other.items()}
-    short, long, width = [], [], max(map(len, wrong), default=0)
+    if not wrong:
+        parser.error(f"no job has {chosen.only!r} in its name")
+    short, long, width = [], [], max(map(len, wrong))
     for name, problems in wrong.items():
         same = this[name]["outcome"] if name == ACROSS and not problems else "same"
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        shown = [x if len(x) < 300 else f"{x[:150]} ... {x[-150:]}" for x in map(str.strip, problems[:SHOWN])]
+        lines = [" ".join(problem.split()) for problem in problems[:SHOWN]]
+        shown = [line if len(line) < 240 else f"{line[:120]} ... {line[-120:]}" for line in lines]
         short.append(f"{name:{width}}  {'; '.join([*shown, *more]) or same}")
         long.append(f"{name:{width}}  {'; '.join(problems) or same}")
     ending = f"{sum(not problems for problems in wrong.values())} of {len(wrong)} jobs are the same"
