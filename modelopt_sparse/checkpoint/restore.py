@@ -21,11 +21,11 @@ from modelopt_sparse.checkpoint.format import (
     weight_reader,
 )
 from modelopt_sparse.model.hf import model_class, unloaded
+from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import pack_onto
-from modelopt_sparse.runtime.linear import refuse_packed
 from modelopt_sparse.runtime.settings import loading_place
 
 SHOWN = 20  # problems that an error spells out

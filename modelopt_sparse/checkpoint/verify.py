@@ -12,14 +12,13 @@ from modelopt_sparse.checkpoint.format import DESCRIPTION, read_description, rea
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.model.hf import empty_model, unloaded
-from modelopt_sparse.model.layers import Layer, find_layers
+from modelopt_sparse.model.layers import Layer, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
 from modelopt_sparse.reports.text import first_few, table
-from modelopt_sparse.runtime.linear import refuse_packed
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.experts import RoutedAdapter
-from modelopt_sparse.model.layers import Layer, Unprunable, find_layers
+from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_packed
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.model.stacks import find_stacks
@@ -22,7 +22,6 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.plan import LayerPlan, Plan, Skipped, takes_shape
 from modelopt_sparse.plan.rules import Rule
 from modelopt_sparse.reports.text import nearest
-from modelopt_sparse.runtime.linear import refuse_packed
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.offload import has_hook
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.runtime.backends import Backend, library_version
@@ -189,7 +190,7 @@ def _not_eligible(
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
     own = module.__dict__.get("forward")
-    if own is not None and not hasattr(module, "_hf_hook") and getattr(own, "__func__", None) is not nn.Linear.forward:
+    if own is not None and not has_hook(module) and getattr(own, "__func__", None) is not nn.Linear.forward:
         return "its forward was replaced on the instance"
     if is_sharded(weight):
         return "sharded over processes (DTensor)"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.model.layers import PackedLayer
 from modelopt_sparse.model.masking import drop_bound_forward
 from modelopt_sparse.model.offload import without_hook
 from modelopt_sparse.runtime.backends import BACKENDS, Backend
@@ -17,7 +18,7 @@ from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, Choice, as_numbers, mu
 PACKED = ("packed", "metadata", "scales")  # the buffers of a packed layer
 
 
-class SemiStructuredLinear(nn.Module):
+class SemiStructuredLinear(PackedLayer):
     """A Linear layer, for inference, that multiplies by its packed 2:4 weight. `pack_module` makes it, in place.
 
     It takes what nn.Linear takes: any leading dimensions, any strides, autocast. It stays on the device and in the
@@ -169,12 +170,3 @@ def unpack_module(module: SemiStructuredLinear) -> None:
         object.__setattr__(module, "__class__", nn.Linear)
         module.register_parameter("weight", weight)  # first, as nn.Linear has it
         module.register_parameter("bias", bias)
-
-
-def refuse_packed(model: nn.Module, done: str) -> None:
-    """Raise ValueError if a layer is packed, for what needs the dense weights: ``done`` says what cannot be done."""
-    for name, module in model.named_modules():
-        if isinstance(module, SemiStructuredLinear):
-            raise ValueError(
-                f"layer {name!r} is packed 2:4 and cannot be {done}: call modelopt_sparse.to_dense(model) first"
-            )
