@@ -30,7 +30,7 @@ from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.offload import offloaded_after_errors
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.plan.config import SparsifyConfig
-from modelopt_sparse.plan.memory import states
+from modelopt_sparse.plan.memory import activation_copies
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.solving.sharing import Shares
@@ -313,7 +313,9 @@ class _Walk:
                 problem, _ = self._agreed("the check of the record", chain.problem())
         if problem is None:
             assert chain is not None
-            chain.stays = not self._turns.spills and self._runner.has_room(states(self.config) * chain.nbytes)
+            chain.stays = not self._turns.spills and self._runner.has_room(
+                activation_copies(self.config) * chain.nbytes
+            )
             return chain
         why = whole_runs_because(self.model, recorder.stack, problem)
         self._turns.check_whole_runs(why)
