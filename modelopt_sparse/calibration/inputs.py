@@ -21,7 +21,7 @@ from modelopt_sparse.calibration.hooks import See, watched_outputs
 from modelopt_sparse.calibration.recorder import Recording, StackRecorder
 from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
 from modelopt_sparse.calibration.replay import StackReplay
-from modelopt_sparse.plan.memory import states
+from modelopt_sparse.plan.memory import activation_copies
 from modelopt_sparse.plan.plan import LayerPlan
 
 
@@ -237,7 +237,7 @@ class StackInputs:
             problem, _ = self._agreed("the check of the record", replay.problem(recording.first_output))
         if problem is not None:
             return self._through_whole_model(problem)
-        outputs_stay = not run.storage.spills and has_room(run, states(run.config) * replay.nbytes)
+        outputs_stay = not run.storage.spills and has_room(run, activation_copies(run.config) * replay.nbytes)
         return Replay(self._data, replay, self._dense(recording), outputs_stay=outputs_stay)
 
     def _dense(self, recording: Recording) -> StackReplay | None:

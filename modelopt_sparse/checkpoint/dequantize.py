@@ -1,7 +1,11 @@
-"""Checkpoints that hold codes in the place of weights: what they are, and how transformers makes weights of them.
+"""Quantized checkpoints, which hold codes in the place of weights, and their dequantization by transformers.
 
-transformers dequantizes at load, tensor by tensor, if the quantization's own settings say ``dequantize``. Here is what
-it leaves open: which folders it gets right, in what dtype and size, and that it forgets the quantization afterwards.
+transformers dequantizes at load, tensor by tensor, if the quantization settings say ``dequantize``. This file adds what
+is missing:
+
+- which folders transformers dequantizes correctly;
+- the dtype and size of the dense weights;
+- that the loaded model no longer says it is quantized.
 """
 
 import re
@@ -20,18 +24,23 @@ from modelopt_sparse.checkpoint.format import weight_files
 from modelopt_sparse.model.quantization import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.reports.text import first_few
 
-METHODS = ("fp8", "mxfp4")  # that transformers dequantizes on any device and without other packages
-DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of them
-SHOWN = 3  # tensors that an error spells out
+METHODS = ("fp8", "mxfp4")  # those that transformers dequantizes on any device and without other packages
+DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of the floating point dtypes of dense weights
+SHOWN = 3  # how many tensors an error names
 
-Headers = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype in safetensors' words, and shape
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> safetensors' name of its dtype, and its shape
 INSTEAD = "sparsify the model that it was made of, and quantize after"
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a quantized checkpoint becomes: ``size`` bytes of weights in ``dtype``. ``stored`` is what its files take,
-    None where they are not at hand."""
+    """A quantized checkpoint, and the dense weights that it is dequantized to.
+
+    method: the quantization, "fp8" or "mxfp4".
+    dtype: of the dense weights.
+    size: bytes of the dense weights.
+    stored: bytes of the checkpoint's files; None if they are not on this machine.
+    """
 
     method: str
     dtype: torch.dtype
@@ -44,15 +53,20 @@ class Quantized:
 
 
 def gib(size: int) -> str:
-    """Bytes for a reader: at least two digits of them count."""
+    """A number of bytes as text, in GiB, or in MiB below 1 GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def asked_for(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: bool) -> Quantized | None:
-    """What becomes of the checkpoint ``source`` that ``model``, on meta, is built for; None if it is not quantized.
+def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: bool) -> Quantized | None:
+    """How the checkpoint ``source`` is dequantized; None if it is not quantized.
 
-    Raises ValueError for one that is, unless the user asks for ``dequantize``, or if transformers would not get all of
-    it right; and for one that is not, if the user asks.
+    ``model`` is its model on the meta device; ``dtype`` and ``dequantize`` are what the user asks for. Raises
+    ValueError if the checkpoint is quantized and
+
+    - the user does not ask for ``dequantize``, or
+    - transformers would not dequantize all of it correctly,
+
+    and if the user asks for ``dequantize`` and it is not quantized.
     """
     config = getattr(model, "config", None)
     quantization = quantization_of(config)
@@ -70,80 +84,90 @@ def asked_for(model: nn.Module, source: str | Path, dtype: Any, *, dequantize: b
     stored = sum(file.stat().st_size for file in files) if files else None
     dense = _dense_dtype(dtype, config)
     size = sum(parameter.numel() for parameter in model.parameters()) * dense.itemsize
-    found = Quantized(method, dense, size, stored)
+    quantized = Quantized(method, dense, size, stored)
     if not dequantize:
         raise ValueError(
-            f"{str(source)!r} is quantized ({method}): give dequantize=True (--dequantize) to have it {found}; or "
+            f"{str(source)!r} is quantized ({method}): give dequantize=True (--dequantize) to have it {quantized}; or "
             f"{INSTEAD}"
         )
     _refuse_what_goes_wrong(source, files, quantization)
-    return found
+    return quantized
 
 
 def load_dequantized(
-    architecture: Any, folder: Path, config: Any, found: Quantized, **options: Any
+    architecture: Any, folder: Path, config: Any, quantized: Quantized, **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The model with weights in the place of codes, and transformers' account of what it loaded. ``options`` are those
-    of ``from_pretrained``. Raises ValueError for what it cannot load, or leaves out."""
+    """(the dequantized model, transformers' loading info).
+
+    ``quantized`` is what `dequantization_of` returned, and ``options`` are those of ``from_pretrained``. Raises
+    ValueError if transformers cannot load the folder, or does not dequantize all of it.
+    """
     quantization = quantization_of(config) or {}
     if not (files := _files(folder)):
         raise ValueError(
-            f"{str(folder)!r} is quantized ({found.method}) and does not hold all of its safetensors files"
+            f"{str(folder)!r} is quantized ({quantized.method}) and does not hold all of its safetensors files"
         )
     _refuse_what_goes_wrong(folder, files, quantization)
     forget_quantization(config)
     config.quantization_config = {**quantization, "dequantize": True}
-    options = {**options, "config": config, "dtype": found.dtype, "output_loading_info": True}
+    options = {**options, "config": config, "dtype": quantized.dtype, "output_loading_info": True}
     where = f"{str(folder)!r}: transformers {transformers.__version__}"
     try:
         model, info = architecture.from_pretrained(folder, **options)
     except (ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{where} cannot dequantize it ({found.method}) here, a newer one may: {error}") from error
+        raise ValueError(f"{where} cannot dequantize it ({quantized.method}) here, a newer one may: {error}") from error
     left = {*info["missing_keys"], *info["unexpected_keys"]}
     left |= {name for name, parameter in model.named_parameters() if parameter.dtype not in FLOATS}
     if left:
-        raise ValueError(f"{where} does not dequantize all of it ({found.method}), a newer one may: {_shown(left)}")
+        raise ValueError(f"{where} does not dequantize all of it ({quantized.method}), a newer one may: {_shown(left)}")
     forget_quantization(model.config)
     wide = kept_wide(model)
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:  # some versions leave them in the dtype of their scales
-            parameter.data = parameter.data.to(dtype_of(name, wide, found.dtype))
+        if not parameter.is_meta:  # some versions of transformers leave a weight in the dtype of its scales
+            parameter.data = parameter.data.to(dtype_of(name, wide, quantized.dtype))
     save_as_dense(model)
     return model, info
 
 
 def save_as_dense(model: nn.Module) -> None:
-    """Have save_pretrained write a dequantized model as the dense one that it is. transformers quantizes it again, or
-    fails, as it turns around all that it did at load; without a record of that it does what is right for the class."""
-    done = model.__dict__.get("_weight_conversions") or ()
-    if any(getattr(step, "hf_quantizer", None) is not None for of in done for step in getattr(of, "operations", ())):
+    """Make save_pretrained write a dequantized model as a dense one.
+
+    save_pretrained reverts the conversions that transformers recorded at load: it would quantize the model again, or
+    fail. Without that record it applies the conversions of the model's class, which are right.
+    """
+    conversions = model.__dict__.get("_weight_conversions") or ()
+    operations = (operation for conversion in conversions for operation in getattr(conversion, "operations", ()))
+    if any(getattr(operation, "hf_quantizer", None) is not None for operation in operations):
         del model._weight_conversions
 
 
 def kept_wide(model: Any) -> Mapping[str, torch.dtype]:
-    """Globs of parameters -> the dtype that they have whatever the model's is (T5's ``wo``: float32 in float16)."""
+    """Globs of parameters -> their dtype, for those that do not have the model's (T5's ``wo``: float32 in float16)."""
     plan = getattr(model, "_get_dtype_plan", None)
-    return model.dtype_plan if plan is None else plan(model.config.dtype)  # the first in transformers 5.0
+    return model.dtype_plan if plan is None else plan(model.config.dtype)  # the first of the two in transformers 5.0
 
 
 def dtype_of(name: str, wide: Mapping[str, torch.dtype], dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in a model of ``dtype``."""
+    """The dtype of a parameter in a model of ``dtype``; ``wide`` is from `kept_wide`."""
     return next((d for glob, d in wide.items() if re.search(glob.replace("*", ".*"), name)), dtype)
 
 
-def _dense_dtype(given: Any, config: Any) -> torch.dtype:
-    """``from_pretrained``'s dtype; "auto" is the stored one, and bfloat16, as in transformers, if there is none."""
-    if given is None or given == "auto":
-        given = next((part.dtype for part in parts_of(config) if getattr(part, "dtype", None) is not None), None)
-        return given if given in FLOATS else torch.bfloat16
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype={given!r}: weights are dequantized to {', '.join(str(x) for x in FLOATS)}")
-    return dtype
+def _dense_dtype(dtype: Any, config: Any) -> torch.dtype:
+    """``from_pretrained``'s ``dtype`` as a torch.dtype.
+
+    None and "auto" are the dtype in the config, or bfloat16, as in transformers, if it names none.
+    """
+    if dtype is None or dtype == "auto":
+        stored = next((part.dtype for part in parts_of(config) if getattr(part, "dtype", None) is not None), None)
+        return stored if stored in FLOATS else torch.bfloat16
+    dense = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dense not in FLOATS:
+        raise ValueError(f"dtype={dtype!r}: weights are dequantized to {', '.join(str(x) for x in FLOATS)}")
+    return dense
 
 
 def _files(source: str | Path) -> list[Path]:
-    """The weight files of a folder; none if they are not all there, or if it is a name on the hub."""
+    """The weight files of a folder; [] if one of them is missing, or if ``source`` is a name on the hub."""
     folder = Path(source)
     files = [folder / name for name in weight_files(folder)] if folder.is_dir() else []
     return files if all(file.is_file() for file in files) else []
@@ -158,12 +182,12 @@ def _refuse_what_goes_wrong(source: str | Path, files: list[Path], quantization:
         )
 
 
-def _shown(found: Collection[str]) -> str:
-    return first_few(sorted(found), SHOWN)
+def _shown(problems: Collection[str]) -> str:
+    return first_few(sorted(problems), SHOWN)
 
 
 def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:
-    """What in these files transformers takes for something else than it is. Headers alone are read."""
+    """Tensors that transformers would not dequantize correctly, with the reasons. Only headers of files are read."""
     tensors: Headers = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -178,7 +202,10 @@ def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[st
 
 
 def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> str:
-    """Blocks that do not fill the matrix are the trap: transformers makes blocks of another size of them."""
+    """Why transformers does not dequantize an fp8 weight correctly, or "".
+
+    If blocks do not divide the matrix evenly, transformers assumes another size of block, without an error.
+    """
     dtype, shape = tensors[name]
     if dtype != "F8_E4M3":
         return f"is {dtype}, not float8_e4m3fn"
@@ -196,6 +223,7 @@ def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> st
 
 
 def _mxfp4_problem(name: str, tensors: Headers) -> str:
+    """Why transformers does not dequantize an mxfp4 weight correctly, or ""."""
     dtype, shape = tensors[name]
     stem, _, part = name.rpartition("_")
     if dtype != "U8" or part not in ("blocks", "scales"):

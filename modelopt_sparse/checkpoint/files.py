@@ -1,4 +1,4 @@
-"""What files of the system take: locks, full disks, hashes."""
+"""Locks on files, errors of a full disk, and hashes of files."""
 
 import errno
 import hashlib
@@ -13,10 +13,10 @@ except ImportError:  # not on Windows, where nothing keeps two runs apart
 
 
 def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Lock a file or folder for as long as the descriptor that this returns is open; None where there are no locks.
-    However the process ends, its lock ends with it.
+    """Lock a file or folder -> an open descriptor, which holds the lock until it is closed.
 
-    Raises BlockingIOError if somebody holds it, OSError if it cannot be locked.
+    The lock ends with the process, however that ends. None is returned on systems without locks. Raises BlockingIOError
+    if another process holds the lock, OSError if the path cannot be locked.
     """
     if fcntl is None:
         return None
@@ -29,13 +29,15 @@ def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
     return descriptor
 
 
-# no space left; the user's quota; a limit on the size of files
+# numbers of the errors: no space left; the limit on a file's size is reached; the user's quota is
 FULL = {errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else [])}
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that there is no space left. safetensors and torch say so in words,
-    with the number of the system's error."""
+    """Whether an error, or one that it was raised from, says that there is no space left.
+
+    The errors of safetensors and torch have the number of the system's error in their text.
+    """
     while error is not None:
         text = str(error)
         if any(f"(os error {number})" in text or f"{os.strerror(number)} ({number})" in text for number in FULL):
@@ -47,11 +49,12 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def size_and_hash(path: Path) -> dict[str, Any]:
-    """A file as ``sparsity.json`` lists it."""
+    """A file's size in bytes and its SHA-256, as ``sparsity.json`` lists them."""
     return {"size": path.stat().st_size, "sha256": file_hash(path)}
 
 
 def file_hash(path: Path) -> str:
+    """The SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(2**20):

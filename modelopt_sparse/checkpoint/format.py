@@ -1,4 +1,4 @@
-"""What a folder of a sparse model holds, and whether it is intact. The format is specified in docs/format.md.
+"""The files in a folder of a sparse model: reading and checking them. The format is specified in docs/format.md.
 
 An ordinary Hugging Face folder (or one model.safetensors) whose weights hold exact zeros, plus ``sparsity.json`` and
 ``sparsity_masks.safetensors``. No pickle.
@@ -24,10 +24,10 @@ DESCRIPTION = "sparsity.json"
 MASKS = "sparsity_masks.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
-ENTRIES = ("config.json", DESCRIPTION)  # without these nothing takes a folder for a model
+ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 
-Read = Callable[[str], Tensor | None]
+Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
 
 
 # packing ------------------------------------------------------------------------------------------------------------
@@ -51,23 +51,33 @@ def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``sparsity.json`` says."""
+    """The contents of ``sparsity.json``.
+
+    model_class: name of the model's class.
+    masks: parameter name -> shape of its mask, and how many weights are kept.
+    aliases: further name of a tensor -> the name under which the weight files hold it.
+    files: name of a file -> its size in bytes, and its SHA-256.
+    report: of the run that made the model sparse, if there is one.
+    """
 
     model_class: str
-    masks: Mapping[str, tuple[tuple[int, ...], int]]  # parameter name -> shape, number kept
+    masks: Mapping[str, tuple[tuple[int, ...], int]]
     aliases: Mapping[str, str]
-    files: Mapping[str, tuple[int, str]]  # file name -> size, sha256
+    files: Mapping[str, tuple[int, str]]
     report: Report | None
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "Description":
-        """Raises KeyError, TypeError, AttributeError or ValueError if it is not as docs/format.md says."""
+    def parse(cls, data: Mapping[str, Any]) -> "Description":
+        """The description in JSON data.
+
+        Raises KeyError, TypeError, AttributeError or ValueError if the data is not as docs/format.md says.
+        """
         return cls(
-            model_class=str(given["model_class"]),
-            masks={name: (tuple(map(int, of["shape"])), int(of["kept"])) for name, of in given["masks"].items()},
-            aliases={name: str(other) for name, other in given["aliases"].items()},
-            files={name: (int(of["size"]), str(of["sha256"])) for name, of in given["files"].items()},
-            report=None if given["report"] is None else Report.from_dict(given["report"]),
+            model_class=str(data["model_class"]),
+            masks={name: (tuple(map(int, mask["shape"])), int(mask["kept"])) for name, mask in data["masks"].items()},
+            aliases={name: str(other) for name, other in data["aliases"].items()},
+            files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
+            report=None if data["report"] is None else Report.from_dict(data["report"]),
         )
 
 
@@ -82,8 +92,8 @@ def read_description(folder: str | Path) -> Description:
             f"{str(folder)!r} holds no {DESCRIPTION}: it is not a folder that modelopt_sparse.save wrote to its end"
         )
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        version = given["format_version"] if given["format"] == "modelopt_sparse" else None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data["format_version"] if data["format"] == "modelopt_sparse" else None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
     if not isinstance(version, int):
@@ -93,12 +103,12 @@ def read_description(folder: str | Path) -> Description:
             f"{str(path)!r} has format version {version}, this library reads up to {FORMAT_VERSION}: "
             "update modelopt_sparse"
         )
-    if given.pop("checksum", None) != checksum(given):
+    if data.pop("checksum", None) != checksum(data):
         raise ValueError(
             f"{str(path)!r} has been edited since it was saved (its checksum differs): save the model anew"
         )
     try:
-        return Description.parse(given)
+        return Description.parse(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
 
@@ -110,6 +120,7 @@ def checksum(description: Mapping[str, Any]) -> str:
 
 
 def checked_path(folder: str | Path) -> Path:
+    """The path of a folder to read or write. Raises ValueError for the name of a pickle file."""
     path = Path(folder)
     if path.suffix in PICKLES and not path.is_dir():
         raise ValueError(
@@ -123,7 +134,7 @@ def checked_path(folder: str | Path) -> Path:
 
 
 def damaged_files(folder: Path, description: Description) -> dict[str, str]:
-    """What is wrong with the files of a folder, by file name."""
+    """File name -> what is wrong with the file, for all damaged files of a folder."""
     damaged = {name: f"{DESCRIPTION} does not list {name!r}" for name in {MASKS} - description.files.keys()}
     for name, (size, sha256) in description.files.items():
         path = folder / name
@@ -142,7 +153,10 @@ def damaged_files(folder: Path, description: Description) -> dict[str, str]:
 
 
 def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
-    """The masks of a folder that are as its description says; what is wrong with the others goes to ``problems``."""
+    """Parameter name -> mask, for the masks of a folder that agree with its description.
+
+    What is wrong with the others is appended to ``problems``.
+    """
     masks: dict[str, Tensor] = {}
     try:
         packed = load_file(folder / MASKS)
@@ -150,17 +164,17 @@ def read_masks(folder: Path, description: Description, problems: list[str]) -> d
         problems.append(f"file {MASKS!r} cannot be read: {error}")
         return masks
     for name in sorted(packed.keys() ^ description.masks.keys()):
-        here, there = (MASKS, DESCRIPTION) if name in packed else (DESCRIPTION, MASKS)
-        problems.append(f"mask {name!r} is in {here} and not in {there}")
-    for name, (shape, kept) in description.masks.items():
+        holder, lacker = (MASKS, DESCRIPTION) if name in packed else (DESCRIPTION, MASKS)
+        problems.append(f"mask {name!r} is in {holder} and not in {lacker}")
+    for name, (shape, count) in description.masks.items():
         if name not in packed:
             continue
         if packed[name].dtype != torch.uint8 or packed[name].shape != (-(-torch.Size(shape).numel() // 8),):
             problems.append(f"mask {name!r} does not hold the bits of shape {list(shape)}")
             continue
         masks[name] = unpack_mask(packed[name], shape)
-        if int(masks[name].sum()) != kept:
-            problems.append(f"mask {name!r} keeps {int(masks[name].sum())} weights, not {kept}")
+        if int(masks[name].sum()) != count:
+            problems.append(f"mask {name!r} keeps {int(masks[name].sum())} weights, not {count}")
     return masks
 
 
@@ -175,17 +189,17 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
-    """Names of the tensors in a folder's weight files, and a function that reads one, or gives None."""
+    """(names of the tensors in a folder's weight files, a function that reads one of them by name)."""
     opened = [safe_open(folder / name, framework="pt") for name in files]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 
 
 def move_in(finished: Path, folder: Path, names: Iterable[str]) -> None:
-    """Move the ``names`` of a finished folder into one that exists, and remove the weights of what was there before.
+    """Move the files ``names`` of a finished folder into one that exists, and remove that one's old weight files.
 
-    The folder's ``config.json`` and ``sparsity.json`` leave first and come last, so that what is half old and half new
-    is no model to anybody. May be called again after it was broken off.
+    The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
+    half old and half new is not read as a model. It may be called again after it was interrupted.
     """
     names = [*names]
     for name in reversed(ENTRIES):
@@ -194,7 +208,7 @@ def move_in(finished: Path, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if name not in ENTRIES and (finished / name).is_file():
             (finished / name).replace(folder / name)
-    for path in folder.glob("model*.safetensors*"):  # of what was there before
+    for path in folder.glob("model*.safetensors*"):  # the old weight files
         if path.name not in names:
             path.unlink()
     for name in ENTRIES:

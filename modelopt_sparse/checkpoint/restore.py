@@ -1,4 +1,4 @@
-"""Reading a folder of a sparse model: restore, load, and the report in it. What a folder holds is in format.py."""
+"""Reading a folder of a sparse model: `restore`, `load`, and `report`. The files in a folder are read in format.py."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,22 +21,27 @@ from modelopt_sparse.checkpoint.format import (
     weight_reader,
 )
 from modelopt_sparse.model.hf import model_class, unloaded
+from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import pack_onto
-from modelopt_sparse.runtime.linear import refuse_packed
 from modelopt_sparse.runtime.settings import loading_place
 
-SHOWN = 20  # problems that an error spells out
+SHOWN = 20  # how many problems an error names
 
 
 def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     """Load weights, masks and report of a folder into a model of the same architecture, in place, and return it.
 
-    Everything is checked first: files against their sizes and hashes, names, shapes and dtypes against the model, and
-    that no weight is nonzero where its mask is False. All that is wrong stands in one ValueError, with the model
-    untouched. Masks that the model has are replaced by those of the folder.
+    Everything is checked first:
+
+    - files against their sizes and hashes;
+    - names, shapes and dtypes against the model;
+    - that every weight is zero where its mask is False.
+
+    Raises one ValueError that lists everything that is wrong, with the model untouched. Masks that the model has are
+    replaced by those of the folder.
     """
     folder = checked_path(folder)
     refuse_packed(model, "restored into")
@@ -69,13 +74,14 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
     """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
 
-    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The dtype is the stored one unless given, the class
-    the one named in config.json.
+    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
+    class is the one named in config.json.
 
-    ``semi_structured=True``, or the options of `to_semi_structured`, packs the layers for 2:4 kernels on the one CUDA
-    device that ``device_map`` names (default: the current one). They are packed one by one on the way there, so that
-    the dense model is in the CPU's memory alone; the layers carry no masks.
-    Raises ValueError listing everything that is wrong with the folder.
+    ``semi_structured=True``, or a mapping of options of `to_semi_structured`, packs the layers for 2:4 kernels on the
+    one CUDA device that ``device_map`` names (default: the current one). They are packed one by one on their way to the
+    device, so that the dense model is never in the device's memory. Packed layers carry no masks.
+
+    Raises ValueError with a list of everything that is wrong with the folder.
     """
     folder = checked_path(folder)
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
@@ -93,8 +99,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         raise ValueError(_listed(head, problems))
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, found = architecture.from_pretrained(folder, **options, output_loading_info=True)
-    problems += unloaded(found)
+    model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
+    problems += unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -116,12 +122,12 @@ def report(model: nn.Module | str | Path) -> Report:
     Raises ValueError if there is none.
     """
     if isinstance(model, nn.Module):
-        found, what = attached_report(model), f"this {type(model).__name__}"
+        attached, subject = attached_report(model), f"this {type(model).__name__}"
     else:
-        found, what = read_description(model).report, f"the model in {str(model)!r}"
-    if found is None:
-        raise ValueError(f"{what} carries no report: sparsify did not make it sparse")
-    return found
+        attached, subject = read_description(model).report, f"the model in {str(model)!r}"
+    if attached is None:
+        raise ValueError(f"{subject} carries no report: sparsify did not make it sparse")
+    return attached
 
 
 def _reader(
@@ -131,10 +137,10 @@ def _reader(
     description: Description,
     problems: list[str],
 ) -> Read:
-    """A function from the model's names to the folder's tensors.
+    """A function that reads the folder's tensor for one of the model's names. ``slots`` are those of `_slots`.
 
-    Where transformers stores a model under other names than it has in memory, it loads the folder itself, at the price
-    of a second copy of the weights.
+    transformers stores some models under other names than they have in memory. For these it loads the folder into a
+    second model, which takes the memory of the weights once more.
     """
     try:
         names, read = weight_reader(folder, weight_files(folder))
@@ -143,8 +149,8 @@ def _reader(
         return lambda name: None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(names.isdisjoint(alike) for alike, _ in slots):
-        fresh, found = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
-        problems += unloaded(found)
+        fresh, info = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        problems += unloaded(info)
         return fresh.state_dict().get
     known = {name for alike, _ in slots for name in alike}
     problems += [f"{name!r} has no place in the model" for name in sorted(names - known)]
@@ -152,30 +158,33 @@ def _reader(
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Everything that a state dict holds, apart from masks: (all names of a tensor, the tensor to write to)."""
+    """(all names of a tensor, the tensor to write to), for everything in the model's state dict except for masks."""
     masks = {id(mask) for _, mask in named_masks(model)}
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    slots: dict[int, tuple[list[str], Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}".removeprefix(".")
-            found.setdefault(id(tensor), ([], stored(module, name)))[0].append(full)
+            slots.setdefault(id(tensor), ([], stored(module, name)))[0].append(full)
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}".removeprefix(".")
             if id(tensor) not in masks and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(tensor), ([], tensor))[0].append(full)
-    yield from found.values()
+                slots.setdefault(id(tensor), ([], tensor))[0].append(full)
+    yield from slots.values()
 
 
 def _fill(
     names: list[str], values: Tensor, read: Read, masks: Mapping[str, Tensor], problems: list[str]
 ) -> tuple[Tensor, Tensor] | None:
-    """(a tensor of the model, the folder's tensor for it), or None and what is wrong in ``problems``."""
-    found = {name: tensor for name in names if (tensor := read(name)) is not None}
-    if not found:
+    """(a tensor of the model, the folder's tensor for it); None if the folder has none.
+
+    ``names`` are all names of the model's tensor ``values``. What is wrong is appended to ``problems``.
+    """
+    stored_tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
+    if not stored_tensors:
         problems.append(f"{names[0]!r} of the model is not in the folder")
         return None
-    tensor = next(iter(found.values()))
-    for name, other in found.items():
+    tensor = next(iter(stored_tensors.values()))
+    for name, other in stored_tensors.items():
         if other.shape != values.shape:
             problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
         elif other.dtype != values.dtype:
@@ -190,6 +199,7 @@ def _fill(
 
 
 def _breaches(name: str, weight: Tensor, mask: Tensor) -> list[str]:
+    """What is wrong with a weight that is not zero where its mask is False; [] if nothing is."""
     count = int(weight[~mask.to(weight.device)].count_nonzero())
     return [f"weight {name!r} is not zero in {count} places where its mask is False"] if count else []
 
@@ -201,5 +211,6 @@ def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Descript
 
 
 def _listed(head: str, problems: list[str]) -> str:
+    """The text of an error: ``head``, and the first SHOWN of the problems."""
     shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
     return f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown])

@@ -1,4 +1,4 @@
-"""Writing a folder of a sparse model. What a folder holds is in format.py."""
+"""Writing a folder of a sparse model. The files in it are described in format.py."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -34,16 +34,22 @@ def save(
     companions: Iterable[Any] = (),
     max_shard_size: int | str | None = None,
 ) -> None:
-    """Write a sparse model to a folder that plain ``from_pretrained`` reads and that `restore` and `load` check.
+    """Write a sparse model to a folder that plain ``from_pretrained`` reads, and that `restore` and `load` check.
 
-    ``companions`` travel with the model: a tokenizer, a processor, anything with ``save_pretrained``.
+    ``companions`` are saved with the model: a tokenizer, a processor, anything with ``save_pretrained``.
     ``max_shard_size`` is that of transformers' ``save_pretrained``.
 
-    A new folder appears only when it is complete. In an existing one files are replaced one by one, ``sparsity.json``
-    last; until then the folder has none. Nothing waits for other processes; where several write the same folder, it is
-    whole when the last one is done. Raises ValueError for a pickle path, for what cannot be saved, and for a model of
-    transformers in another rank than 0 of a process group, which it does not write there; OSError (a full disk) with
-    nothing left behind.
+    A new folder appears only when it is complete. In a folder that exists, files are replaced one by one,
+    ``sparsity.json`` last; until then the folder has none. No process waits for another. If several write the same
+    folder, it is whole when the last one is done.
+
+    Raises ValueError
+
+    - for a path that looks like a pickle file, and for a path that is a file;
+    - for a model with values that cannot be saved: no tensors, or tensors on the meta device;
+    - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
+
+    Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
     """
     folder = checked_path(folder)
     if folder.is_file():
@@ -75,6 +81,7 @@ def save(
 
 
 def describe_mask(mask: Tensor) -> dict[str, Any]:
+    """A mask as ``sparsity.json`` describes it: its shape, and how many weights are kept."""
     return {"shape": list(mask.shape), "kept": int(mask.count_nonzero())}
 
 
@@ -86,8 +93,11 @@ def write_description(
     aliases: Mapping[str, str] | None = None,
     known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write ``sparsity.json`` into a folder that is otherwise complete. ``known``: sizes and hashes of its files, as
-    far as they have been taken already."""
+    """Write ``sparsity.json`` into a folder that is complete except for it.
+
+    ``masks`` are parameter names with what `describe_mask` says, ``aliases`` those of `format.Description`. ``known``
+    holds sizes and hashes of the folder's files that need not be computed again.
+    """
     files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
     description = {
         "format": "modelopt_sparse",
@@ -104,7 +114,10 @@ def write_description(
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, zero at pruned places, without masks; what accelerate offloads comes from where it really is."""
+    """The state dict without masks, zero at pruned places. Offloaded tensors are read from accelerate's copies.
+
+    Raises ValueError for a value that is no tensor, and for a tensor on the meta device.
+    """
     masks = {id(mask) for _, mask in named_masks(model)}
     skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
@@ -121,7 +134,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names whose tensor is that of an earlier name -> that name. A file holds each tensor once."""
+    """Aliases: a name whose tensor is that of an earlier name -> the earlier name. A file holds each tensor once."""
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in state.items():

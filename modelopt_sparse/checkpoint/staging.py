@@ -1,4 +1,7 @@
-"""A folder that is written beside its place and takes it when all of it is there, whoever else writes or is killed."""
+"""Writing a folder at another place beside its own, and moving it there when it is complete.
+
+So the folder is never seen half written, even if this process is killed, or if others write the same folder.
+"""
 
 import os
 import re
@@ -16,7 +19,10 @@ from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder to write to beside ``folder``; it takes its place at the end, or is removed if anything fails."""
+    """A new folder to write to, beside ``folder``. At the end it is moved to ``folder``; after an error it is removed.
+
+    Raises OSError if it cannot be written, with a text that says what is at ``folder`` now.
+    """
     folder = folder.resolve()
     made = [parent for parent in folder.parents if not parent.exists()]
     writer = f"{socket.gethostname()}.{os.getpid()}"  # several processes may write the same folder
@@ -43,18 +49,18 @@ def staged(folder: Path) -> Iterator[Path]:
         if lock is not None:
             os.close(lock)
         for parent in made:
-            with suppress(OSError):  # it is not empty, all went well
+            with suppress(OSError):  # it is not empty if all went well, and stays
                 parent.rmdir()
 
 
 def _remove_what_was_killed(folder: Path) -> None:
-    """Folders that saves to this place were writing to when their process ended: those that no process holds."""
+    """Remove the staging folders for this place whose process was killed: those that no process has locked."""
     name = re.compile(rf"\.{re.escape(folder.name)}\..+\.\d+\.partial")
-    found: list[Path] = []
-    with suppress(OSError):  # it may be no folder yet, or one that cannot be listed
-        found += [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
-    for path in found:
-        with suppress(OSError):  # it is held, or cannot be locked
+    stagings: list[Path] = []
+    with suppress(OSError):  # the parent may not be there yet, or cannot be listed
+        stagings += [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
+    for path in stagings:
+        with suppress(OSError):  # another process holds the lock, or it cannot be locked
             lock = hold(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -62,8 +68,11 @@ def _remove_what_was_killed(folder: Path) -> None:
 
 
 def _made_and_held(staging: Path) -> int | None:
-    """Make the folder anew, and lock it, so that no other process takes it for a killed one's. Another may have done
-    so in the moment between."""
+    """Make an empty folder and lock it -> the lock; None if there are no locks.
+
+    Between the two steps another process may take the folder for one of a killed process, and lock or remove it. Then
+    it is made once more.
+    """
     while True:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True, exist_ok=True)
@@ -80,7 +89,10 @@ def _made_and_held(staging: Path) -> int | None:
 
 
 def _took_its_place(staging: Path, folder: Path) -> bool:
-    """Whether ``folder`` was new, and is what was staged now. Another process may make it at the same time."""
+    """Rename the staging folder to ``folder``, unless that exists -> whether it was renamed.
+
+    Another process may make ``folder`` at the same moment.
+    """
     if folder.exists():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Does a model or a folder really hold its pattern? Looks at the weights themselves."""
+"""`verify`: whether the weights of a model or a folder hold their pattern."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,24 @@ from modelopt_sparse.checkpoint.format import DESCRIPTION, read_description, rea
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.model.hf import empty_model, unloaded
-from modelopt_sparse.model.layers import Layer, find_layers
+from modelopt_sparse.model.layers import Layer, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
 from modelopt_sparse.reports.text import first_few, table
-from modelopt_sparse.runtime.linear import refuse_packed
 
 
 @dataclass(frozen=True)
 class Verified:
-    """One layer that was looked at: its pattern, the zeros found in its weight, and what is wrong (or "")."""
+    """One layer that was checked.
+
+    name: the layer's name.
+    pattern: the pattern that it was held to, as text.
+    zeros, size: how many of its weights are zero, and how many it has.
+    problem: what is wrong, or "".
+    """
 
     name: str
     pattern: str
@@ -35,35 +40,45 @@ class Verified:
 
 @dataclass(frozen=True)
 class Verification:
-    """The layers that were looked at; ``print`` shows a table."""
+    """What `verify` returns. ``print`` shows it as a table.
+
+    layers: the layers that were checked, each with ``name``, ``pattern``, ``zeros``, ``size`` and ``problem``.
+    """
 
     layers: tuple[Verified, ...]
 
     def __str__(self) -> str:
         rows = [
-            (item.name, item.pattern, f"{item.zeros / item.size:.2%}", item.problem or "ok") for item in self.layers
+            (layer.name, layer.pattern, f"{layer.zeros / layer.size:.2%}", layer.problem or "ok")
+            for layer in self.layers
         ]
-        wrong = sum(bool(item.problem) for item in self.layers)
+        wrong = sum(bool(layer.problem) for layer in self.layers)
         ending = f"{wrong} of {len(rows)} layers do not hold" if wrong else f"All {len(rows)} layers hold"
         return f"{table(('layer', 'pattern', 'zeros', 'verdict'), rows)}\n\n{ending} their pattern."
 
 
 class PatternError(ValueError):
-    """What `verify` raises when weights do not hold their pattern; ``verification`` has all that it looked at."""
+    """Weights do not hold their pattern. ``verification`` has all layers that were checked, the good ones as well."""
 
     def __init__(self, verification: Verification) -> None:
         self.verification = verification
-        wrong = [item for item in verification.layers if item.problem]
-        named = first_few([f"{item.name}: {item.problem}" for item in wrong])
+        wrong = [layer for layer in verification.layers if layer.problem]
+        named = first_few([f"{layer.name}: {layer.problem}" for layer in wrong])
         super().__init__(f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}")
 
 
 def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_code: bool = False) -> Verification:
-    """Check that every pruned layer holds its pattern, zeros being exactly +0.0, and agrees with its mask.
+    """Check that every pruned layer holds its pattern, with zeros that are exactly +0.0, and agrees with its mask.
 
-    ``pattern`` is asked of every pruned layer; without it each layer is held to the pattern in its report. The pruned
-    layers are those in the report; without a report those that carry masks; a model or folder with neither is held to
-    ``pattern`` in every default target. Raises ValueError naming the layers that fail; returns what was found.
+    ``pattern`` is the pattern that every pruned layer is held to. Without it each layer is held to its pattern in the
+    report. The pruned layers are
+
+    - those in the report;
+    - without a report, those that carry masks;
+    - without masks either, all layers that `sparsify` prunes by default.
+
+    Raises a ValueError that names the layers that fail. It also raises ValueError for a folder that cannot be read or
+    is damaged, for packed layers, and if neither a pattern nor a report is there.
     """
     asked = None if pattern is None else parse_pattern(pattern)
     if isinstance(model, nn.Module):
@@ -74,18 +89,19 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
             return stored(layer.owner, layer.param).detach()
     else:
         model, read, masks, record = _open(Path(model), trust_remote_code)
-    found = tuple(
+    verified = tuple(
         _look(layer, read(layer), masks.get(layer.parameter_name), held_to)
         for layer, held_to in _expected(model, masks, record, asked)
     )
-    if any(item.problem for item in found):
-        raise PatternError(Verification(found))
-    return Verification(found)
+    if any(layer.problem for layer in verified):
+        raise PatternError(Verification(verified))
+    return Verification(verified)
 
 
 def _expected(
     model: nn.Module, masks: Mapping[str, Tensor], record: Report | None, asked: Pattern | None
 ) -> Iterator[tuple[Layer, Pattern]]:
+    """The pruned layers, each with the pattern that it is held to; ``asked`` is the user's pattern."""
     layers = {layer.name: layer for layer in find_layers(model)[0]}
     if record is not None and record.layers:
         for entry in record.layers:
@@ -97,13 +113,16 @@ def _expected(
         raise ValueError("there is no report that says which pattern to look for: give pattern=, for example '2:4'")
     masked = [layer for layer in layers.values() if layer.parameter_name in masks]
     if not masked:
-        masked = [target.layer for target in plan_for(model, Magnitude(), SparsifyConfig(pattern=asked)).layers]
+        masked = [layer_plan.layer for layer_plan in plan_for(model, Magnitude(), SparsifyConfig(pattern=asked)).layers]
     for layer in masked:
         yield layer, asked
 
 
 def _held_to(recorded: Pattern, asked: Pattern | None) -> Pattern:
-    """The pattern asked for, an unstructured one in the scope it was made with unless another is asked for."""
+    """The pattern that a layer is held to: the user's, or else the one in the report.
+
+    A user's unstructured pattern without a scope gets the scope in the report.
+    """
     if isinstance(recorded, Unstructured) and recorded.scope is not None and asked is not None:
         return asked.with_scope(recorded.scope)
     return asked or recorded
@@ -138,7 +157,10 @@ def _scopes(pattern: Pattern, count: int) -> str:
 def _open(
     folder: Path, trust_remote_code: bool
 ) -> tuple[nn.Module, Callable[[Layer], Tensor], Mapping[str, Tensor], Report | None]:
-    """A folder's model without values, a function that reads a layer's weight, its masks, and its report if any."""
+    """(a folder's model, a function that reads a layer's weight, its masks, its report if there is one).
+
+    The model has no values if its weights can be read from the files one by one.
+    """
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder")
     if not (folder / "config.json").is_file():
@@ -164,9 +186,9 @@ def _open(
             return weight
 
         return model, read, masks, record
-    # transformers stores this architecture under other names than it has in memory, and knows the way back
+    # transformers stores this architecture under other names than it has in memory, and maps them when it loads
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
-    model, found = type(model).from_pretrained(folder, **options)  # type: ignore[attr-defined]
-    if problems := unloaded(found):
+    model, info = type(model).from_pretrained(folder, **options)  # type: ignore[attr-defined]
+    if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model, lambda layer: layer.parameter.detach(), masks, record

@@ -125,7 +125,7 @@ def sparsify(
         )
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
-    if out.exists() and not overwrite and not stream:  # a streaming run may have to go on
+    if out.exists() and not overwrite and not stream:  # a streaming run may continue an earlier one
         raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
@@ -134,14 +134,14 @@ def sparsify(
         settings["tokenizer"] = tokenizer
     held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
     empty, quantized = source.empty(dequantize, read=True)
-    made = mts.make_plan(empty, method, settings)  # all that can be wrong, before weights are read
-    if "data" not in settings and (needing := [layer for layer in made.layers if layer.calibrated]):
+    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
+    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
 
     evaluation = None
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
-        found = mts.sparsify_checkpoint(model, out, method, settings, **more)
+        sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
     else:
         companions = source.companions()
         network = mts.sparsify(source.load(quantized=quantized), method, settings)
@@ -154,11 +154,13 @@ def sparsify(
                 place = settings.get("device") or "cpu"
                 evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
             mts.save(network.to("cpu"), out, companions=companions)
-        found = mts.report(network)
+        sparsity_report = mts.report(network)
     if as_json:
-        _print_json({"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": found.as_dict()})
+        _print_json(
+            {"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": sparsity_report.as_dict()}
+        )
         return
-    typer.echo(found)
+    typer.echo(sparsity_report)
     if evaluation is not None:
         typer.echo(
             f"\nheld-out perplexity: dense {evaluation.reference_perplexity:.3f}, sparse {evaluation.perplexity:.3f}; "
@@ -195,15 +197,15 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
-    settings = settings_of(locals(), config, options, check_device=False)  # it may be that of another machine
+    settings = settings_of(locals(), config, options, check_device=False)  # the device may be another machine's
     source = NamedModel(model, dtype, revision, trust_remote_code)
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
     empty, quantized = source.empty(dequantize)
-    made = mts.make_plan(empty, settings.pop("method"), settings)
+    planned = mts.make_plan(empty, settings.pop("method"), settings)
     if quantized is not None:
-        made = replace(made, notes=(*made.notes, str(quantized)))
-    typer.echo(made.to_json() if as_json else made)
+        planned = replace(planned, notes=(*planned.notes, str(quantized)))
+    typer.echo(planned.to_json() if as_json else planned)
 
 
 @app.command(name="eval")
@@ -226,11 +228,11 @@ def eval_(
     beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
     tokens = tokenize(source.tokenizer(), read_documents(data))
     place = device or "cpu"
-    found = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
+    evaluation = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
     if as_json:
-        _print_json(found.as_dict())
+        _print_json(evaluation.as_dict())
     else:
-        typer.echo(found)
+        typer.echo(evaluation)
 
 
 @app.command()
@@ -243,13 +245,13 @@ def verify(
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
     violation = None
     try:
-        found = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
+        verification = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
     except PatternError as error:
-        found, violation = error.verification, error
+        verification, violation = error.verification, error
     if as_json:
-        _print_json([vars(layer) for layer in found.layers])
+        _print_json([vars(layer) for layer in verification.layers])
     else:
-        typer.echo(found)
+        typer.echo(verification)
     if violation is not None:
         _complain(violation)
         raise typer.Exit(VIOLATION)
@@ -258,8 +260,8 @@ def verify(
 @app.command()
 def report(folder: Folder, as_json: Json = False) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
-    found = mts.report(folder)
-    typer.echo(found.to_json() if as_json else found)
+    sparsity_report = mts.report(folder)
+    typer.echo(sparsity_report.to_json() if as_json else sparsity_report)
 
 
 @app.command()
@@ -282,14 +284,19 @@ def speed(
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
     options = {"tune": tuple(map(int, tokens.split(","))), "timing": timing, "quantize": quantize, "cache": cache}
-    given = {} if DTYPES[dtype] is None else {"dtype": DTYPES[dtype]}
-    model = mts.load(folder, semi_structured=options, device_map=device, trust_remote_code=trust_remote_code, **given)
-    found = mts.semi_structured_report(model)
-    typer.echo(found.to_json() if as_json else found)
+    dtype_option = {} if DTYPES[dtype] is None else {"dtype": DTYPES[dtype]}
+    model = mts.load(
+        folder, semi_structured=options, device_map=device, trust_remote_code=trust_remote_code, **dtype_option
+    )
+    speed_report = mts.semi_structured_report(model)
+    typer.echo(speed_report.to_json() if as_json else speed_report)
 
 
 def main() -> None:
-    """Entry point: wrong input becomes one line and exit code 2, Ctrl-C exit code 130; neither shows a traceback."""
+    """Entry point. Wrong input is reported in one line with exit code 2; Ctrl-C ends with exit code 130.
+
+    Neither shows a traceback.
+    """
     transformers.utils.logging.disable_progress_bar()
     with warnings.catch_warnings(), launched_group():
         warnings.showwarning = lambda message, *_: _complain(f"warning: {message}")
@@ -307,17 +314,19 @@ def main() -> None:
             sys.exit(WRONG_INPUT)
 
 
-def _complain(what: object) -> None:
-    who = f"rank {rank()}: " if rank() > 0 else ""
-    typer.echo(f"modelopt-sparse: {who}{' '.join(str(what).split())}", err=True)
+def _complain(message: object) -> None:
+    """Print a message on standard error, in one line; in another rank than 0 with the rank."""
+    speaker = f"rank {rank()}: " if rank() > 0 else ""
+    typer.echo(f"modelopt-sparse: {speaker}{' '.join(str(message).split())}", err=True)
 
 
 def _evaluate(
     network: nn.Module, dense: nn.Module | None, tokens: torch.Tensor, settings: dict[str, Any]
 ) -> mts.Evaluation:
-    given = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
+    """Evaluate a model, and the dense one if there is one, with the settings of the command line."""
+    options = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
     seq_len = settings.get("seq_len") or default_seq_len(network)
-    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **given)
+    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **options)
 
 
 def _print_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the command line is given: options in YAML, in --set and in flags; and the model that MODEL names."""
+"""The inputs of the command line: options from YAML, --set and flags, and the model that MODEL names."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers.utils import has_file
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import read_documents
-from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for, load_dequantized
+from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.streaming.source import local_folder
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class
@@ -34,7 +34,11 @@ PYTHON_ONLY = (
 def settings_of(
     flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
 ) -> dict[str, Any]:
-    """The API's options and ``method``: the YAML file, then --set, then the flags, the later ones winning."""
+    """The API's options, and ``method``, from the command line.
+
+    They come from the YAML file ``config``, from ``options`` (--set), and from ``flags``; a later one of these wins.
+    ``check_device``: whether the device must be there. Raises ValueError for input that cannot be used.
+    """
     settings: dict[str, Any] = {}
     if config is not None:
         if not config.is_file():
@@ -43,19 +47,19 @@ def settings_of(
         if not isinstance(loaded, dict):
             raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
         settings.update(loaded)
-    for item in options or []:
-        key, equals, value = item.partition("=")
+    for option in options or []:
+        key, equals, value = option.partition("=")
         if not key or not equals:
-            raise ValueError(f"--set {item!r}: write KEY=VALUE")
-        settings[key] = read_yaml(value, f"--set {item!r}")
+            raise ValueError(f"--set {option!r}: write KEY=VALUE")
+        settings[key] = read_yaml(value, f"--set {option!r}")
     for key in settings.keys() & set(PYTHON_ONLY):
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
-    known = {"method", *(item.name for item in fields(mts.SparsifyConfig) if item.name != "options")}
+    known = {"method", *(option.name for option in fields(mts.SparsifyConfig) if option.name != "options")}
     settings.update({key: value for key, value in flags.items() if key in known and value is not None})
     settings.setdefault("method", None)
     if "data" in settings:
         settings["data"] = Path(settings["data"])
-        read_documents(settings["data"])  # what is wrong with it shows before weights are read
+        read_documents(settings["data"])  # raises for wrong text, before weights are read
     if settings.get("device") is not None:
         settings["device"] = own_device(settings["device"])
     if check_device and settings.get("device") is not None:
@@ -64,6 +68,7 @@ def settings_of(
 
 
 def _check_device(device: str) -> None:
+    """Raise ValueError if nothing can be put on a device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -71,7 +76,10 @@ def _check_device(device: str) -> None:
 
 
 class NamedModel:
-    """MODEL as named on the command line: a folder or a hub name, and how to load it."""
+    """MODEL of the command line, a folder or a hub name, and how to load it.
+
+    Raises ValueError for a dtype that is not known, and if there is no such model.
+    """
 
     def __init__(
         self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
@@ -86,24 +94,26 @@ class NamedModel:
         self._check()
 
     def _check(self) -> None:
-        """Ask for the model's config.json once; transformers itself would ask again for half a minute."""
+        """Raise ValueError if there is no config.json. transformers itself would try again for half a minute."""
         where = "is neither a folder nor a model that the hub gives"
         try:
-            found = has_file(self.name, "config.json", revision=self.hub["revision"])
+            is_there = has_file(self.name, "config.json", revision=self.hub["revision"])
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.name!r} {where}: {error}") from None
-        if not found and Path(self.name).is_dir():
+        if not is_there and Path(self.name).is_dir():
             raise ValueError(f"{self.name!r} holds no config.json: it is not a folder of a transformers model")
-        if not found:
+        if not is_there:
             raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
 
     def empty(self, dequantize: bool, *, read: bool = False) -> tuple[nn.Module, Quantized | None]:
-        """The model without values, in the dtype that it will have, and what it is dequantized from, if it is.
-        ``read``: its weights are about to be, so those of a quantized model on the hub may be downloaded."""
+        """(the model on the meta device, in the dtype that it will have; how it is dequantized, or None).
+
+        ``read``: its weights will be read next, so that those of a quantized model on the hub may be downloaded here.
+        """
         network = empty_model(self.name, **self.hub)
         known = dequantize and read and quantization_of(network.config) is not None
         where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
-        quantized = asked_for(network, where, self.dtype, dequantize=dequantize)
+        quantized = dequantization_of(network, where, self.dtype, dequantize=dequantize)
         dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
         return network if dtype is None else network.to(dtype), quantized
 
@@ -119,14 +129,14 @@ class NamedModel:
         return AutoTokenizer.from_pretrained(self.name, **self.hub)
 
     def companions(self) -> list[Any]:
-        """Tokenizer (with its chat template) and processor, which travel with the model; it may have none of them."""
-        found = []
+        """The model's tokenizer (with its chat template) and processor, those of them that it has."""
+        companions = []
         loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
         for loader in loaders:
             try:
-                found.append(loader(self.name, **self.hub))
+                companions.append(loader(self.name, **self.hub))
             except (OSError, ValueError, KeyError):
                 continue
             except ImportError as error:
                 warnings.warn(f"left behind, for it cannot be loaded here: {error}", stacklevel=2)
-        return found
+        return companions

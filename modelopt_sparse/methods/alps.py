@@ -1,12 +1,12 @@
 """ALPS (Meng et al. 2024, NeurIPS, arXiv 2406.07831): ADMM on the layer's own objective over all sparse weights.
 
-Everything happens in a scaling that gives H = X^T X + damping a unit diagonal. ADMM (algorithm 1) alternates between a
+The layer is scaled first, so that H = X^T X + damping has a unit diagonal. ADMM (algorithm 1) alternates between a
 ridge solution W = (H + rho I)^-1 (H What - V + rho D), the projection D of W + V / rho onto the pattern, and the dual
 V += rho (W - D). rho grows while the support of D still changes; once it has settled, the weights on it are refitted
 by conjugate gradients (algorithm 2).
 
-Where the released code diagonalizes H once, in float64, here H + rho I is factorized anew whenever rho has grown,
-about a dozen times.
+The released code diagonalizes H once, in float64. Here H + rho I is factorized anew whenever rho has grown, about a
+dozen times.
 """
 
 import torch
@@ -18,7 +18,9 @@ from modelopt_sparse.methods.patterns import Pattern
 
 FIRST_RHO, MAX_RHO = 0.1, 1e6
 CHECK_EVERY = 3  # iterations between two looks at the support
-SETTLED = 3e-4  # share of the kept weights that may still change, after EARLIEST iterations
+# once EARLIEST iterations are over, the support has settled if less than this share of it has changed since the last
+# look
+SETTLED = 3e-4
 EARLIEST = 30
 
 
@@ -43,25 +45,28 @@ class ALPS(Method):
 
     def solve(self, weight, state: Scaled, pattern: Pattern, options) -> Solution:
         root = state.root_C.unsqueeze(-2)
-        target = weight.to(root.dtype).masked_fill(state.dead_C.unsqueeze(-2), 0) * root
-        settled, mask = _settle(target, state.gram, pattern, options["iterations"])
-        sparse = refit(target, settled, mask, state.gram, options["refit_iterations"])
-        worse = squared_error(target, sparse, state.gram) >= squared_error(target, settled, state.gram)
+        scaled = weight.to(root.dtype).masked_fill(state.dead_C.unsqueeze(-2), 0) * root
+        settled, mask = _settle(scaled, state.gram, pattern, options["iterations"])
+        sparse = refit(scaled, settled, mask, state.gram, options["refit_iterations"])
+        worse = squared_error(scaled, sparse, state.gram) >= squared_error(scaled, settled, state.gram)
         sparse = torch.where(worse, settled, sparse)
         pruned = written(sparse / root, mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats))
 
 
-def _settle(target: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> tuple[Tensor, Tensor]:
-    """ADMM -> the projected weights and their support. Each matrix of a stack has its own rho and stops by itself."""
-    *lead, _, _ = target.shape
-    rho = target.new_full((*lead, 1, 1), FIRST_RHO)
+def _settle(scaled: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> tuple[Tensor, Tensor]:
+    """ADMM on the scaled dense weights -> the projected weights D and their support, a mask.
+
+    Each of several matrices has its own rho and stops by itself.
+    """
+    *lead, _, _ = scaled.shape
+    rho = scaled.new_full((*lead, 1, 1), FIRST_RHO)
     settled = torch.zeros_like(rho, dtype=torch.bool)
     inverse: Tensor | None = None
-    correlation = target @ gram
-    dual = torch.zeros_like(target)
-    mask = checked = pattern.mask(target.abs())
-    sparse = target.masked_fill(~mask, 0)
+    correlation = scaled @ gram
+    dual = torch.zeros_like(scaled)
+    mask = checked = pattern.mask(scaled.abs())
+    sparse = scaled.masked_fill(~mask, 0)
     for iteration in range(1, iterations + 1):
         if inverse is None:
             inverse = _inverse(gram, rho)
@@ -79,13 +84,13 @@ def _settle(target: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> 
             break
         growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, 1.1))
         rho = torch.where(settled, rho, (rho * growth).clamp_max(MAX_RHO))
-        inverse = None  # given up before the next one is made: it is as large as the Gram matrix
+        inverse = None  # freed before the next one is made, as it is as large as the Gram matrix
     return sparse, mask
 
 
 def _inverse(gram: Tensor, rho: Tensor) -> Tensor:
-    """(H + rho I)^-1; with a unit diagonal and rho of at least FIRST_RHO it is well conditioned."""
-    damped = gram.expand(*rho.shape[:-2], *gram.shape[-2:]).clone()  # matrices with one input have a rho each
+    """(H + rho I)^-1. It is well conditioned, as H has a unit diagonal and rho is at least FIRST_RHO."""
+    damped = gram.expand(*rho.shape[:-2], *gram.shape[-2:]).clone()  # matrices that share H have a rho each
     damped.diagonal(dim1=-2, dim2=-1).add_(rho.squeeze(-1))
     factor = torch.linalg.cholesky(damped)
     del damped

@@ -1,4 +1,4 @@
-"""The method contract: two pure functions of tensors. No method ever sees a module.
+"""The contract of a method: two pure functions of tensors, ``prepare`` and ``solve``. No method ever sees a module.
 
 Shape letters: R rows (out features), C columns (in features), T tokens. Leading dimensions (``...``) are independent
 matrices that are solved together.
@@ -15,16 +15,20 @@ from torch import Tensor
 from modelopt_sparse.methods.patterns import Pattern
 
 NEEDS = ("nothing", "square_sums", "gram")
-STRIP = 256  # columns of a Gram matrix that one product of `output_energy` takes
+STRIP = 256  # columns of a Gram matrix that `output_energy` multiplies with at a time
 
 
 @dataclass
 class Stats:
     """What calibration sums up for one distinct layer input: sums, never averages, so that they merge by ``+``.
 
-    ``tokens`` counts input rows; ``square_sums`` ``[..., C]`` is sum over tokens of x**2; ``gram`` ``[..., C, C]`` is
-    X^T X, kept only where a method needs it. Both are float32 or float64. ``counts`` ``[E]`` says how many of the rows
-    each expert of a mixture got; None for all other layers.
+    tokens: how many input rows there were.
+    square_sums: ``[..., C]``, the sum of x**2 over the rows, for each input channel; float32 or float64.
+    gram: ``[..., C, C]``, X^T X; float32 or float64. None if no method asks for it with ``needs = "gram"``.
+    counts: ``[E]``, how many of the rows each expert of a mixture got. None for all other layers.
+
+    The leading dimensions are those of the weight's matrices, or none if all of its matrices share one input. Adding
+    two Stats gives the Stats of both sets of rows; ``gram`` and ``counts`` are None in it if either has none.
     """
 
     tokens: int
@@ -40,10 +44,12 @@ class Stats:
 
 @dataclass(frozen=True)
 class Solution:
-    """A solved layer: ``weight`` in the dtype it came in, exactly +0.0 wherever ``mask`` (True = kept) is False.
+    """A solved layer.
 
-    ``error`` is the relative squared error left in the layer's output (see `relative_error`); ``notes`` says whatever
-    did not go the usual way, such as raised damping.
+    weight: ``[..., R, C]``, in the dtype of the dense weight, exactly +0.0 wherever ``mask`` is False.
+    mask: ``[..., R, C]``, bool, True = kept.
+    error: the relative squared error left in the layer's output, without a unit (see `relative_error`).
+    notes: sentences for the report on what did not go the usual way, such as raised damping.
     """
 
     weight: Tensor
@@ -55,11 +61,22 @@ class Solution:
 class Method(ABC):
     """A way to make one layer sparse. Subclass it, write ``solve``, and hand an instance to `sparsify`.
 
-    ``name`` stands in plans and reports (default: the class's own); ``needs`` says what calibration has to collect;
-    ``options`` are the accepted options with their defaults; ``scope`` is the default scope of unstructured patterns;
-    ``updates`` says that kept weights do not stay what they were; ``rows_independent`` that with an N:M pattern, or one
-    per row, ``solve`` gives some rows ``[..., r, C]`` of a weight what it gives them among all others, for the same
-    state: then a layer that is too large for memory is solved some rows at a time.
+    The class attributes say what the method is like. Each has a default:
+
+    - ``name``: what plans and reports call the method, a string. Default: the name of the class.
+    - ``needs``: the statistics of a layer's input that calibration collects for ``prepare``. "nothing" (the default):
+      no calibration data is needed, and ``prepare`` may get None. "square_sums": ``Stats.square_sums``. "gram":
+      ``Stats.gram`` as well.
+    - ``options``: the options that users may set, each with its default. ``prepare`` and ``solve`` get all of them,
+      with the user's values filled in; other names are refused. Default: no options.
+    - ``scope``: the scope of an unstructured pattern if the user names none. "matrix" (the default): the zeros are
+      counted over the whole matrix. "row": each row has the same number.
+    - ``updates``: whether ``solve`` changes the weights that it keeps. If True, ``update=False`` puts their dense
+      values back, and ``refine`` is only allowed with it. Default: False.
+    - ``rows_independent``: whether ``solve`` can be called with some rows ``[..., r, C]`` of a weight, and the same
+      state, and then returns for them exactly what it returns when it gets all rows. It is asked of N:M patterns and of
+      those with scope "row". If True, a layer that is too large for memory is solved some rows at a time. Default:
+      False.
     """
 
     name: ClassVar[str]
@@ -75,27 +92,32 @@ class Method(ABC):
             cls.name = cls.__name__
 
     def prepare(self, stats: Stats | None, options: Mapping[str, Any]) -> Any:
-        """Work that layers with the same input share (a factorization), done once. Default: the stats themselves."""
+        """Statistics of an input -> the ``state`` of ``solve``. Default: the statistics themselves.
+
+        It is called once for all layers that share the input: here belongs work such as a factorization. ``stats`` is
+        None if nothing was collected.
+        """
         del options
         return stats
 
     @abstractmethod
     def solve(self, weight: Tensor, state: Any, pattern: Pattern, options: Mapping[str, Any]) -> Solution:
-        """Dense weight ``[..., R, C]`` and what ``prepare`` returned -> Solution. Inputs are left untouched.
+        """Dense weight ``[..., R, C]`` and what ``prepare`` returned -> Solution. It must not change its inputs.
 
-        An unstructured pattern comes with its scope filled in.
+        An unstructured pattern has its scope filled in. ``options`` are those of ``prepare``.
         """
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for option values that make no sense; called before any work."""
+        """Raise ValueError for option values that make no sense. It is called with all options, before any work."""
         del options
 
 
 def relative_error(weight: Tensor, pruned: Tensor, stats: Stats | None) -> float:
     """Relative squared error of the layer's output, ||(W - Q) X||^2 / ||W X||^2, summed over all matrices.
 
-    With a Gram matrix H it is exact: tr(E H E^T) / tr(W H W^T). With square sums alone H is taken as diagonal, with no
-    stats as the identity. A layer whose output is zero everywhere has error 0.
+    W is the dense weight, Q the pruned one, both ``[..., R, C]``; E = W - Q. With a Gram matrix H the error is exact:
+    tr(E H E^T) / tr(W H W^T). With square sums alone H is taken as diagonal, and without ``stats`` as the identity. A
+    layer whose output is zero everywhere has error 0.
     """
     work = _working(weight)
     total = output_energy(weight, stats)
@@ -103,7 +125,7 @@ def relative_error(weight: Tensor, pruned: Tensor, stats: Stats | None) -> float
 
 
 def output_energy(weight: Tensor, stats: Stats | None) -> float:
-    """||W X||^2, summed over all matrices, with X as `relative_error` knows it."""
+    """||W X||^2 = tr(W H W^T), summed over all matrices, with the same H as in `relative_error`."""
     work = _working(weight)
     matrix = weight.to(work)
     if stats is None:
@@ -113,7 +135,7 @@ def output_energy(weight: Tensor, stats: Stats | None) -> float:
     energy = torch.zeros((), dtype=torch.float64, device=matrix.device)
     for first in range(0, matrix.shape[-1], STRIP):
         last = first + STRIP
-        # the matrix is symmetric: what is above its diagonal counts twice, and what is below is not multiplied
+        # H is symmetric: entries above its diagonal count twice, and those below are left out
         strip = stats.gram[..., :last, first:last].to(work, copy=True)
         strip[..., :first, :] *= 2
         energy += ((matrix[..., :last] @ strip) * matrix[..., first:last]).sum(dtype=torch.float64)
@@ -121,25 +143,28 @@ def output_energy(weight: Tensor, stats: Stats | None) -> float:
 
 
 def _working(weight: Tensor) -> torch.dtype:
-    """float32 is the working precision of calibration; a float64 layer keeps its own."""
+    """The dtype to compute in: float32, or float64 for a float64 weight."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def written(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Solved values as they go into the model: in its dtype, +0.0 where pruned, and no kept weight is -0.0.
+    """Solved values as they are written into the model: in its ``dtype``, +0.0 where pruned, and no weight is -0.0.
 
-    A tiny kept weight rounds to -0.0 in half precision, which kernels that look at the bits take for a nonzero;
-    adding +0.0 makes it +0.0 and changes nothing else.
+    A tiny negative weight rounds to -0.0 in half precision, which kernels that look at the bits take for a nonzero.
+    Adding +0.0 makes it +0.0 and changes nothing else.
     """
     return (values.to(dtype) + 0.0).masked_fill(~mask, 0)
 
 
 def is_number(value: object) -> bool:
-    """For options: YAML reads ``1e-2`` as text, and True is no number."""
+    """Whether the value of an option is an int or a float. True and False are no numbers here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def masked_solution(weight: Tensor, mask: Tensor, stats: Stats | None) -> Solution:
-    """The solution of a mask-only method: kept weights stay bit for bit what they were."""
+    """The Solution of a method that only chooses a mask: the kept weights stay bit for bit what they were.
+
+    ``weight`` ``[..., R, C]`` is dense, ``mask`` bool of the same shape (True = kept), ``stats`` are for the error.
+    """
     pruned = weight.masked_fill(~mask, 0)
     return Solution(pruned, mask, relative_error(weight, pruned, stats))

@@ -1,4 +1,4 @@
-"""Channel orders for N:M sparsity: which input channels share a group of m decides how much n:m has to drop.
+"""Channel orders for N:M sparsity: how much of a score n:m keeps depends on which input channels share a group of m.
 
 Shape letters: R rows (out features), C columns (input channels), G groups of m consecutive columns.
 """
@@ -6,16 +6,20 @@ Shape letters: R rows (out features), C columns (input channels), G groups of m 
 import torch
 from torch import Tensor
 
-SMALL = 1e-4  # swaps that add less than this share of what an average group keeps are left alone
+SMALL = 1e-4  # a swap must add at least this share of the score that an average group keeps
 
 
 def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
     """Score ``[R, C]`` (larger = keep, additive) -> order ``[C]``: ``score[:, order]`` keeps more under n:m.
 
-    ``order[i]`` is the channel that moves to place i. Channels sorted by their total score are dealt in serpentine
-    order, so that every group gets one of each quantile (RIA's heuristic, Zhang et al. 2024); then channels of
-    different groups swap places as long as that raises the kept score. Groups are refined about ``block`` columns at
-    a time, which bounds the work to O(C * block * R) per sweep.
+    ``order[i]`` is the channel that moves to place i. It is found in two steps:
+
+    1. Channels sorted by their total score are dealt out in serpentine order, so that every group gets one of each
+       quantile (RIA's heuristic, Zhang et al. 2024).
+    2. Channels of different groups swap places as long as that raises the kept score, among about ``block`` columns at
+       a time. That bounds the work to O(C * block * R) per sweep.
+
+    Raises ValueError if C is not a multiple of m.
     """
     columns = score.shape[-1]
     if columns % m:
@@ -26,7 +30,7 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
     chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
     groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1).cpu()
     parts = -(-columns // block)
-    for part in range(parts):  # strided, so that every part spans all quantiles
+    for part in range(parts):  # every parts-th group, so that each part spans all quantiles
         groups[part::parts] = _swap(score, groups[part::parts].clone(), n)
     return groups.flatten().to(score.device)
 
@@ -40,12 +44,12 @@ def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
     size, m = groups.shape
     while True:
         ordered = score[:, groups.flatten()]
-        kept = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
+        kept_score = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
         gain = _swap_gains(ordered, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
         # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
-        best, which = (found.cpu() for found in gain.max(-1))
+        best, which = (tensor.cpu() for tensor in gain.max(-1))
         best.fill_diagonal_(0)  # within a group nothing changes
-        floor = float(SMALL * kept / size)
+        floor = float(SMALL * kept_score / size)
         if not best.max() > floor:
             return groups
         while best.max() > floor:
@@ -59,9 +63,10 @@ def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
 def _swap_gains(score: Tensor, n: int, m: int) -> Tensor:
     """``[R, C]`` in groups of m -> ``[C, C]``: what the kept score gains if columns i and j swap places.
 
-    Where column i of a group leaves and y comes, the group keeps max(y, rival) in place of max(x_i, cut): cut is the
-    n-th largest of the group, rival the n-th largest of the others. Over the rows, sum max(u, v) is half of
-    sum u + sum v + sum |u - v|, and the last of these is a distance that needs no [R, C, C] tensor.
+    Take a row in which column i leaves its group and another column comes, with the scores x_i and y. Then the group
+    keeps max(y, rival) in place of max(x_i, cut), where cut is the n-th largest score of the group, and rival the n-th
+    largest without x_i. Summed over the rows, max(u, v) is half of sum u + sum v + sum |u - v|. The last of these sums
+    is a distance, which can be computed without a tensor [R, C, C].
     """
     grouped = score.unflatten(-1, (-1, m))
     ranked = grouped.sort(-1, descending=True).values
@@ -74,6 +79,6 @@ def _swap_gains(score: Tensor, n: int, m: int) -> Tensor:
 
 
 def kept_share(score: Tensor, n: int, m: int) -> float:
-    """The share of a score ``[R, C]`` that its n largest of every m columns hold."""
-    kept = score.unflatten(-1, (-1, m)).topk(n).values
-    return float(kept.sum(dtype=torch.float64) / score.sum(dtype=torch.float64))
+    """The share of a score ``[R, C]`` that n:m keeps: that of the n largest of every m consecutive columns."""
+    largest = score.unflatten(-1, (-1, m)).topk(n).values
+    return float(largest.sum(dtype=torch.float64) / score.sum(dtype=torch.float64))

@@ -7,16 +7,22 @@ from torch import Tensor
 
 from modelopt_sparse.methods.base import Stats
 
-SETTLED = 1e-7  # a row whose gradient has shrunk to this share of its first one, in norm, is at its optimum
+SETTLED = 1e-7  # a row is done when the norm of its gradient has fallen to this share of the first one
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """What layers with one input share: H with unit diagonal ``[..., C, C]``, and the root of its old one."""
+    """The damped Gram matrix H of an input, scaled to a unit diagonal. All layers with this input share it.
+
+    gram: ``[..., C, C]``, the scaled H: H_ij / (root_i root_j).
+    root_C: ``[..., C]``, the root of the diagonal of H. Weights times it are the scaled weights.
+    dead_C: ``[..., C]``, bool: input channels that were zero in all of the calibration data.
+    stats: what H was made from.
+    """
 
     gram: Tensor
     root_C: Tensor
-    dead_C: Tensor  # input channels that were zero in all of the calibration data
+    dead_C: Tensor
     stats: Stats
 
     @classmethod
@@ -33,15 +39,16 @@ class Scaled:
 
 
 def refit(
-    target: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int, pull: Tensor | None = None
+    dense: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int, pull: Tensor | None = None
 ) -> Tensor:
-    """Minimize tr((T - Q) H (T - Q)^T) over Q supported on ``mask``, from ``start``, all ``[..., R, C]``.
+    """Minimize tr((W - Q) H (W - Q)^T) over Q supported on ``mask`` -> Q, all ``[..., R, C]``.
 
-    Conjugate gradients for all rows at once, with one product per iteration and step lengths per row, as every row is
-    a system of its own. ``pull`` is (T - start) H, if it is known.
+    W is ``dense``, H is ``gram``, and Q begins as ``start``. Every row is a linear system of its own: conjugate
+    gradients run for all rows at once, with one matrix product per iteration and a step length for each row. ``pull``
+    is (W - start) H, if the caller has it already.
     """
     solution = start.clone()
-    residual = ((target - start) @ gram if pull is None else pull).masked_fill(~mask, 0)
+    residual = ((dense - start) @ gram if pull is None else pull).masked_fill(~mask, 0)
     direction = residual.clone()
     energy = residual.square().sum(-1, keepdim=True)
     enough = SETTLED**2 * energy
@@ -58,7 +65,7 @@ def refit(
     return solution
 
 
-def squared_error(target: Tensor, solution: Tensor, gram: Tensor) -> Tensor:
-    """The diagonal of E H E^T with E = T - Q, ``[..., R, 1]``, summed in float64."""
-    delta = target - solution
+def squared_error(dense: Tensor, solution: Tensor, gram: Tensor) -> Tensor:
+    """The error of each row, ``[..., R, 1]``: the diagonal of E H E^T with E = W - Q, summed in float64."""
+    delta = dense - solution
     return ((delta @ gram) * delta).sum(-1, keepdim=True, dtype=torch.float64)

@@ -16,29 +16,32 @@ SCOPES = ("row", "matrix")
 
 
 def count_zeros(sparsity: float, size: int) -> int:
-    """Entries to prune out of ``size``: round-half-even(sparsity * size), in exact decimal arithmetic."""
+    """How many of ``size`` entries to prune: round-half-even(sparsity * size), in exact decimal arithmetic."""
     return round(Fraction(str(sparsity)) * size)
 
 
-def keep_largest(score: Tensor, keep: int) -> Tensor:
-    """Bool mask of the ``keep`` largest entries along the last dimension; of equal scores the lower index is kept."""
+def keep_largest(score: Tensor, count: int) -> Tensor:
+    """Bool mask of the ``count`` largest entries along the last dimension; of equal scores the lower index is kept."""
     size = score.shape[-1]
-    if keep <= 0:
+    if count <= 0:
         return torch.zeros_like(score, dtype=torch.bool)
-    if keep >= size:
+    if count >= size:
         return torch.ones_like(score, dtype=torch.bool)
     if score.dtype in (torch.float16, torch.bfloat16):
         score = score.float()  # kthvalue has no half kernels; the order is unchanged
-    threshold = score.kthvalue(size - keep + 1, dim=-1, keepdim=True).values
+    threshold = score.kthvalue(size - count + 1, dim=-1, keepdim=True).values
     above = score > threshold
     tied = score == threshold
-    room = keep - above.sum(-1, keepdim=True)
+    room = count - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
 @dataclass(frozen=True)
 class NM:
-    """N:M sparsity: n kept of every m consecutive weights along the input dimension."""
+    """N:M sparsity: n kept of every m consecutive weights along the input dimension.
+
+    Raises ValueError unless 0 < n <= m.
+    """
 
     n: int
     m: int
@@ -57,7 +60,7 @@ class NM:
         return 1 - self.n / self.m
 
     def with_scope(self, scope: str) -> "NM":
-        """Itself: the scope of N:M is always the group."""
+        """The pattern itself: N:M has no scope to fill in, as it counts in groups."""
         del scope
         return self
 
@@ -70,14 +73,15 @@ class NM:
     def mask(self, score: Tensor) -> Tensor:
         """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept), exactly n of every m columns.
 
-        Every two entries of a group are compared, and kept are those that fewer than n others beat; of equal ones the
-        first wins. That takes a sixth of the time that sorting many small groups does. Scores must not be NaN.
+        Every two entries of a group are compared; of equal scores the first wins. An entry is kept if fewer than n
+        others win against it. This takes a sixth of the time that sorting many small groups does. Scores must not be
+        NaN. Raises ValueError if the pattern does not fit the columns.
         """
         *_, columns = score.shape
         if reason := self.misfit(columns):
             raise ValueError(f"a score of shape {list(score.shape)}: {reason}")
         score_MG = score.unflatten(-1, (columns // self.m, self.m)).movedim(-1, 0).contiguous()
-        # earlier entries that beat this one, less later ones that do not
+        # the number of earlier entries that win against this one, minus the number of later ones that lose against it
         balance_MG = torch.zeros_like(score_MG, dtype=torch.int8 if self.m < 128 else torch.int16)
         for apart in range(1, self.m):
             first_wins = (score_MG[:-apart] >= score_MG[apart:]).view(torch.int8)
@@ -98,10 +102,13 @@ class NM:
 
 @dataclass(frozen=True)
 class Unstructured:
-    """Any positions: ``sparsity`` of each scope is pruned.
+    """Unstructured sparsity: zeros at any positions.
 
-    ``scope="row"`` prunes the same count in every output row, ``"matrix"`` counts over the whole matrix; None takes
-    the method's own default (reported).
+    sparsity: the pruned fraction, in [0, 1).
+    scope: "row" prunes the same number of weights in every output row, "matrix" counts over the whole matrix. None
+      takes the default of the method, which the report names.
+
+    Raises ValueError for other values.
     """
 
     sparsity: float
@@ -125,14 +132,15 @@ class Unstructured:
         return self if self.scope else Unstructured(self.sparsity, scope)
 
     def misfit(self, columns: int) -> str | None:
+        """None: any number of columns can take the pattern."""
         del columns
         return None
 
     def mask(self, score: Tensor) -> Tensor:
         """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept) with the exact count per scope."""
         flat = score if self._scope() == "row" else score.flatten(-2)
-        keep = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
-        return keep_largest(flat, keep).view(score.shape)
+        count = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
+        return keep_largest(flat, count).view(score.shape)
 
     def count_kept_wrong(self, mask: Tensor) -> int:
         """Scopes (rows or matrices) of a mask whose number of zeros is not the exact one."""
@@ -152,14 +160,17 @@ Pattern = NM | Unstructured
 
 
 def parse_pattern(value: object) -> Pattern:
-    """``"2:4"``, ``"2:4 sparsity"`` (ModelOpt), ``0.5``, ``"50%"``, ``"50% per row"`` or a pattern -> a pattern."""
+    """``"2:4"``, ``"2:4 sparsity"`` (ModelOpt), ``0.5``, ``"50%"``, ``"50% per row"`` or a pattern -> a pattern.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, (NM, Unstructured)):
         return value
     if isinstance(value, str):
-        if found := re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)(\s+sparsity)?\s*", value):
-            return NM(int(found[1]), int(found[2]))
-        if found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%(?:\s+per\s+(\w+))?\s*", value):
-            return Unstructured(float(Fraction(found[1]) / 100), found[2])
+        if match := re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)(\s+sparsity)?\s*", value):
+            return NM(int(match[1]), int(match[2]))
+        if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%(?:\s+per\s+(\w+))?\s*", value):
+            return Unstructured(float(Fraction(match[1]) / 100), match[2])
         if re.fullmatch(r"\s*0?\.\d+\s*", value):
             return Unstructured(float(value))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -1,8 +1,9 @@
 """Polish: the best values for the weights that a mask keeps, one layer at a time, by masked conjugate gradients.
 
-With H = X^T X + damping it minimizes tr((W - Q) H (W - Q)^T) over all Q supported on the mask, which is what ALPS ends
-with (Meng et al. 2024, arXiv 2406.07831, algorithm 2), for a mask and start from anywhere. The damping pulls towards
-the dense weights. Everything happens in a scaling that gives H a unit diagonal, which is Jacobi's preconditioner.
+With H = X^T X + damping it minimizes tr((W - Q) H (W - Q)^T) over all Q supported on the mask. ALPS ends with the same
+step (Meng et al. 2024, arXiv 2406.07831, algorithm 2); here the mask and the values to start from may come from any
+method. The damping pulls the weights towards the dense ones. The layer is scaled first, so that H has a unit diagonal,
+which is Jacobi's preconditioner.
 """
 
 import torch
@@ -17,15 +18,16 @@ DAMPING = 0.01  # relative to the mean of the Gram matrix's diagonal
 def polish(weight: Tensor, solution: Solution, state: Scaled, iterations: int) -> Solution:
     """A solution of the dense weight ``[..., R, C]`` -> one with the same mask and better values.
 
-    At most ``iterations`` of conjugate gradients; a row whose damped error is not lower afterwards, as written in the
-    weight's dtype, keeps the values that it came with. Inputs are left untouched.
+    ``iterations`` is the most that conjugate gradients take. The error of a row is compared before and after, with the
+    values rounded to the weight's dtype and with damping; a row whose error is not lower keeps its old values. Inputs
+    are left untouched.
     """
     root = state.root_C.unsqueeze(-2)
-    target, start = (x.to(root.dtype) * root for x in (weight, solution.weight))
-    pull = (target - start) @ state.gram  # a large product, which the refit and the guard share
-    found = refit(target, start, solution.mask, state.gram, iterations, pull)
-    values = written(found / root, solution.mask, weight.dtype)
-    before = (pull * (target - start)).sum(-1, keepdim=True, dtype=torch.float64)
-    better = squared_error(target, values.to(root.dtype) * root, state.gram) < before
+    scaled, start = (x.to(root.dtype) * root for x in (weight, solution.weight))
+    pull = (scaled - start) @ state.gram  # a large product, needed by `refit` and for the error before
+    refitted = refit(scaled, start, solution.mask, state.gram, iterations, pull)
+    values = written(refitted / root, solution.mask, weight.dtype)
+    before = (pull * (scaled - start)).sum(-1, keepdim=True, dtype=torch.float64)
+    better = squared_error(scaled, values.to(root.dtype) * root, state.gram) < before
     values = torch.where(better, values, solution.weight)
     return Solution(values, solution.mask, relative_error(weight, values, state.stats), solution.notes)

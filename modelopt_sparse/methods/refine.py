@@ -10,7 +10,7 @@ With the ``coupling`` A_ij = 2 w_i w_j H_ij and the ``pull`` v_j = 2 w_j c_j, th
 
     (v_u + A_uu / 2) + (-v_p + A_pp / 2) - A_up
 
-Shape letters: R rows (out features), C columns (in features), S columns among which is swapped: an N:M group, or the
+Shape letters: R rows (out features), C columns (in features), S columns that a swap chooses from: an N:M group, or the
 shortlist of a row.
 """
 
@@ -22,17 +22,22 @@ from torch import Tensor
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, keep_largest
 
-DAMPING = 0.3  # what `sparsify` adds to the Gram matrix's diagonal, relative to it: swaps overfit without
-BLOCK = 128  # columns of groups that one product with the Gram matrix brings up to date
-SHORTLIST = 16  # columns to prune, and as many to restore, that a row chooses from; also its most swaps in a round
+# the `damping` with which `sparsify` calls `refine`, relative to the diagonal of the Gram matrix: without it swaps
+# overfit to the calibration data
+DAMPING = 0.3
+BLOCK = 128  # columns whose correlations z H are computed in one product, for N:M patterns
+# a row chooses among this many kept columns to prune, and as many pruned ones to restore; it makes at most this many
+# swaps in a round
+SHORTLIST = 16
 
 
 def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps: int, damping: float = 0.0) -> Tensor:
-    """A mask ``[..., R, C]`` that holds the same pattern and leaves each row at most the error of the given one.
+    """A mask ``[..., R, C]`` of the same pattern, under which no row has a larger error than under ``mask``.
 
-    ``weight`` is dense; the values of kept weights do not change. Needs ``stats.gram``, which may lack leading
-    dimensions of the weight (shared by its matrices). Swaps stay in a row, and of N:M in a group, so that all counts
-    stay. Ends after ``sweeps`` or when none improves a row; ties go to the lower index.
+    ``weight`` is dense, and the values of its weights do not change. ``stats.gram`` is needed; it lacks leading
+    dimensions of the weight if its matrices share one input. A swap prunes and restores a weight of the same row, and
+    with N:M of the same group, so that all counts stay. It ends after ``sweeps`` rounds, or when a round improves no
+    row. Ties go to the lower index.
     """
     assert stats.gram is not None
     work = torch.promote_types(weight.dtype, torch.float32)
@@ -45,10 +50,10 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
             swapped = _sweep_groups(dense, mask, gram, pattern.m)
         else:
             swapped = _sweep_rows(dense, mask, gram)
-        found = _objective(dense, swapped, gram)
-        # rounding can make a swap look like a gain: a row whose error did not fall goes back
-        better = found < error
-        mask, error = torch.where(better, swapped, mask), torch.where(better, found, error)
+        error_after = _objective(dense, swapped, gram)
+        # because of rounding a swap can seem to lower the error: a row whose error did not fall keeps its old mask
+        better = error_after < error
+        mask, error = torch.where(better, swapped, mask), torch.where(better, error_after, error)
         if not better.any():
             break
     return mask
@@ -73,8 +78,12 @@ def _sweep_groups(dense: Tensor, mask: Tensor, gram: Tensor, m: int) -> Tensor:
 
 
 def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
-    """About C / 8 swaps of every row at most, in rounds. A round looks at the SHORTLIST kept columns that alone cost
-    least and the SHORTLIST pruned ones that alone gain most, and swaps the best pair of them until none improves."""
+    """At most about C / 8 swaps of every row, in rounds.
+
+    The shortlist of a round holds the SHORTLIST kept columns that cost least if they alone are pruned, and the
+    SHORTLIST pruned columns that gain most if they alone are restored. The best pair of these is swapped, again and
+    again, until no swap lowers the error.
+    """
     columns = dense.shape[-1]
     alone = dense.square() * gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     grams = gram.expand(*dense.shape[:-2], columns, columns).flatten(-2)
@@ -84,14 +93,14 @@ def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
         pairs = (index.unsqueeze(-1) * columns + index.unsqueeze(-2)).flatten(-3)
         gram_RSS = torch.take_along_dim(grams, pairs, -1).view(*index.shape, -1)
         coupling, pull = _coupling(dense.gather(-1, index), gram_RSS), pull.gather(-1, index)
-        kept = mask.gather(-1, index)
+        shortlist_mask = mask.gather(-1, index)
         for _ in range(SHORTLIST):
-            after = _swap(coupling, pull, kept)
-            if torch.equal(after, kept):
+            after = _swap(coupling, pull, shortlist_mask)
+            if torch.equal(after, shortlist_mask):
                 break
-            pull += (_flips(kept, after, pull.dtype).unsqueeze(-2) @ coupling).squeeze(-2)
-            kept = after
-        swapped = mask.scatter(-1, index, kept)
+            pull += (_flips(shortlist_mask, after, pull.dtype).unsqueeze(-2) @ coupling).squeeze(-2)
+            shortlist_mask = after
+        swapped = mask.scatter(-1, index, shortlist_mask)
         if torch.equal(swapped, mask):
             break
         mask = swapped
@@ -99,9 +108,10 @@ def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
 
 
 def _shortlist(change: Tensor, mask: Tensor) -> Tensor:
-    """Indices ``[..., R, S]``, ascending, of the SHORTLIST smallest changes of kept and of pruned columns each.
+    """Indices ``[..., R, S]``, ascending: the SHORTLIST kept and the SHORTLIST pruned columns of the smallest changes.
 
-    A row that has fewer of one kind, and equal changes, fill up with the lowest indices.
+    Of equal changes the lowest indices come first. A row with fewer columns of one kind is filled up with the lowest
+    indices.
     """
     best = torch.zeros_like(mask)
     for kind in (mask, ~mask):
@@ -111,7 +121,7 @@ def _shortlist(change: Tensor, mask: Tensor) -> Tensor:
 
 
 def _swap(coupling: Tensor, pull: Tensor, mask: Tensor) -> Tensor:
-    """The mask ``[..., R, S]`` after the best swap of each row, or as it was where no swap lowers the error."""
+    """The mask ``[..., R, S]`` after the best swap of each row; a row in which no swap lowers the error stays."""
     change = torch.where(mask, pull, -pull) + coupling.diagonal(dim1=-2, dim2=-1) / 2
     prune = change.masked_fill(~mask, torch.inf).unsqueeze(-1)
     restore = change.masked_fill(mask, torch.inf).unsqueeze(-2)

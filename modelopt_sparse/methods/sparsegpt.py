@@ -2,12 +2,12 @@
 
 With H = X^T X + damping = U U^T (U upper triangular), R = U^-1 is the factor that the paper takes from H^-1 = R^T R.
 The columns are swept from left to right: pruning w_j leaves err_j = w_j / R_jj, and the columns to its right move by
--err_j R_j,: (paper, equation 3 and algorithm 1). Instead of updating everything to the right of a block at once, each
-block is brought up to date when its turn comes:
+-err_j R_j,: (paper, equation 3 and algorithm 1). The paper updates all columns to the right of a block at once. Here
+each block is brought up to date when its turn comes:
 
     V_b = W_b - (Q - W)_{<b} U_{<b,b} R_bb
 
-which needs neither an inverse of H nor the Cholesky factor of one, and writes each weight once.
+This needs neither an inverse of H nor the Cholesky factor of one, and writes each weight once.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,21 @@ from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, rel
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.methods.sweep import eliminate
 
-MAX_DAMPING = 1.0
+MAX_DAMPING = 1.0  # relative to the mean of the Gram matrix's diagonal
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What all layers with one input share: the upper factor U of the damped Gram matrix, ``[..., C, C]``."""
+    """The factor of an input's damped Gram matrix. All layers with this input share it.
+
+    upper: ``[..., C, C]``, the upper factor U.
+    dead_C: ``[..., C]``, bool: input channels that were zero in all of the calibration data.
+    stats: what it was made from.
+    notes: for the report, if more damping or float64 was needed.
+    """
 
     upper: Tensor
-    dead_C: Tensor  # input channels that were zero in all of the calibration data
+    dead_C: Tensor
     stats: Stats
     notes: tuple[str, ...]
 
@@ -79,9 +85,10 @@ class SparseGPT(Method):
 
 
 def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[Tensor, tuple[str, ...]]:
-    """Upper U with matrix + damping = U U^T, climbing the ladder: more damping, then float64, then an error.
+    """Upper U with matrix + damping = U U^T, and a note if it was not found at the first attempt.
 
-    The factor comes from the Cholesky factor of the matrix with its rows and columns reversed.
+    Attempts are made with more and more damping, then the same in float64. If all of them fail, ValueError is raised. U
+    comes from the Cholesky factor of the matrix with its rows and columns reversed.
     """
     levels = [damping]
     while levels[-1] < MAX_DAMPING:

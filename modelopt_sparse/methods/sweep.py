@@ -1,7 +1,7 @@
 """SparseGPT's sweep over one block of columns (Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1, inner loop).
 
-Two paths compute the same: plain torch, for every dtype, device and pattern, and one fused Triton kernel, as the torch
-path is a chain of a few small operations for every column, which on a GPU costs more than the arithmetic in it.
+Two paths compute the same: plain torch, for every dtype, device and pattern, and one fused Triton kernel. The torch
+path is a chain of a few small operations for every column; on a GPU launching them takes longer than their arithmetic.
 """
 
 import importlib.util
@@ -11,17 +11,19 @@ from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, count_zeros, keep_largest
 
-WIDEST_GROUP = 16  # M of N:M that the kernel takes: it unrolls a group
-WIDEST_BLOCK = 256  # columns of a block that the kernel takes: a row of it stays in registers
+WIDEST_GROUP = 16  # largest M of N:M that the kernel takes, as it unrolls a group
+WIDEST_BLOCK = 256  # most columns of a block that the kernel takes, as a row of the block stays in registers
 
 
 def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns: weights ``[..., R, b]`` and R_bb ``[..., b, b]`` -> (pruned weights, mask).
 
-    R_bb may lack leading dimensions of the weights (shared by their matrices). An N:M group is chosen on the weights as
-    compensated so far; an unstructured block, which begins at column ``start`` of the matrix, is chosen as a whole when
-    the sweep enters it. Goes through the kernel where `takes` allows it on a CUDA device with Triton installed; all
-    else, above all the CPU and float64, through torch.
+    R_bb is ``inverse``; it lacks leading dimensions of the weights if their matrices share it. ``start`` is the block's
+    first column in the matrix. The mask of an N:M group is chosen when the sweep comes to the group, from the weights
+    as updated so far; that of an unstructured block as a whole, before the sweep.
+
+    The kernel runs where `takes` and `has_kernels` allow it. Everything else, above all the CPU and float64, goes
+    through torch.
     """
     block = current.shape[-1]
     pivot_b = inverse.diagonal(dim1=-2, dim2=-1)
@@ -33,7 +35,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
         from modelopt_sparse.methods.sweep_triton import sweep  # Triton is imported where it is used, and only then
 
         return sweep(current, inverse, choice)
-    # turned, so that a column of the block is contiguous
+    # transposed, so that a column of the block is contiguous
     values = _turned(current, inverse).clone(memory_format=torch.contiguous_format)
     mask = torch.empty_like(values, dtype=torch.bool)
     errors = torch.empty_like(values)
@@ -45,7 +47,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
     pivot_b1 = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
     def update(first: int, last: int, end: int) -> None:
-        """What the errors of columns from ``first`` to ``last`` do to those from there to ``end``."""
+        """Apply the errors of the columns [first, last) to the columns [last, end)."""
         if last < end:
             rest, factors = values[..., last:end, :], inverse[..., first:last, last:end].mT
             add = rest.addmm_ if rest.dim() == 2 else rest.baddbmm_
@@ -60,8 +62,9 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
             dropped = values[..., j, :].masked_fill(mask[..., j, :], 0)
             errors[..., j, :] = dropped / pivot_b1[..., j, :]
             update(j, j + 1, last)
-        # Of the units that are done, the last 2^t update the next 2^t, where 2^t is the largest that divides their
-        # number: each unit updates each later one once, before its turn, and most of the work is in large products.
+        # After each unit the last 2^t units that are done update the next 2^t, where 2^t is the largest power of two
+        # that divides the number of those done. So each unit updates each later one once, before that one's turn, and
+        # most of the work is in large products.
         done = last // unit
         reach = (done & -done) * unit
         update(last - reach, last, min(last + reach, block))
@@ -69,26 +72,28 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
 
 
 def _turned(x_RC: Tensor, inverse: Tensor) -> Tensor:
-    """``[..., R, b]`` -> ``[b, R]``, with the rows of all matrices, if they share a factor; otherwise ``[E, b, R]``."""
+    """``[..., R, b]`` -> ``[b, R]``, the rows of all matrices, if they share ``inverse``; otherwise ``[E, b, R]``."""
     return x_RC.flatten(0, -2).mT if inverse.dim() == 2 else x_RC.flatten(0, -3).mT
 
 
 def takes(current: Tensor, pattern: Pattern) -> bool:
-    """Whether the kernel is written for such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP."""
+    """Whether the kernel can sweep such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP."""
     narrow = not isinstance(pattern, NM) or pattern.m <= WIDEST_GROUP
     return current.dtype == torch.float32 and current.shape[-1] <= WIDEST_BLOCK and narrow
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run there: on CUDA devices of compute capability 7.0 (Volta) or later, if Triton is
-    installed, which torch's CUDA builds for Linux bring along."""
+    """Whether Triton kernels run on a device: CUDA, compute capability 7.0 (Volta) or later, and Triton installed.
+
+    torch's CUDA builds for Linux bring Triton along.
+    """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
-    """Mask of one column block; the blocks' zeros add up to the exact count of the row or the matrix."""
+    """Mask of one column block. The zeros of all blocks add up to the exact count of the row or the matrix."""
     *_, rows, block = score.shape
     per_column = 1 if pattern.scope == "row" else rows
 

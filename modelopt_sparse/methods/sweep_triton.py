@@ -1,11 +1,15 @@
 """The sweep over one block of columns as one Triton kernel. Importing this file imports Triton.
 
-A program owns a tile of rows of one matrix, all columns of the block, in float32 registers: rows are independent given
-R_bb. It goes from group to group (of N:M, or of STEP columns), takes the group's columns out of the tile, chooses what
-to keep, eliminates one column after the other, and brings the columns to the right up to date.
+A program owns a tile: some rows of one matrix, with all columns of the block, in float32 registers. Rows do not depend
+on each other. The program goes from group to group (of N:M, or of STEP columns). In each it
 
-Shape letters: T rows of the tile, G groups, S slots of a group; G and S are rounded up to powers of two, as Triton
-wants them, and what that adds is masked out.
+1. takes the group's columns out of the tile;
+2. chooses the weights to keep;
+3. eliminates one column after the other;
+4. updates the columns to the right.
+
+Shape letters: T rows of the tile, G groups, S slots of a group. G and S are rounded up to powers of two, which Triton
+requires, and the additional groups and slots are masked out.
 """
 
 import torch
@@ -15,14 +19,15 @@ from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM
 
-STEP = 8  # columns of a group where groups mean nothing to the pattern
-TILE = 2048  # weights that a program holds
+STEP = 8  # columns of a group if the pattern is not N:M
+TILE = 2048  # weights in a tile
 
 
 def sweep(current: Tensor, inverse: Tensor, choice: NM | Tensor) -> tuple[Tensor, Tensor]:
     """Weights ``[..., R, b]`` and R_bb ``[..., b, b]``, float32 -> (pruned weights, mask). Inputs are left untouched.
 
-    ``choice`` is the N:M pattern to choose by, or the mask. R_bb may lack leading dimensions of the weights.
+    ``choice`` is the N:M pattern, by which the kernel chooses the mask, or the mask itself. R_bb is ``inverse``; it
+    lacks leading dimensions of the weights if their matrices share it.
     """
     current = current.contiguous()
     *lead, rows, columns = current.shape
@@ -30,9 +35,9 @@ def sweep(current: Tensor, inverse: Tensor, choice: NM | Tensor) -> tuple[Tensor
     inverse = (inverse.expand(*lead, columns, columns) if own else inverse).contiguous()
     pruned = torch.empty_like(current)
     if isinstance(choice, NM):
-        kept, m, mask = choice.n, choice.m, torch.empty_like(current, dtype=torch.bool)
+        n, m, mask = choice.n, choice.m, torch.empty_like(current, dtype=torch.bool)
     else:
-        kept, m, mask = 0, min(STEP, columns), choice.expand(current.shape).contiguous()
+        n, m, mask = 0, min(STEP, columns), choice.expand(current.shape).contiguous()
     slots, groups = triton.next_power_of_2(m), triton.next_power_of_2(triton.cdiv(columns, m))
     tile = max(1, TILE // (slots * groups))
     tiles = triton.cdiv(rows, tile)
@@ -40,7 +45,7 @@ def sweep(current: Tensor, inverse: Tensor, choice: NM | Tensor) -> tuple[Tensor
     if programs:
         flags = mask.view(torch.uint8)
         factor_size = columns * columns if own else 0
-        sizes = {"KEPT": kept, "M": m, "T": tile, "G": groups, "S": slots}
+        sizes = {"KEPT": n, "M": m, "T": tile, "G": groups, "S": slots}
         with torch.cuda.device_of(current):
             launch = _sweep[(programs,)]  # pyright: ignore[reportIndexIssue]
             launch(current, inverse, pruned, flags, rows, columns, tiles, factor_size, **sizes)
@@ -57,7 +62,7 @@ def _sweep(
     columns,
     tiles,
     factor_size,
-    KEPT: tl.constexpr,  # N of N:M, or 0 if the mask is given
+    KEPT: tl.constexpr,  # N of N:M, or 0 if the mask is read from flags
     M: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
@@ -81,7 +86,7 @@ def _sweep(
         group_TS = tl.sum(tl.where((group_G * M == first)[None, :, None], values_TGS, 0.0), axis=1)
 
         if KEPT:
-            # divisions are the exact ones of torch, so that ties are ties here as well
+            # divisions round as those of torch do, so that scores that tie there tie here
             score_TS = tl.div_rn(group_TS * group_TS, tl.broadcast_to((pivot_S * pivot_S)[None, :], (T, S)))
             above_TS = tl.zeros((T, S), tl.int32)  # slots of larger score; of equal ones the lower index is kept
             for i in range(M):

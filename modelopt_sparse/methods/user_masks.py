@@ -10,8 +10,10 @@ from modelopt_sparse.methods.patterns import Pattern
 
 
 class GivenMask(Method):
-    """The mask of one layer, ``[..., R, C]`` (bool, True = kept), that `sparsify` was given with ``masks=``; kept
-    weights stay bit for bit what they were."""
+    """The mask of one layer, ``[..., R, C]`` (bool, True = kept), from the option ``masks`` of `sparsify`.
+
+    Kept weights stay bit for bit what they were.
+    """
 
     name = "masks"
     rows_independent = True

@@ -1,5 +1,6 @@
-"""How a type of weight is a matrix [..., R, C], and which rows [..., T, C] meet it. Those of fused experts stand in
-experts.py.
+"""Adapters: how a type of weight is seen as a matrix [..., R, C], and which rows [..., T, C] it is multiplied with.
+
+Those of fused experts stand in experts.py.
 
 Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
 group. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection).
@@ -16,7 +17,10 @@ from torch import Tensor
 
 
 class Adapter(ABC):
-    """How one type of weight is a matrix, and where its input is seen. Stateless; one instance per type."""
+    """How one type of weight is seen as a matrix, and how its inputs are read. Stateless; one instance per type.
+
+    ``module`` is in each method the module that holds the weight.
+    """
 
     title: str
 
@@ -31,18 +35,22 @@ class Adapter(ABC):
         return matrix
 
     def columns(self, module: Any, weight: Tensor) -> int:
-        """Consecutive input channels that an N:M group may span."""
+        """How many consecutive input channels there are for N:M groups to lie in."""
         return self.matrix(module, weight).shape[-1]
 
     @abstractmethod
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """The tensors that meet the weight in one call of the hooked module."""
+        """The tensors that the weight is multiplied with in one call of the hooked module, from its arguments."""
 
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Tensor]:
-        """Inputs as chunks of rows ``[..., T, C]``; ``keep`` (bool, the input's leading shape) drops padding tokens."""
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
+        """Inputs as chunks of rows ``[..., T, C]``.
+
+        ``token_mask`` (bool, shaped like an input without its last dimension) is True for real tokens and False for
+        padding, which is left out. None: there is no padding.
+        """
         del module
         (x,) = inputs
-        yield x.reshape(-1, x.shape[-1]) if keep is None else x[keep]
+        yield x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask]
 
     def signature(self, module: Any) -> tuple:
         """Layers with the same input share statistics only if their signatures are equal."""
@@ -75,7 +83,7 @@ class _HFConv1DAdapter(_LinearAdapter):
 class _ConvAdapter(Adapter):
     """Convolutions: [out, I, *kernel] as [groups, out / groups, K * I], input channels innermost.
 
-    So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads it.
+    So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads the weight.
     """
 
     title = "Conv"
@@ -95,8 +103,8 @@ class _ConvAdapter(Adapter):
     def inputs(self, module: Any, args, kwargs):
         return (args[0] if args else kwargs["input"],)
 
-    def rows(self, module: Any, inputs, keep):
-        assert keep is None  # patches mix padding with its neighbours; such inputs are refused before they come here
+    def rows(self, module: Any, inputs, token_mask):
+        assert token_mask is None  # patches mix padding with real tokens; the run refuses such inputs before
         (x,) = inputs
         spatial = len(module.kernel_size)
         if x.dim() == spatial + 1:  # unbatched
@@ -123,7 +131,7 @@ class _ConvAdapter(Adapter):
 
 
 def _pad(module: Any, x: Tensor) -> Tensor:
-    """The convolution's own padding, applied: "same", "valid", numbers; zeros, reflect, replicate or circular."""
+    """``x`` with the padding that the convolution itself would add, in each of torch's modes."""
     if module.padding == "valid":
         return x
     sides: list[int] = []
@@ -153,8 +161,8 @@ class _InProjAdapter(Adapter):
         q, k, v = _query_key_value(args, kwargs)
         return (q,) if q is k and k is v else (q, k, v)
 
-    def rows(self, module: Any, inputs, keep):
-        flat = [x.reshape(-1, x.shape[-1]) if keep is None else x[keep] for x in inputs]
+    def rows(self, module: Any, inputs, token_mask):
+        flat = [x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask] for x in inputs]
         if len(flat) == 1:
             yield flat[0]  # one Gram matrix serves all three
             return
@@ -180,7 +188,8 @@ class _SeparateProjAdapter(_LinearAdapter):
 class _OutProjAdapter(_LinearAdapter):
     """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
 
-    Its input is what the attention gives when the output projection is the identity, with a mask that keeps all of it.
+    Its input is what the attention returns when the output projection is replaced by the identity (and its mask by
+    one that is True everywhere).
     """
 
     title = "MultiheadAttention.out_proj"

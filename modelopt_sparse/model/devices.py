@@ -1,4 +1,4 @@
-"""Devices: where a module runs, what is free there, and what it takes to run a block on another one."""
+"""Devices: where a module runs, how much memory is free there, and how to run a block on another device."""
 
 import ctypes
 import gc
@@ -11,29 +11,36 @@ import torch
 from torch import nn
 
 from modelopt_sparse.model.nested import map_tensors
+from modelopt_sparse.model.offload import execution_device, has_hook
 
 
 def give_back_freed_memory() -> None:
-    """glibc keeps the memory of freed tensors of middle size in pieces, which grow with every block that comes and
-    goes; other C libraries have no such call."""
+    """Have glibc return freed memory to the system.
+
+    By itself glibc holds on to the memory of freed tensors of middle size, more with every block that is loaded and
+    dropped. Other C libraries have no such call, and nothing happens.
+    """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where the model's inputs go: its first parameter that is not offloaded, or its first hook's device."""
+    """The device that the model's inputs go to.
+
+    It is that of the first parameter with values, else the first that a hook of accelerate runs on, else the CPU.
+    """
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             return parameter.device
     for module in model.modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        device = execution_device(module)
         if device is not None:
-            return torch.device(device)
+            return device
     return torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on an accelerator, with what torch holds of it for nothing; 0 for one that does not tell."""
+    """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return 0
@@ -42,14 +49,15 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: bool = False) -> Iterator[None]:
-    """While entered, every call of the block runs on ``device`` and gives its outputs back where the block came from
-    (``stays``: leaves them there).
+    """While entered, every call of the block runs on ``device``.
 
-    ``resident``: the weights are there all the time; otherwise they move for each call. Blocks that accelerate moves by
-    itself, and blocks that are on the device already, are left alone.
+    resident: the weights stay on ``device`` until the end; otherwise they move there and back for each call.
+    stays: outputs stay on ``device``; otherwise they move to the device that the block came from.
+
+    Nothing happens to a block that is on ``device`` already, and to one that accelerate moves.
     """
     home = input_device(block)
-    if home == device or any(hasattr(module, "_hf_hook") for module in block.modules()):
+    if home == device or has_hook(block):
         yield
         return
 
@@ -64,7 +72,7 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
             module.to(home)
         return output if stays else map_tensors(lambda x: x.to(home), output)
 
-    # the outputs move before anybody else sees them: links between blocks are found by identity
+    # the outputs move before other hooks see them: which block's output is whose input is told by identity
     with (
         block.register_forward_pre_hook(before, with_kwargs=True),
         block.register_forward_hook(after, prepend=True),
@@ -77,19 +85,20 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
             block.to(home)
 
 
-# how those say it that raise a plain RuntimeError: the CPU's allocator, C++'s, and two of CUDA's libraries
+# what the message of a plain RuntimeError holds if memory has run out, in the CPU's allocator, in C++'s, and in two of
+# CUDA's libraries
 WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, on whatever device."""
+    """Whether an error says that an allocation has failed, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 def free_what_can_be_freed() -> None:
-    """Memory that nothing uses, back to the devices and to the system."""
+    """Return memory that nothing uses to the devices and to the system."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

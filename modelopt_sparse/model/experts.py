@@ -1,9 +1,13 @@
 """Fused experts of transformers' mixtures: one parameter [E, ...] holds a matrix for each expert, and the router says
-which rows meet which.
+which rows go to which expert.
 
-Three ways to call them: transformers' experts interface (hidden states and the chosen experts of each token), Llama 4
-(hidden states scaled by the router's score), and JetMoe's ParallelExperts (rows sorted by expert). Forward pre-hooks
-see all of that, so that the model runs its own implementation and nothing is registered anywhere.
+transformers calls them in three ways:
+
+- its experts interface: hidden states, and the chosen experts of each token;
+- Llama 4: hidden states, scaled by the router's score;
+- JetMoe's ParallelExperts: rows sorted by expert.
+
+Forward pre-hooks see these arguments, so that the model runs its own implementation.
 
 Shape letters: E experts, T tokens, K experts of a token, S = T * K routed rows, R rows and C columns of a matrix.
 """
@@ -27,7 +31,10 @@ FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
 
 @dataclass(frozen=True)
 class Route:
-    """Rows that meet the matrix of one expert: ``source[at]`` [T, C], or all of ``source``. Routes may share one."""
+    """The rows [T, C] of one expert: ``source[at]``, or all of ``source`` if ``at`` is None.
+
+    Several routes may share one ``source``, each with its own ``at``.
+    """
 
     expert: int
     source: Tensor
@@ -39,28 +46,35 @@ class Route:
 
 
 class RoutedAdapter(Adapter):
-    """A fused parameter as ``[E, R, C]``, each of whose matrices meets rows of its own."""
+    """A fused parameter as ``[E, R, C]``: each of its matrices is multiplied with rows of its own."""
 
     title = "Experts"
-    # whether it can be told what an expert would see if every token went to it
+    # whether `all_tokens` is implemented
     sees_all_tokens = True
 
     @abstractmethod
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Route]:
-        """The rows of each expert that is given any. ``keep`` (bool, one for each row of the inputs) drops padding."""
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        """The rows of each expert that gets any.
 
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None, expert: int) -> Tensor:
-        """The rows ``[T, C]`` that one expert would meet if every token were routed to it."""
-        # adapters that cannot tell have sees_all_tokens = False, and the plan refuses experts="all_tokens" for them
+        ``token_mask`` (bool, one for each row of the inputs) is True for real tokens and False for padding, which is
+        left out. None: there is no padding.
+        """
+
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
+        """The rows ``[T, C]`` that one expert would get if every token were routed to it."""
+        # not called where sees_all_tokens is False: the plan refuses experts="all_tokens"
         raise NotImplementedError(f"{self.title} are given their own rows alone")
 
     def signature(self, module: Any) -> tuple:
         del module
-        return (self,)  # gate_up and down are told from the same inputs and do not see the same
+        return (self,)  # gate_up and down are hooked at the same module, and their rows are not the same
 
 
 class _FusedAdapter(RoutedAdapter):
-    """gate_up_proj (or up_proj) and down_proj of one module; the second sees what the first one makes of its rows."""
+    """gate_up_proj (or up_proj) and down_proj of one module.
+
+    ``second`` is True for down_proj, whose rows are computed from those of the first matrix.
+    """
 
     def __init__(self, *, second: bool) -> None:
         self.second = second
@@ -75,33 +89,35 @@ class _FusedAdapter(RoutedAdapter):
     def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
         return matrix.mT.contiguous() if self.transposed(module) else matrix
 
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Route]:
-        for route in self.chosen(inputs if keep is None else tuple(x[keep] for x in inputs), _experts_of(module)):
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        for route in self.chosen(
+            inputs if token_mask is None else tuple(x[token_mask] for x in inputs), _experts_of(module)
+        ):
             yield Route(route.expert, self.hidden(module, route.expert, route.rows)) if self.second else route
 
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None, expert: int) -> Tensor:
-        rows = self.everyone(inputs if keep is None else tuple(x[keep] for x in inputs), expert)
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
+        rows = self.everyone(inputs if token_mask is None else tuple(x[token_mask] for x in inputs), expert)
         return self.hidden(module, expert, rows) if self.second else rows
 
     @abstractmethod
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        """The rows that the first matrix of each expert meets."""
+        """The rows of the first matrix of each expert."""
 
     @abstractmethod
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        """The rows that the first matrix of one expert would meet if every token were routed to it."""
+        """The rows of the first matrix of one expert, if every token were routed to it."""
 
     @abstractmethod
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        """What the second matrix of an expert is given for these rows of the first, with the weights as they are."""
+        """The rows of an expert's second matrix, computed from ``rows`` of the first with its present weights."""
 
 
 class _InterfaceAdapter(_FusedAdapter):
     """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...)."""
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        given = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
-        _, hidden, index, *_ = given.values()
+        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
+        _, hidden, index, *_ = arguments.values()
         return hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
 
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
@@ -118,7 +134,7 @@ class _InterfaceAdapter(_FusedAdapter):
         return inputs[0]
 
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        gated = getattr(module, "has_gate", True)  # transformers 5.0 knows no other
+        gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
         name = FIRST[0] if gated else FIRST[1]
         weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
         bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if module.has_bias else None
@@ -127,7 +143,7 @@ class _InterfaceAdapter(_FusedAdapter):
 
 
 class _Llama4Adapter(_FusedAdapter):
-    """Llama4TextExperts, seen where the mixture around it is called: its rows are scaled by the router's score."""
+    """Llama4TextExperts, hooked at the mixture around it: its rows are scaled by the router's score."""
 
     def transposed(self, module: Any) -> bool:
         del module
@@ -155,19 +171,22 @@ class _Llama4Adapter(_FusedAdapter):
 
 
 class _ParallelAdapter(RoutedAdapter):
-    """JetMoe's ParallelExperts (also of Granite before it took up the interface): called with rows sorted by expert,
-    and how many each of them gets. What other rows would look like is not known here."""
+    """JetMoe's ParallelExperts, also Granite's in older versions of transformers.
+
+    They are called with the rows sorted by expert, and with the number of rows of each expert. Rows of tokens that were
+    not routed to an expert are not known here.
+    """
 
     sees_all_tokens = False
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        given = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
-        _, rows, sizes = given.values()
+        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
+        _, rows, sizes = arguments.values()
         sizes = torch.as_tensor(sizes, device=rows.device)
         return rows, torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes)
 
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], keep: Tensor | None) -> Iterator[Route]:
-        rows, index = inputs if keep is None else (x[keep] for x in inputs)
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        rows, index = inputs if token_mask is None else (x[token_mask] for x in inputs)
         for expert, part in enumerate(rows.split(index.bincount(minlength=_experts_of(module)).tolist())):
             if len(part):
                 yield Route(expert, part)
@@ -184,29 +203,36 @@ PARALLEL = _ParallelAdapter()
 
 @dataclass(frozen=True)
 class Mixture:
-    """What stands around a module of fused experts: where its rows are seen, and the router that sorted them."""
+    """The modules around fused experts that are needed to read their rows.
+
+    hooked_module: the module whose arguments hold the rows, if it is not the experts' own.
+    router: the module that sorted the rows, if they come sorted.
+    """
 
     hooked_module: nn.Module | None = None
     router: nn.Module | None = None
 
 
 def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
-    """Modules of fused experts that are not seen where they are called themselves, or not without their router."""
-    found: dict[nn.Module, Mixture] = {}
+    """Modules of fused experts whose rows cannot be read from their own arguments alone, each with its `Mixture`."""
+    mixtures: dict[nn.Module, Mixture] = {}
     for parent in model.modules():
         router = getattr(parent, "router", None)
         if not isinstance(router, nn.Module):
             continue
         for child in parent.children():
             if _is(child, "Llama4TextExperts"):
-                found[child] = Mixture(hooked_module=parent)
+                mixtures[child] = Mixture(hooked_module=parent)
             elif _is_parallel(child) and dense_class(router).__name__.endswith("TopKGating"):
-                found[child] = Mixture(router=router)
-    return found
+                mixtures[child] = Mixture(router=router)
+    return mixtures
 
 
 def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> RoutedAdapter | str | None:
-    """The adapter of a parameter of fused experts, the reason why it cannot be pruned, or None for all others."""
+    """What a parameter of fused experts is: its adapter, or the reason why it cannot be pruned.
+
+    None for a parameter that belongs to no fused experts.
+    """
     weight = module.get_parameter(param)
     if _has_interface(module):
         if weight.dim() == 3 and param in (*FIRST, SECOND):
@@ -228,11 +254,12 @@ def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Ro
 
 
 def _has_interface(module: nn.Module) -> bool:
-    """Whether the class was made with ``use_experts_implementation``, which leaves these on it and on its instances."""
+    """Whether the class was made with ``use_experts_implementation``, which adds these two attributes."""
     return callable(getattr(module, "_apply_gate", None)) and isinstance(getattr(module, "is_transposed", None), bool)
 
 
 def _is(module: nn.Module, name: str) -> bool:
+    """Whether the module's class or one of its base classes has this name."""
     return any(base.__name__ == name for base in type(module).__mro__)
 
 

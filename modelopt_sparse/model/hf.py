@@ -1,4 +1,4 @@
-"""What transformers says of a model: its class, its configuration, what its forward takes."""
+"""What transformers knows of a model: its class, its configuration, the arguments of its forward."""
 
 import inspect
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 
 def default_seq_len(model: nn.Module) -> int:
+    """Tokens of a calibration window if the user names no number: 2048, or fewer if the model takes fewer."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
 
@@ -29,10 +30,13 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 def model_class(config: Any, source: str | Path) -> Any:
-    """The transformers class, or the Auto class for a model with its own code, that a config names."""
+    """The model class that a config names: one of transformers, or an Auto class for a model with its own code.
+
+    Raises ValueError if it names none that transformers knows; ``source`` is the folder or hub name for the message.
+    """
     names = config.architectures or []
-    if names and (found := getattr(transformers, names[0], None)) is not None:
-        return found
+    if names and (architecture := getattr(transformers, names[0], None)) is not None:
+        return architecture
     remote = getattr(config, "auto_map", None) or {}
     for auto in remote:
         if auto.startswith("AutoModel") and (not names or remote[auto].endswith(f".{names[0]}")):
@@ -41,7 +45,7 @@ def model_class(config: Any, source: str | Path) -> Any:
 
 
 def empty_model(source: str | Path, **options: Any) -> nn.Module:
-    """The model of a folder or hub name on the meta device; reads its configuration and no weights."""
+    """The model of a folder or hub name, on the meta device: its configuration is read, its weights are not."""
     config = AutoConfig.from_pretrained(source, **options)
     architecture = model_class(config, source)
     with torch.device("meta"):
@@ -49,11 +53,14 @@ def empty_model(source: str | Path, **options: Any) -> nn.Module:
             model = architecture(config)
         else:
             model = architecture.from_config(config, trust_remote_code=options.get("trust_remote_code"))
-    model.tie_weights()  # older versions of transformers leave that out on the meta device
+    model.tie_weights()  # older versions of transformers do not do so on the meta device
     return model
 
 
 def unloaded(info: Mapping[str, Any]) -> list[str]:
-    """What transformers could not match when it loaded a folder."""
+    """One sentence for each tensor that transformers could not match when it loaded a folder.
+
+    ``info`` is what ``from_pretrained`` returns with ``output_loading_info=True``.
+    """
     missing = [f"{name!r} of the model is not in the folder" for name in sorted(info["missing_keys"])]
     return missing + [f"{name!r} has no place in the model" for name in sorted(info["unexpected_keys"])]

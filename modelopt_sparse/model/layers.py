@@ -13,15 +13,17 @@ from modelopt_sparse.model.offload import stored
 
 @dataclass(frozen=True)
 class Layer:
-    """One prunable parameter, ``owner.param``, and where its input is seen.
+    """One prunable parameter, ``owner.param``, and where its input is read.
 
+    name: the module's path, or the parameter's full name if it is not called "weight".
     parameter_name: as in ``model.named_parameters()``.
-    adapter: how the weight is a matrix, and which rows meet it.
-    hooked_modules: the modules in whose calls the input is seen.
+    owner, param: the module that holds the parameter, and the parameter's name there.
+    adapter: how the weight is seen as a matrix, and which rows it is multiplied with.
+    hooked_modules: the modules whose arguments hold the input.
     tied_modules: further modules that hold the same Parameter under the same name (a tied pair of Linears).
-    router: for experts that are handed sorted rows; its second output says which token each row is.
-    mixture: of an expert that is a module of its own in a list or dict, its name with ``*`` in the place of its index;
-      all experts of the mixture have the same.
+    router: of experts that are called with sorted rows; its second output says which token each row is.
+    mixture: of an expert that is a module of its own in a list or dict: the layer's module path with ``*`` in the place
+      of the expert's index. All experts of a mixture share it.
     """
 
     name: str
@@ -55,9 +57,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Unprunable:
-    """A parameter of two or more dimensions that stays dense whatever the user asks for, and why.
+    """A parameter of two or more dimensions that is no layer and always stays dense.
 
-    ``names`` are all of its names, if several modules hold it.
+    names: of the parameter, several if several modules hold it.
+    module: the first module that holds it.
+    shape: of the parameter.
+    reason: why it is no layer, as the plan shows it.
     """
 
     names: tuple[str, ...]
@@ -70,11 +75,27 @@ class Unprunable:
         return self.names[0]
 
 
-def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
-    """Every parameter with two or more dimensions, as a layer or with the reason why it is none; in model order.
+class PackedLayer(nn.Module):
+    """A layer whose weight is packed for a 2:4 kernel. It can neither be pruned, verified nor restored into.
 
-    A parameter that several modules hold is listed once, under its first name; held by a Linear and an Embedding it
-    is no layer.
+    The packed layers of runtime/ inherit from it, so that `refuse_packed` need not import them.
+    """
+
+
+def refuse_packed(model: nn.Module, done: str) -> None:
+    """Raise ValueError if a layer of the model is packed. ``done`` says in the message what it cannot be: "pruned"."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLayer):
+            raise ValueError(
+                f"layer {name!r} is packed 2:4 and cannot be {done}: call modelopt_sparse.to_dense(model) first"
+            )
+
+
+def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
+    """Every parameter of two or more dimensions, as a layer or with the reason why it is none; in model order.
+
+    A parameter that several modules hold is listed once, under its first name. It is a layer only if all of them use it
+    in the same way: a weight shared by a Linear and an Embedding is none.
     """
     attention_out: dict[nn.Module, nn.Module] = {
         m.out_proj: m for m in model.modules() if isinstance(m, nn.MultiheadAttention)
@@ -121,7 +142,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
 
 
 def _mixture(model: nn.Module, path: str) -> str | None:
-    """``path`` with ``*`` for the expert that it lies in, if experts are a list (or a dict) of modules."""
+    """A module path with ``*`` in the place of its expert's index; None outside of a list (or dict) of experts."""
     parts = path.split(".")
     for place in range(1, len(parts)):
         if "experts" in parts[place - 1]:

@@ -48,12 +48,12 @@ class _MaskGradient(torch.autograd.Function):
 
 
 def _masked(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
-    """The weight as a forward may see it: zero at pruned places whatever wrote to it, with a masked gradient.
+    """The weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
 
-    With gradients on, what an optimizer or a merge left at pruned places is first zeroed in the parameter itself, and
-    the parameter's own storage is used: a masked copy would stay alive until the backward pass, for every layer.
-    Compiled graphs make the copy once more in the backward pass instead, and without gradients it is gone after the
-    call.
+    - With gradients, pruned places are first zeroed in the parameter itself, and its own storage is used. A masked copy
+      would stay alive until the backward pass, for every layer.
+    - In a compiled graph a masked copy is made, and made once more in the backward pass.
+    - Without gradients a masked copy is made, which is freed after the call.
     """
     mask = mask_like(mask, weight)
     if _may_write(weight):
@@ -72,10 +72,10 @@ def _masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def _may_write(weight: Tensor) -> bool:
-    """Whether a forward that is to be differentiated may write zeros into what stands in the parameter's place.
+    """Whether a forward with gradients may write zeros into the weight itself.
 
-    Tensors that are no Parameter belong to the caller (functional_call, replicas), and torch.func's transforms refuse
-    what they cannot trace.
+    It may not write into tensors that are no Parameter: they belong to the caller (functional_call, replicas). Nor may
+    it write under torch.func's transforms, which refuse to trace it.
     """
     return (
         torch.is_grad_enabled()
@@ -119,7 +119,7 @@ class SparseModule(nn.Module):
         for name, mask in _own_masks(self):
             state_dict.setdefault(f"{prefix}{name}{SUFFIX}", mask)  # a dense state dict: the module keeps its mask
         if local_metadata.get("assign_to_params_buffers"):
-            for name, _ in _own_masks(self):  # the tensors become the parameters; the caller keeps his unmasked
+            for name, _ in _own_masks(self):  # they become the parameters: the caller's own tensors must not be masked
                 key = f"{prefix}{name}"
                 if key in state_dict:
                     state_dict[key] = state_dict[key].clone()
@@ -130,6 +130,7 @@ class SparseModule(nn.Module):
 
 
 def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
+    """An instance of ``base`` that shares everything with ``module``, except that its weights are masked."""
     stand_in = object.__new__(base)
     stand_in.__dict__.update(module.__dict__)
     observers = module.__dict__.get("gradient_observers", {})
@@ -142,7 +143,7 @@ def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
 
 
 def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Plain attributes that a forward set or deleted on its stand-in go to the module."""
+    """Copy to the module what its forward changed on the stand-in: plain attributes that it set or deleted."""
     for name, value in after.items():
         if before.get(name, before) is not value:
             module.__dict__[name] = value
@@ -153,14 +154,14 @@ def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str,
 
 def _own_masks(module: nn.Module) -> list[tuple[str, Tensor]]:
     """(parameter name, mask) of the masks that a module itself holds."""
-    found = []
+    masks = []
     for key, mask in module._buffers.items():
         name = key.removesuffix(SUFFIX)
         # in replicas (DataParallel) weights are plain attributes
         weight = module._parameters.get(name, module.__dict__.get(name))
         if name != key and isinstance(weight, Tensor) and mask is not None and mask.dtype == torch.bool:
-            found.append((name, mask))
-    return found
+            masks.append((name, mask))
+    return masks
 
 
 def _share_of_zeros(mask: Tensor) -> str:
@@ -178,6 +179,7 @@ def dense_class(module: nn.Module) -> Any:
 
 
 def _swap(module: nn.Module) -> None:
+    """Give a module its sparse class, in place."""
     if not isinstance(module, SparseModule):
         drop_bound_forward(module)
         if "forward" in module.__dict__:
@@ -189,7 +191,10 @@ def _swap(module: nn.Module) -> None:
 
 
 def drop_bound_forward(module: nn.Module) -> None:
-    """Remove the class's own forward from an instance, where accelerate leaves it bound: it would outlive the class."""
+    """Remove the class's own forward from an instance.
+
+    accelerate leaves it there, bound, and the instance would still have it after its class has changed.
+    """
     if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
         del module.__dict__["forward"]
 
@@ -204,7 +209,10 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
     ``mask`` is bool, shaped like the parameter, True = kept; it replaces an older one. Pruned weights become +0.0 in
     place, so the Parameter object and its optimizer stay valid. Call it on the whole model, so that `save_pretrained`
-    leaves the mask out of the folder. Raises ValueError if name, shape or dtype do not fit.
+    leaves the mask out of the folder.
+
+    Raises ValueError if there is no such parameter, if the mask is not bool or has another shape, or if the module
+    cannot become sparse: its forward was replaced on the instance, or it has an attribute with the mask's name.
     """
     owner, param, weight = _find_parameter(module, name)
     if mask.dtype != torch.bool or mask.shape != weight.shape:
@@ -242,8 +250,8 @@ def remove_masks(module: nn.Module) -> None:
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
             child.__dict__.pop("gradient_observers", None)
             drop_bound_forward(child)
-            # what others have put on top since (a class by fully_shard, a forward in the instance) stands on the sparse
-            # class, which then stays as well; without a mask it does nothing
+            # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
+            # then it stays, and without a mask it does nothing
             if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:
                 object.__setattr__(child, "__class__", child.base)
 
@@ -257,7 +265,10 @@ def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
-    """Hand the unmasked gradient of a masked parameter to ``observer`` in every backward pass; None ends it."""
+    """Hand the unmasked gradient of a masked parameter to ``observer`` in every backward pass; None ends it.
+
+    ``name`` is the parameter's full name. Raises ValueError if there is no such parameter, or if it carries no mask.
+    """
     owner, param, _ = _find_parameter(module, name)
     if not isinstance(owner, SparseModule):
         raise ValueError(f"parameter {name!r} carries no mask; set one with set_mask first")
@@ -270,7 +281,7 @@ def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | 
 
 @torch.no_grad()
 def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
-    """Write +0.0 to every pruned place, in place, whatever has been written there since."""
+    """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well."""
     for child in module.modules() if recurse else [module]:
         for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
             weight = stored(child, name)
@@ -280,9 +291,11 @@ def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
     """Re-apply the masks of ``model`` to its weights and to the optimizer's state after every step, and once now.
 
-    Needed where an update is not zero at a place whose gradient is: Muon, momentum that is older than the mask,
-    weight averaging in the optimizer. SGD, Adam, AdamW, Adafactor and LBFGS from a fresh state keep zeros without it.
-    Returns a handle; ``handle.remove()`` ends it.
+    It is needed where an optimizer can change a weight whose gradient is zero: Muon, momentum that is older than the
+    mask, weight averaging in the optimizer. SGD, Adam, AdamW, Adafactor and LBFGS from a fresh state keep zeros without
+    it. Returns a handle; ``handle.remove()`` ends it.
+
+    Raises ValueError if the optimizer holds no parameter of ``model``.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
@@ -299,7 +312,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
         for name, mask in named_masks(model):
             weight = _find_parameter(model, name)[2]
             for value in optimizer.state.get(weight, {}).values():
-                # integers of that shape are codes (8-bit states), in which 0 need not stand for zero
+                # integers of this shape are codes (8-bit states), where the code 0 need not stand for the number 0
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
                     _zero(value, mask.to(value.device))
 
@@ -308,7 +321,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
 
 
 def _zero(tensor: Tensor, mask: Tensor) -> None:
-    # inference tensors may be written to in inference mode alone
+    # inference tensors can only be written to in inference mode
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.masked_fill_(~mask_like(mask, tensor), 0)
 

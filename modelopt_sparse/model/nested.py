@@ -8,36 +8,36 @@ from transformers.utils import ModelOutput
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with everything in nested tuples, lists and mappings replaced."""
+    """``value`` with every leaf of its nested tuples, lists and mappings replaced by ``function(leaf)``."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, item) for item in value))
+        return type(value)(*(map_leaves(function, entry) for entry in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_leaves(function, item) for item in value)
+        return type(value)(map_leaves(function, entry) for entry in value)
     if isinstance(value, Mapping):
-        mapped = {key: map_leaves(function, item) for key, item in value.items()}
+        mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
         return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
     return function(value)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor in nested tuples, lists and mappings replaced; anything else stays what it is."""
-    return map_leaves(lambda item: function(item) if isinstance(item, Tensor) else item, value)
+    """``value`` with every tensor in nested tuples, lists and mappings replaced by ``function(tensor)``."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def version(x: Tensor) -> int:
-    """A number that rises whenever something writes to ``x``; inference tensors have none."""
+    """A number that rises whenever something writes to ``x``; always 0 for inference tensors, which have none."""
     return 0 if x.is_inference() else x._version
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, value)
+    return tensors
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Whatever nested tuples, lists and mappings hold, in order."""
-    found: list[Any] = []
-    map_leaves(found.append, value)
-    return found
+    """Every leaf of nested tuples, lists and mappings, in order."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, value)
+    return leaves

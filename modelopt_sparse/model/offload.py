@@ -1,4 +1,7 @@
-"""Weights that accelerate keeps elsewhere between calls: the only file that knows its hooks."""
+"""accelerate's hooks: they wrap a module's forward, and can hold its weights elsewhere between calls (offloading).
+
+No other file knows how accelerate leaves its hooks on a module.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,8 +13,14 @@ from torch import Tensor, nn
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Whether accelerate has hooked the forward of this module or of one inside it."""
+    """Whether accelerate wraps the forward of this module, or of one of its submodules."""
     return any(hasattr(child, "_hf_hook") for child in module.modules())
+
+
+def execution_device(module: nn.Module) -> torch.device | None:
+    """The device that accelerate's hook runs this module on; None without a hook, or if the hook names no device."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return None if device is None else torch.device(device)
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
@@ -22,8 +31,12 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: bool = True) -> None:
-    """Raise ValueError for parameters on meta or on disk, whose values cannot be changed, and, where they are to get
-    ``masks``, for those with offloaded buffers."""
+    """Raise ValueError if one of the parameters ``names`` cannot be changed.
+
+    - It is on the meta device, without a hook: there are no values.
+    - It is offloaded to disk.
+    - It is to get one of the ``masks``, and its module's buffers, of which a mask is one, are offloaded as well.
+    """
     for path, module in model.named_modules():
         hook = offloading_hook(module)
         for param, parameter in module.named_parameters(recurse=False):
@@ -49,8 +62,7 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
 
 
 def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Raise ValueError if accelerate takes weights of a block off their device between calls: to tune them they have to
-    stay."""
+    """Raise ValueError if accelerate offloads weights of one of the blocks: they could not be tuned between calls."""
     inside = {module for block in blocks for module in block.modules()}
     for path, module in model.named_modules():
         if module in inside and offloading_hook(module) is not None:
@@ -62,6 +74,7 @@ def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> N
 
 
 def _on_disk(hook: AlignDevicesHook, param: str) -> bool:
+    """Whether a parameter of the hook's module is offloaded to disk, not to the CPU."""
     source, key = hook.weights_map, param
     if isinstance(source, PrefixedDataset):
         source, key = source.dataset, f"{source.prefix}{param}"
@@ -69,7 +82,7 @@ def _on_disk(hook: AlignDevicesHook, param: str) -> bool:
 
 
 def stored(module: nn.Module, name: str) -> Tensor:
-    """Where the values of a parameter really are: the parameter itself, or accelerate's copy of it on the CPU."""
+    """The tensor that holds the values of a parameter: the parameter itself, or accelerate's copy of it on the CPU."""
     hook = offloading_hook(module)
     if hook is None:
         return module.get_parameter(name)
@@ -78,14 +91,14 @@ def stored(module: nn.Module, name: str) -> Tensor:
 
 
 def working_device(module: nn.Module) -> torch.device | None:
-    """The device that accelerate runs this module on, if it offloads it."""
+    """The device that accelerate runs an offloaded module on; None for a module that is not offloaded."""
     hook = offloading_hook(module)
     return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
 
 
 @contextmanager
 def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
-    """If a forward is interrupted inside, take what accelerate had loaded for it off the device again."""
+    """If a forward inside raises, offload the weights again that accelerate had loaded for it."""
     try:
         yield
     except BaseException:
@@ -97,8 +110,11 @@ def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
 
 
 def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Take all of accelerate's hooks off a model -> where the parameters lie that it keeps on disk: parameter name ->
-    {"safetensors_file": path, "weight_name": name in that file}. They stay on the meta device."""
+    """Remove all of accelerate's hooks from a model -> an index of the parameters that are offloaded to disk.
+
+    The index: parameter name -> {"safetensors_file": path, "weight_name": name in that file}. These parameters stay on
+    the meta device.
+    """
     index: dict[str, dict[str, str]] = {}
     for module in model.modules():
         hook = offloading_hook(module)
@@ -114,7 +130,7 @@ def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def without_hook(module: nn.Module) -> Iterator[None]:
-    """Take accelerate's hook off while the module's class changes: it binds the old forward to the instance."""
+    """Take accelerate's hook off while the module's class changes: the hook binds the old class's forward."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         yield

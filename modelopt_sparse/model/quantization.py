@@ -1,4 +1,4 @@
-"""Quantized models: what says that a model is one, and which of its parameters hold codes in the place of weights."""
+"""Quantized models: how a config says that a model is quantized, and which parameters hold codes, not weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,40 +14,41 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The settings of a config's quantization, that of its text model included, or None."""
+    """The quantization settings in a transformers config, or in that of its text model; None if there are none."""
     for part in parts_of(config):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else found.to_dict()
+        settings = getattr(part, "quantization_config", None)
+        if settings is not None:
+            return dict(settings) if isinstance(settings, Mapping) else settings.to_dict()
     return None
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
+    """The name of the method in quantization settings: "fp8"."""
     method = quantization.get("quant_method")
     return str(getattr(method, "value", method))
 
 
 def holds_codes(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's numbers are codes, or its tensor makes them of codes."""
+    """Whether a parameter holds codes: its dtype is no floating point type, or its tensor class wraps codes."""
     strange = is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter)
     return strange or parameter.dtype not in FLOATS
 
 
 def codes_in(model: nn.Module) -> str:
-    """What to call a model's codes in a sentence: "quantized (fp8)"."""
+    """What a message says of a model with codes: "quantized (fp8)"."""
     quantization = quantization_of(getattr(model, "config", None))
     return "quantized" if quantization is None else f"quantized ({method_of(quantization)})"
 
 
 def forget_quantization(config: Any) -> None:
-    """Take the settings of a quantization out of a config."""
+    """Delete the quantization settings from a config."""
     for part in parts_of(config):
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
 
 
 def parts_of(config: Any) -> list[Any]:
-    """A transformers config, and that of its text model where it is another; nothing for anything else."""
+    """A transformers config, and its text model's if that is another object; [] for any other object."""
     if not isinstance(config, PreTrainedConfig):
         return []
     text = config.get_text_config()

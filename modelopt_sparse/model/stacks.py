@@ -8,7 +8,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Stack:
-    """One list of blocks, ``names[i]`` being the module path of ``blocks[i]``."""
+    """One list of blocks. ``name`` is the module path of the list, ``names[i]`` that of ``blocks[i]``."""
 
     name: str
     names: tuple[str, ...]
@@ -16,13 +16,16 @@ class Stack:
 
 
 def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack]:
-    """The stacks of a model, in module order; one stack that is the whole model if there is none.
+    """The stacks of a model, in module order; a model without one is a single stack with a single block.
 
-    A stack is an nn.ModuleList or nn.Sequential whose children hold prunable layers (``prunable``: their modules), at
-    least one child two or more of them (a whole attention, MLP or residual branch), all of one class. Where no list of
-    one class encloses it, a mixed list counts as well if every child holds two (hybrids of attention and state space
-    layers). Of nested stacks the inner ones count when they hold every prunable layer of the outer one (the stages of
-    a ResNet), else the outer one (a mixture of experts, whose experts are a list too).
+    ``prunable`` are the modules of the prunable layers. A stack is an nn.ModuleList or nn.Sequential of blocks, and its
+    blocks are those of its children that hold prunable layers. At least one of them holds two or more (a whole
+    attention, MLP or residual branch), and all of them are of one class. Two more rules:
+
+    - A list of mixed classes counts if each block holds two prunable layers or more, and no list of one class encloses
+      it (hybrids of attention and state space layers).
+    - Of nested stacks the inner ones count if they hold every prunable layer of the outer one (the stages of a ResNet).
+      Otherwise the outer one counts (a mixture of experts, whose experts are a list as well).
     """
     held = _Held(prunable)
     stacks = _search(model, "", held, mixed_allowed=True)
@@ -42,17 +45,19 @@ class _Held:
 
 
 def _search(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> list[Stack]:
+    """The stacks in and below a module that lies at ``path``."""
     own = _as_stack(module, path, held, mixed_allowed=mixed_allowed)
-    found: list[Stack] = []
+    inside: list[Stack] = []
     for name, child in module.named_children():
-        found += _search(child, f"{path}.{name}".removeprefix("."), held, mixed_allowed=mixed_allowed and own is None)
+        inside += _search(child, f"{path}.{name}".removeprefix("."), held, mixed_allowed=mixed_allowed and own is None)
     if own is None:
-        return found
-    inner = sum(held.count(block) for stack in found for block in stack.blocks)
-    return found if inner == held.count(module) else [own]
+        return inside
+    inner = sum(held.count(block) for stack in inside for block in stack.blocks)
+    return inside if inner == held.count(module) else [own]
 
 
 def _as_stack(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> Stack | None:
+    """A module as a stack, or None if it is none."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return None
     counts = {name: held.count(child) for name, child in module.named_children()}

@@ -1,4 +1,8 @@
-"""What a run holds: beside the model, or in all where a checkpoint is streamed. Upper bounds, from shapes alone."""
+"""The memory of a run, estimated from shapes alone: upper bounds in bytes.
+
+For `sparsify` it is what the run holds beside the model. For `sparsify_checkpoint`, which streams the model from its
+files, it is everything that the run holds.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -13,74 +17,97 @@ from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 
-HOST = "host"
-SUM = 4  # bytes of a number of an input that statistics are summed of
-# what a solver holds at its peak beside statistics and masks, at most, in numbers of its working precision
-WORKSPACE_WEIGHTS = 10  # times the weights
-WORKSPACE_GRAMS = 4  # times the Gram matrix
-# copies of a block's weights: the optimizer's, their gradients, two moments, the best so far, a graph's masked ones
+HOST = "host"  # the place that is the CPU's memory
+# bytes of a number of a layer's input while statistics are summed up from it: the input is cast to float32 for that
+BYTES_PER_SUM = 4
+# what a solver holds at its peak beside statistics and masks, at most, as multiples of the size of the weight ...
+WORKSPACE_WEIGHTS = 10
+# ... and of the size of the Gram matrix
+WORKSPACE_GRAMS = 4
+# copies of a block's weights that reconstruction holds: the optimizer's own, their gradients, its two moments, the best
+# weights so far, and the masked weights of the graph
 RECONSTRUCTION = 6
-IN_ORDER = 4  # deterministic: sums of one call, those of another process, and totals in float64
+# copies of the statistics with deterministic=True: the sums of one call, those of another process, and the totals,
+# which count twice, as they are in float64
+DETERMINISTIC_COPIES = 4
 
 
 def estimated(
     model: nn.Module, planned: Sequence[LayerPlan], stacks: Sequence[Stack], config: SparsifyConfig
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Bytes beside the model, by what they hold; and those of the same run if it streams a checkpoint, in all: place
-    ("host", and the device if there is another one) -> what lies there -> bytes, {} for a model without blocks."""
-    chosen = getattr(_text_config(model), "num_experts_per_tok", None)
+    """(memory, streamed memory) of a run, in bytes.
+
+    memory: what the bytes hold -> how many a run of `sparsify` takes beside the model.
+    streamed memory: place ("host", and the device if it is another) -> what lies there -> how many bytes a run of
+      `sparsify_checkpoint` takes in all; {} for a model without blocks.
+    """
+    experts_per_token = getattr(_text_config(model), "num_experts_per_tok", None)
     window = config.seq_len or default_seq_len(model)
-    beside = _beside(model, planned, config, None if config.data is None else config.num_samples * window, chosen)
-    # how much a data_loader or a forward_loop gives is not known yet
-    known = config.data_loader is None and config.forward_loop is None and any(item.calibrated for item in planned)
+    text_tokens = None if config.data is None else config.num_samples * window
+    beside = beside_the_model(model, planned, config, text_tokens, experts_per_token)
+    calibrated = any(layer_plan.calibrated for layer_plan in planned)
+    # how many tokens a data_loader or a forward_loop yields is not known yet
+    known = calibrated and config.data_loader is None and config.forward_loop is None
     tokens = config.num_samples * window if known else None
-    return beside, _streamed(model, planned, stacks, config, beside, tokens, chosen)
+    return beside, _streamed(model, planned, stacks, config, beside, tokens, experts_per_token)
 
 
-def experts_at_once(item: LayerPlan, config: SparsifyConfig) -> int | None:
-    """How many experts of a mixture the memory limit leaves room for; None if it leaves room for all."""
-    if config.memory_limit is None or not isinstance(item.layer.adapter, RoutedAdapter):
+def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None:
+    """How many experts of a mixture are solved together under ``memory_limit``; None if all of them are, or no mixture.
+
+    Raises ValueError if not even one fits.
+    """
+    if config.memory_limit is None or not isinstance(layer_plan.layer.adapter, RoutedAdapter):
         return None
-    each = sum(_numbers(item)) * _width(item)
+    each = sum(stats_and_workspace_numbers(layer_plan)) * bytes_per_number(layer_plan)
     if each > config.memory_limit:
         raise ValueError(
-            f"layer {item.name!r}: statistics and solver of one expert take {each:,} bytes, more than "
+            f"layer {layer_plan.name!r}: statistics and solver of one expert take {each:,} bytes, more than "
             f"memory_limit={config.memory_limit:,}: raise it, or use a method that needs no Gram matrix"
         )
     fit = config.memory_limit // each
-    return None if fit >= item.shape[0] else fit
+    return None if fit >= layer_plan.shape[0] else fit
 
 
-def _beside(
-    model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int | None, chosen: int | None
+def beside_the_model(
+    model: nn.Module,
+    planned: Sequence[LayerPlan],
+    config: SparsifyConfig,
+    tokens: int | None,
+    experts_per_token: int | None,
 ) -> dict[str, int]:
-    """``tokens``: of the calibration data, if they are known; ``chosen``: experts for each."""
+    """What the bytes hold -> how many a run of `sparsify` takes beside the model.
+
+    tokens: how many the calibration data has, None if that is not known.
+    experts_per_token: of a mixture, None if the model's config names no number.
+    """
+    # by block; a layer outside of the blocks is alone
     statistics: dict[str, int] = {}
     tuned: dict[str, int] = {}
-    kept: dict[str, int] = {}
+    routed: dict[str, int] = {}
     workspace = 0
-    for item in planned:
-        width, (needed, solver) = _width(item), _numbers(item)
-        together = item.name if item.block is None else item.block
-        if item.at_once is None:
-            statistics[together] = statistics.get(together, 0) + width * item.matrices * needed
-            workspace = max(workspace, width * item.matrices * solver)
-        else:  # Gram matrices are formed as experts are solved, and square sums are all that is held of the others
-            sums = item.matrices * item.shape[-1] if item.needs != "nothing" else 0
+    for layer_plan in planned:
+        width, (needed, solver) = bytes_per_number(layer_plan), stats_and_workspace_numbers(layer_plan)
+        together = layer_plan.name if layer_plan.block is None else layer_plan.block
+        if layer_plan.at_once is None:
+            statistics[together] = statistics.get(together, 0) + width * layer_plan.matrices * needed
+            workspace = max(workspace, width * layer_plan.matrices * solver)
+        else:  # an expert's Gram matrix is formed when it is solved; until then its square sums and its rows are held
+            sums = layer_plan.matrices * layer_plan.shape[-1] if layer_plan.needs != "nothing" else 0
             statistics[together] = statistics.get(together, 0) + width * sums
-            workspace = max(workspace, width * item.at_once * (needed + solver))
-            if tokens is not None and chosen is not None and item.needs == "gram":
-                rows = tokens * item.shape[-1] * (1 if item.layer.adapter is UP else chosen)
-                kept[together] = kept.get(together, 0) + rows * item.layer.parameter.element_size()
-        tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * item.size
-    copies = IN_ORDER if config.deterministic else 1
+            workspace = max(workspace, width * layer_plan.at_once * (needed + solver))
+            if tokens is not None and experts_per_token is not None and layer_plan.needs == "gram":
+                rows = tokens * layer_plan.shape[-1] * (1 if layer_plan.layer.adapter is UP else experts_per_token)
+                routed[together] = routed.get(together, 0) + rows * layer_plan.layer.parameter.element_size()
+        tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * layer_plan.size
+    copies = DETERMINISTIC_COPIES if config.deterministic else 1
     memory = {"statistics_of_one_block": copies * max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:
-        memory["masks"] = sum(item.size * (1 + len(item.layer.tied_modules)) for item in planned)
+        memory["masks"] = sum(layer_plan.size * (1 + len(layer_plan.layer.tied_modules)) for layer_plan in planned)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
-    if kept:
-        memory["routed_tokens_of_one_block"] = max(kept.values())
+    if routed:
+        memory["routed_tokens_of_one_block"] = max(routed.values())
     if tokens is not None and (cached := _activations(model, planned, config, tokens)):
         memory["cached_activations"] = cached
     return memory
@@ -93,20 +120,23 @@ def _streamed(
     config: SparsifyConfig,
     beside: Mapping[str, int],
     tokens: int | None,
-    chosen: int | None,
+    experts_per_token: int | None,
 ) -> dict[str, dict[str, int]]:
+    """Place -> what lies there -> how many bytes a run of `sparsify_checkpoint` takes in all."""
     blocks = {name: block for stack in stacks for name, block in zip(stack.names, stack.blocks)}
     if "" in blocks:
         return {}
     outside, largest = _weights(model, blocks)
-    masks = max(_by_block(planned, lambda item: item.size).values()) if config.enforce else 0
+    masks = max(_by_block(planned, lambda layer_plan: layer_plan.size).values()) if config.enforce else 0
     batch = 0
     if tokens is not None:
         rows = min(tokens, config.batch_size * (tokens // config.num_samples))
-        batch = rows * max(_by_block(planned, lambda item: _row(item, chosen)).values())
+        of_a_token = _by_block(planned, lambda layer_plan: bytes_per_token(layer_plan, experts_per_token))
+        batch = rows * max(of_a_token.values())
     solving = {
         "statistics_of_one_block": beside["statistics_of_one_block"],
-        # one after the other: a batch goes through the block, a layer is solved, the block is tuned
+        # three steps share it, as they come one after the other: a batch runs through the block, a layer is solved, the
+        # block is tuned
         "workspace": max(beside["solver_workspace"], beside.get("reconstruction_of_one_block", 0), batch),
     }
     if "routed_tokens_of_one_block" in beside:
@@ -115,21 +145,24 @@ def _streamed(
     held = {} if tokens is None else {"activations": _activations(model, planned, config, tokens)}
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
-    # activations are held on the device if there is room for them, which cannot be told before
+    # activations are held on the device if there is room for them, which cannot be told here: count them in both places
     device = {"one_block": largest, "masks_of_one_block": masks, **held, **solving}
     return {HOST: host | held, str(config.device): device}
 
 
 def _activations(model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int) -> int:
-    """Bytes that are kept from block to block; 0 where nothing is calibrated, or the width is not known."""
+    """Bytes of the activations that are held from block to block.
+
+    It is 0 if nothing is calibrated, or if the model's config does not tell how wide its hidden states are.
+    """
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    if hidden is None or not any(item.calibrated for item in planned):
+    if hidden is None or not any(layer_plan.calibrated for layer_plan in planned):
         return 0
-    return states(config) * tokens * hidden * next(model.parameters()).element_size()
+    return activation_copies(config) * tokens * hidden * next(model.parameters()).element_size()
 
 
-def states(config: SparsifyConfig) -> int:
-    """How many activations of all calibration data are held from block to block, at most."""
+def activation_copies(config: SparsifyConfig) -> int:
+    """How many copies of the calibration data's activations are held from block to block, at most."""
     copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
     if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
         copies = max(copies, 2)
@@ -137,7 +170,7 @@ def states(config: SparsifyConfig) -> int:
 
 
 def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """Bytes outside of the blocks, with what several of them share, and those of the largest block."""
+    """(bytes outside of the blocks, bytes of the largest block); what several blocks share counts as outside."""
     holders: dict[Tensor, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         paths = accumulate(name.split("."), "{}.{}".format)
@@ -152,32 +185,36 @@ def _weights(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, in
     return outside, max(own.values())
 
 
-def _row(item: LayerPlan, chosen: int | None) -> int:
-    """Bytes of one token's inputs and outputs of a layer, and of the input as statistics are summed."""
-    *_, rows, columns = item.shape
-    times = item.matrices if not isinstance(item.layer.adapter, RoutedAdapter) else chosen or item.matrices
-    return times * ((rows + columns) * item.layer.parameter.element_size() + columns * SUM)
+def bytes_per_token(layer_plan: LayerPlan, experts_per_token: int | None) -> int:
+    """Bytes that one token takes in a layer: its input, its output, and the input once more, in the dtype of sums."""
+    *_, rows, columns = layer_plan.shape
+    matrices = layer_plan.matrices
+    if isinstance(layer_plan.layer.adapter, RoutedAdapter):  # a token goes to some of the experts
+        matrices = experts_per_token or matrices
+    return matrices * ((rows + columns) * layer_plan.layer.parameter.element_size() + columns * BYTES_PER_SUM)
 
 
 def _by_block(planned: Sequence[LayerPlan], count: Callable[[LayerPlan], int]) -> dict[str | None, int]:
-    found: dict[str | None, int] = {}
-    for item in planned:
-        found[item.block] = found.get(item.block, 0) + count(item)
-    return found
+    """The sums of ``count`` over the layers of each block; None is the key of the layers outside of the blocks."""
+    counts: dict[str | None, int] = {}
+    for layer_plan in planned:
+        counts[layer_plan.block] = counts.get(layer_plan.block, 0) + count(layer_plan)
+    return counts
 
 
-def _numbers(item: LayerPlan) -> tuple[int, int]:
-    """How many numbers the statistics of one of a layer's matrices hold, and its solver beside them at its peak."""
-    *_, rows, columns = item.shape
-    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[item.needs]
+def stats_and_workspace_numbers(layer_plan: LayerPlan) -> tuple[int, int]:
+    """(numbers in the statistics, numbers that the solver holds beside them at its peak) of one matrix of a layer."""
+    *_, rows, columns = layer_plan.shape
+    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[layer_plan.needs]
     return needed, WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed
 
 
-def _width(item: LayerPlan) -> int:
-    """Bytes of a number: statistics and solvers work in float32 or better."""
-    return max(4, item.layer.parameter.element_size())
+def bytes_per_number(layer_plan: LayerPlan) -> int:
+    """Bytes of a number of a layer's statistics and solver: they are in float32, of a float64 layer in float64."""
+    return max(4, layer_plan.layer.parameter.element_size())
 
 
 def _text_config(model: nn.Module) -> Any:
+    """The config of a model, or of the text model inside it; None if the model has none."""
     config = getattr(model, "config", None)
     return config.get_text_config() if isinstance(config, PreTrainedConfig) else config

@@ -1,16 +1,16 @@
-"""ModelOpt's names for options, and its mode lists, in terms of ours."""
+"""ModelOpt's names for options, and its mode lists, translated to ours."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# ModelOpt's keys -> ours, with the value translated where it differs
+# ModelOpt's keys -> ours; the values mean the same
 RENAMED: dict[str, str] = {
     "max_iter_data_loader": "max_batches",
     "hessian_damp": "damping",
     "col_block_size": "block_size",
     "verbose": "progress",
 }
-# ModelOpt's and other keys that have no counterpart -> what to do instead
+# keys of ModelOpt and others that have no counterpart here -> why, and what to do instead
 REFUSED: dict[str, str] = {
     "calib_size": "ModelOpt never reads it; use max_batches, or num_samples with text",
     "row_block_size": "rows are independent and need no blocks; leave it out",
@@ -23,18 +23,20 @@ REFUSED: dict[str, str] = {
 MODE_RULES = "rules of the mode list"
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with ModelOpt's keys renamed to ours. Raises ValueError for keys without a counterpart, and for options
+    given under both names."""
     for key, instead in REFUSED.items():
-        if key in given:
+        if key in options:
             raise ValueError(f"option {key!r} is not taken over from ModelOpt: {instead}")
     for old, new in RENAMED.items():
-        if old in given and new in given:
+        if old in options and new in options:
             raise ValueError(f"options {old!r} and {new!r} mean the same; give one")
-    return {RENAMED.get(key, key): value for key, value in given.items()}
+    return {RENAMED.get(key, key): value for key, value in options.items()}
 
 
 def parse_mode(entry: Any) -> tuple[str, Mapping[str, Any] | None]:
-    """ModelOpt's ``(name, mode config)``."""
+    """An entry of a ModelOpt mode list, ``(name, mode config)`` -> name and mode config (class rules), or None."""
     if (
         isinstance(entry, (tuple, list))
         and len(entry) == 2

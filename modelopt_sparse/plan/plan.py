@@ -1,4 +1,4 @@
-"""The plan: which layer gets which pattern and method, and why the others stay dense; printable, and JSON."""
+"""The plan: which layer gets which pattern and method, and why the other weights stay dense."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,25 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.reports.text import table
 
-# runtime -> (rows, columns) that a 2:4 weight must be multiples of
+# library that runs 2:4 weights -> (rows, columns): the shape of a weight must be a multiple of both
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer that will be pruned. ``shape`` is that of its matrix, [R, C] or [E, R, C]; ``needs`` is what the method
-    and the ``steps`` after it have to know of its input; ``at_once`` is how many experts of a mixture are solved
-    together under a memory limit, None if all are."""
+    """What will be done to one layer.
+
+    name: the layer's name, as globs match it.
+    type: the class of the module that holds the weight.
+    shape: that of the weight as a matrix, [R, C] or [..., R, C]; [E, R, C] for a mixture of E experts.
+    block: module path of the block that the layer lies in, None outside of the blocks.
+    method, options: the method, and all of its options with their values.
+    pattern: the pattern, with its scope filled in.
+    needs: the statistics of the layer's input that the method and ``steps`` need, one of `methods.base.NEEDS`.
+    steps: what follows the method, in order: of "dense-values", "refine", "polish", "reconstruct".
+    layer: the parameter and its modules in the model.
+    at_once: how many experts of a mixture are solved together under a memory limit, None if all are.
+    """
 
     name: str
     type: str
@@ -43,27 +53,28 @@ class LayerPlan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it takes calibration data."""
+        """Whether the method or a step after it uses calibration data."""
         return self.needs != "nothing" or "reconstruct" in self.steps
 
     @property
     def matrices(self) -> int:
-        """How many matrices [R, C] it is."""
+        """How many matrices [R, C] the layer has: 1, or the product of the leading dimensions of ``shape``."""
         return torch.Size(self.shape[:-2]).numel()
 
     @property
     def size(self) -> int:
+        """How many weights the layer has."""
         return torch.Size(self.shape).numel()
 
     @property
     def hardware(self) -> dict[str, bool]:
-        """Whether each 2:4 runtime takes this shape."""
+        """Name of a library in `HARDWARE` -> whether it takes a 2:4 weight of this shape."""
         return takes_shape(self.shape)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A weight that stays dense, and why."""
+    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
 
     name: str
     type: str
@@ -73,14 +84,24 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `sparsify` will do to a model. ``print(plan)`` shows it; ``as_dict`` and ``to_json`` are for machines."""
+    """What `sparsify` will do to a model. ``print(plan)`` shows it; ``as_dict`` and ``to_json`` are for machines.
+
+    layers: the layers that will be pruned (``LayerPlan``: name, type, shape, block, method, pattern, options, ...), in
+      model order.
+    skipped: the weights that stay dense (name, type, shape, reason), in model order.
+    memory: an upper bound of the memory beside the model, in bytes: what the bytes hold -> how many. What calibration
+      data takes is missing where its size is not known before.
+    stacks: the model's stacks of blocks.
+    notes: further sentences for the reader, such as that an option does not reach some of the layers.
+    streamed: an upper bound of the memory of `sparsify_checkpoint`, everything included, in bytes: place ("host", and
+      the device if it is another) -> what lies there -> how many. {} for a model that cannot be streamed.
+    """
 
     layers: tuple[LayerPlan, ...]
     skipped: tuple[Skipped, ...]
     memory: Mapping[str, int]
     stacks: tuple[Stack, ...] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
-    # of `sparsify_checkpoint`, in all: place -> what lies there -> bytes; empty for what cannot be streamed
     streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
@@ -89,23 +110,24 @@ class Plan:
         return [block for stack in self.stacks for block in stack.blocks]
 
     def as_dict(self) -> dict[str, Any]:
+        """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""
         layers = [
             {
-                "name": item.name,
-                "type": item.type,
-                "shape": list(item.shape),
-                "block": item.block,
-                "method": item.method.name,
-                "recipe": item.recipe,
-                "pattern": str(item.pattern),
-                "options": dict(item.options),
-                "hardware": item.hardware,
+                "name": layer_plan.name,
+                "type": layer_plan.type,
+                "shape": list(layer_plan.shape),
+                "block": layer_plan.block,
+                "method": layer_plan.method.name,
+                "recipe": layer_plan.recipe,
+                "pattern": str(layer_plan.pattern),
+                "options": dict(layer_plan.options),
+                "hardware": layer_plan.hardware,
             }
-            for item in self.layers
+            for layer_plan in self.layers
         ]
         skipped = [
-            {"name": item.name, "type": item.type, "shape": list(item.shape), "reason": item.reason}
-            for item in self.skipped
+            {"name": weight.name, "type": weight.type, "shape": list(weight.shape), "reason": weight.reason}
+            for weight in self.skipped
         ]
         return {
             "layers": layers,
@@ -116,27 +138,30 @@ class Plan:
         }
 
     def to_json(self) -> str:
+        """`as_dict` as indented JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
         head = ("layer", "type", "shape", "recipe", "pattern", *(f"fits {name}" for name in HARDWARE))
         rows = [
             (
-                item.name,
-                item.type,
-                " x ".join(map(str, item.shape)),
-                item.recipe + "".join(f" {key}={value}" for key, value in item.options.items()),
-                str(item.pattern),
-                *("yes" if fits else "no" for fits in item.hardware.values()),
+                layer_plan.name,
+                layer_plan.type,
+                " x ".join(map(str, layer_plan.shape)),
+                layer_plan.recipe + "".join(f" {key}={value}" for key, value in layer_plan.options.items()),
+                str(layer_plan.pattern),
+                *("yes" if fits else "no" for fits in layer_plan.hardware.values()),
             )
-            for item in self.layers
+            for layer_plan in self.layers
         ]
         parts = [table(head, rows)]
         if self.skipped:
-            stay = [(item.name, item.type, " x ".join(map(str, item.shape)), item.reason) for item in self.skipped]
+            stay = [
+                (weight.name, weight.type, " x ".join(map(str, weight.shape)), weight.reason) for weight in self.skipped
+            ]
             parts.append(table(("stays dense", "type", "shape", "why"), stay))
-        pruned = sum(item.size for item in self.layers)
-        total = pruned + sum(torch.Size(item.shape).numel() for item in self.skipped)
+        pruned = sum(layer_plan.size for layer_plan in self.layers)
+        total = pruned + sum(torch.Size(weight.shape).numel() for weight in self.skipped)
         parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
         parts.append(f"Memory beside the model: {_sizes(self.memory)}.")
         parts += [
@@ -152,5 +177,6 @@ def _sizes(memory: Mapping[str, int]) -> str:
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
+    """Name of a library in `HARDWARE` -> whether it takes a 2:4 weight of this shape, [..., R, C]."""
     rows, columns = shape[-2:]
     return {name: rows % r == 0 and columns % c == 0 for name, (r, c) in HARDWARE.items()}

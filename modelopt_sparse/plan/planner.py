@@ -1,4 +1,4 @@
-"""Making the plan: options, rules and shapes decide on each layer, and what could not work is refused before work."""
+"""Making the plan: options, rules and shapes decide on each layer. What could not work is refused here, before work."""
 
 import difflib
 import fnmatch
@@ -13,7 +13,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.experts import RoutedAdapter
-from modelopt_sparse.model.layers import Layer, Unprunable, find_layers
+from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_packed
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.model.stacks import find_stacks
@@ -23,7 +23,6 @@ from modelopt_sparse.plan.plan import LayerPlan, Plan, Skipped, takes_shape
 from modelopt_sparse.plan.resolve import resolve, resolve_method
 from modelopt_sparse.plan.rules import Rule
 from modelopt_sparse.reports.text import nearest
-from modelopt_sparse.runtime.linear import refuse_packed
 
 
 def make_plan(
@@ -32,16 +31,19 @@ def make_plan(
     config: SparsifyConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """What ``sparsify(model, method, config, **options)`` would do, without doing it. Takes models on meta as well.
+    """The plan of ``sparsify(model, method, config, **options)``. The model is not changed, and may be on meta.
 
-    Raises ValueError for anything that could not work: unknown names and options, globs that match nothing, a pattern
-    that fits no layer or not one named in full, weights that are not floating point.
+    Raises ValueError for anything that could not work:
+
+    - unknown names and options, and globs that match nothing;
+    - a pattern that fits no layer, or that does not fit a layer named in full;
+    - weights that are not floating point.
     """
     return plan_for(model, *resolve(method, config, options))
 
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
-    """The plan of a resolved method and a validated config."""
+    """`make_plan` for a resolved method and a validated config."""
     refuse_packed(model, "pruned")
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
@@ -51,8 +53,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     }
     protected = _protected(model)
 
+    # each layer is planned, or stays dense like the weights that are no layers
     planned: list[LayerPlan] = []
-    skipped = [Skipped(item.name, type(item.module).__name__, item.shape, _why(item, model)) for item in others]
+    skipped = [Skipped(other.name, type(other.module).__name__, other.shape, _why(other, model)) for other in others]
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
@@ -67,95 +70,23 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         if needs == "nothing" and config.permute and isinstance(pattern, NM):
             needs = "square_sums"
-        item = LayerPlan(layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer)
-        planned.append(replace(item, at_once=experts_at_once(item, config)))
+        layer_plan = LayerPlan(
+            layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
+        )
+        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
+    # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    skipped.sort(key=lambda item: order.get(item.name, order.get(item.name.rpartition(".")[0], 0)))
+    skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
     memory, streamed = estimated(model, planned, stacks, config)
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
 
 
-def _check_planned(
-    model: nn.Module, planned: Sequence[LayerPlan], skipped: Sequence[Skipped], config: SparsifyConfig
-) -> None:
-    """Raise ValueError for an empty plan, and for options that no layer of it can have."""
-    if not planned:
-        reasons = sorted({item.reason for item in skipped}) or ["it holds no weight matrices"]
-        if quantization_of(getattr(model, "config", None)) is not None:
-            reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
-        raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    if config.allocation != "uniform" and not any(isinstance(item.pattern, Unstructured) for item in planned):
-        raise ValueError(
-            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
-            f"has one: give a pattern such as 0.5, or leave allocation out"
-        )
-    if config.permute and not any(isinstance(item.pattern, NM) for item in planned):
-        raise ValueError(
-            "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
-            "pattern such as '2:4', or leave permute out"
-        )
-    for item in planned:
-        kind = item.layer.adapter
-        blind = isinstance(kind, RoutedAdapter) and not kind.sees_all_tokens
-        if config.experts == "all_tokens" and (blind or item.layer.mixture is not None):
-            raise ValueError(
-                f"layer {item.name!r}: {item.type} is given nothing but the rows that are routed to it, so that "
-                "experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
-            )
-
-
-def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
-    """What of the options does not reach some layers."""
-    experts = [item.name for item in planned if isinstance(item.layer.adapter, RoutedAdapter)]
-    if config.permute and experts:
-        return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
-    return ()
-
-
-def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
-    """What follows the method, for one layer."""
-    if config.refine and config.update and method.updates:
-        raise ValueError(
-            f"layer {layer.name!r}: refine swaps weights at their dense values, and method {method.name!r} changes "
-            "them; add update=False to keep the dense values, or use polish instead"
-        )
-    asked = {
-        "dense-values": method.updates and not config.update,
-        "refine": config.refine,
-        "polish": config.polish,
-        "reconstruct": config.reconstruct is not None and block is not None,
-    }
-    return tuple(step for step, wanted in asked.items() if wanted)
-
-
-def _given_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:
-    """The user's mask of a layer as its method, and the pattern that it has; or why the layer stays dense."""
-    mask = (config.masks or {}).get(layer.parameter_name)
-    if mask is None:
-        return "no mask given"
-    if mask.shape != layer.parameter.shape:
-        raise ValueError(
-            f"masks[{layer.parameter_name!r}] has shape {list(mask.shape)}: it must be that of the parameter, "
-            f"{list(layer.parameter.shape)}"
-        )
-    if reason := pattern.misfit(layer.columns(mask)):
-        raise ValueError(f"masks[{layer.parameter_name!r}]: {reason}")
-    matrix = layer.matrix(mask)
-    if isinstance(pattern, Unstructured):  # whatever it holds, as one count for the matrix
-        zeros = int((~matrix).sum())
-        pattern = Unstructured(zeros / matrix.numel(), "matrix")
-    if wrong := pattern.count_kept_wrong(matrix):
-        raise ValueError(
-            f"masks[{layer.parameter_name!r}] breaks pattern {pattern} in {wrong} places; give the pattern that it "
-            "has (any pruned fraction, such as 0.5, if it has no N:M)"
-        )
-    return GivenMask(matrix), pattern
-
-
 def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
-    """Raise ValueError for a glob that matches no layer, or a mask that belongs to none. A glob that leaves layers
-    dense may also match a weight that is never pruned: a tied output head, for example."""
+    """Raise ValueError for a glob that matches no layer, and for a mask that belongs to none.
+
+    A glob that leaves layers dense may also match a weight that is never pruned: a tied output head, for example.
+    """
     names = [layer.name for layer in layers]
     parameters = [layer.parameter_name for layer in layers]
     if strange := [name for name in config.masks or {} if name not in parameters]:
@@ -163,14 +94,14 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
             f"masks[{strange[0]!r}] belongs to no prunable parameter of this {type(model).__name__}"
             f"{nearest(strange[0], parameters)}"
         )
-    never_pruned = [name for item in others for name in item.names]
+    never_pruned = [name for other in others for name in other.names]
     rules = [rule for rule in config.rules if rule.type_name is None]
     to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
     to_leave = [*config.exclude, *(rule.glob for rule in rules if rule.options is None)]
     for glob in [*to_prune, *to_leave]:
         if fnmatch.filter(names, glob) or (glob in to_leave and fnmatch.filter(never_pruned, glob)):
             continue
-        reasons = sorted({item.reason for item in others if fnmatch.filter(item.names, glob)})
+        reasons = sorted({other.reason for other in others if fnmatch.filter(other.names, glob)})
         close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3)
         raise ValueError(
             f"{glob!r} matches no prunable layer of this {type(model).__name__}"
@@ -179,12 +110,40 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
         )
 
 
-def _why(item: Unprunable, model: nn.Module) -> str:
-    """Why a weight that is no layer stays dense. Classes made for codes have no adapter, whatever they stand for."""
-    codes = any(holds_codes(parameter) for parameter in item.module.parameters(recurse=False))
-    if codes and item.reason.startswith("no adapter"):
+def _protected(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose weights stay dense unless they are named in full -> the reason.
+
+    They are output heads, routers, and layers whose weight another module reads without calling them.
+    """
+    reasons: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+            reasons[head] = "output head"
+        for name, child in module.named_children():
+            has_experts = any(
+                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
+                for other, beside in module.named_children()
+            )
+            is_gate = name in ("gate", "router", "wg") and has_experts
+            if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
+                reasons.update((inner, "MoE router") for inner in child.modules())
+            if name == "dt_proj" and "mamba" in type(module).__name__.lower():
+                reasons[child] = f"{type(module).__name__} reads the weight without calling the module"
+    for name, module in model.named_children():
+        if name == "lm_head":
+            reasons.setdefault(module, "output head")
+    return reasons
+
+
+def _why(other: Unprunable, model: nn.Module) -> str:
+    """Why a weight that is no layer stays dense.
+
+    The classes that hold a quantized model's codes have no adapter: then the reason is that the model is quantized.
+    """
+    codes = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
+    if codes and other.reason.startswith("no adapter"):
         return f"{codes_in(model)}: load the model dequantized to prune it"
-    return item.reason
+    return other.reason
 
 
 def _decide(
@@ -196,7 +155,10 @@ def _decide(
     method: Method,
     config: SparsifyConfig,
 ) -> str | tuple[Method, Pattern, dict[str, Any]]:
-    """Why a layer stays dense, or its method, pattern and options."""
+    """A layer's method, pattern and options; or, as a string, why it stays dense.
+
+    ``protected`` is the reason why it stays dense unless it is named in full, if there is one.
+    """
     for glob in config.exclude:
         if fnmatch.fnmatchcase(layer.name, glob):
             return f"excluded by {glob!r}"
@@ -212,13 +174,13 @@ def _decide(
     if block is None and not included:
         return "outside the model's blocks"
 
-    given = dict(rule.options)
+    rule_options = dict(rule.options)
     layer_method = method
-    if "method" in given:
-        layer_method, _ = resolve_method(given.pop("method"), None)
-    pattern = parse_pattern(given.pop("pattern", config.pattern)).with_scope(layer_method.scope)
-    options = {**layer_method.options, **(config.options if layer_method is method else {}), **given}
-    for key in given:
+    if "method" in rule_options:
+        layer_method, _ = resolve_method(rule_options.pop("method"), None)
+    pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
+    options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
+    for key in rule_options:
         if key not in layer_method.options:
             allowed = sorted(["method", "pattern", *layer_method.options])
             raise ValueError(
@@ -227,10 +189,10 @@ def _decide(
             )
     layer_method.check(options)
     if isinstance(layer_method, GivenMask):
-        found = _given_mask(layer, pattern, config)
-        if isinstance(found, str):
-            return found
-        layer_method, pattern = found
+        outcome = _user_mask(layer, pattern, config)
+        if isinstance(outcome, str):
+            return outcome
+        layer_method, pattern = outcome
 
     if holds_codes(layer.parameter):
         dtype, cls = layer.parameter.dtype, type(layer.parameter)
@@ -247,23 +209,80 @@ def _decide(
     return misfit or (layer_method, pattern, options)
 
 
-def _protected(model: nn.Module) -> dict[nn.Module, str]:
-    """Layers that stay dense unless named in full: output heads, routers, weights read behind the module's back."""
-    found: dict[nn.Module, str] = {}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
-            found[head] = "output head"
-        for name, child in module.named_children():
-            has_experts = any(
-                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
-                for other, beside in module.named_children()
+def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:
+    """The user's mask of a layer, as a method, and the pattern of the mask; or, as a string, why it stays dense."""
+    mask = (config.masks or {}).get(layer.parameter_name)
+    if mask is None:
+        return "no mask given"
+    if mask.shape != layer.parameter.shape:
+        raise ValueError(
+            f"masks[{layer.parameter_name!r}] has shape {list(mask.shape)}: it must be that of the parameter, "
+            f"{list(layer.parameter.shape)}"
+        )
+    if reason := pattern.misfit(layer.columns(mask)):
+        raise ValueError(f"masks[{layer.parameter_name!r}]: {reason}")
+    matrix = layer.matrix(mask)
+    if isinstance(pattern, Unstructured):  # the mask may have any number of zeros, anywhere
+        zeros = int((~matrix).sum())
+        pattern = Unstructured(zeros / matrix.numel(), "matrix")
+    if wrong := pattern.count_kept_wrong(matrix):
+        raise ValueError(
+            f"masks[{layer.parameter_name!r}] breaks pattern {pattern} in {wrong} places; give the pattern that it "
+            "has (any pruned fraction, such as 0.5, if it has no N:M)"
+        )
+    return GivenMask(matrix), pattern
+
+
+def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
+    """The steps that follow the method for one layer, in order."""
+    if config.refine and config.update and method.updates:
+        raise ValueError(
+            f"layer {layer.name!r}: refine swaps weights at their dense values, and method {method.name!r} changes "
+            "them; add update=False to keep the dense values, or use polish instead"
+        )
+    wanted = {
+        "dense-values": method.updates and not config.update,
+        "refine": config.refine,
+        "polish": config.polish,
+        "reconstruct": config.reconstruct is not None and block is not None,
+    }
+    return tuple(step for step, is_wanted in wanted.items() if is_wanted)
+
+
+def _check_planned(
+    model: nn.Module, planned: Sequence[LayerPlan], skipped: Sequence[Skipped], config: SparsifyConfig
+) -> None:
+    """Raise ValueError for an empty plan, and for options that fit none of its layers, or not all that they concern."""
+    if not planned:
+        reasons = sorted({weight.reason for weight in skipped}) or ["it holds no weight matrices"]
+        if quantization_of(getattr(model, "config", None)) is not None:
+            reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
+        raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
+    if config.allocation != "uniform" and not any(
+        isinstance(layer_plan.pattern, Unstructured) for layer_plan in planned
+    ):
+        raise ValueError(
+            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
+            f"has one: give a pattern such as 0.5, or leave allocation out"
+        )
+    if config.permute and not any(isinstance(layer_plan.pattern, NM) for layer_plan in planned):
+        raise ValueError(
+            "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
+            "pattern such as '2:4', or leave permute out"
+        )
+    for layer_plan in planned:
+        adapter = layer_plan.layer.adapter
+        blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
+        if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
+            raise ValueError(
+                f"layer {layer_plan.name!r}: {layer_plan.type} is given nothing but the rows that are routed to it, so "
+                "that experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
             )
-            is_gate = name in ("gate", "router", "wg") and has_experts
-            if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
-                found.update((inner, "MoE router") for inner in child.modules())
-            if name == "dt_proj" and "mamba" in type(module).__name__.lower():
-                found[child] = f"{type(module).__name__} reads the weight without calling the module"
-    for name, module in model.named_children():
-        if name == "lm_head":
-            found.setdefault(module, "output head")
-    return found
+
+
+def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
+    """Sentences on options that do not reach some of the layers."""
+    experts = [layer_plan.name for layer_plan in planned if isinstance(layer_plan.layer.adapter, RoutedAdapter)]
+    if config.permute and experts:
+        return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
+    return ()

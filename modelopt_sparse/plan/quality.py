@@ -1,4 +1,4 @@
-"""What ``quality=`` stands for: one word for a method and what follows it."""
+"""The values of ``quality=``: each stands for a method and for the steps that follow it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,13 @@ from modelopt_sparse.reports.text import nearest
 
 @dataclass(frozen=True)
 class Quality:
-    """The method, if none is named, and the options that are not given otherwise; some of them go with one kind of
-    pattern only."""
+    """Defaults for what the user does not set.
+
+    method: name of the method.
+    options: options of `SparsifyConfig`, for any pattern.
+    n_of_m: further options for N:M patterns.
+    unstructured: further options for unstructured patterns.
+    """
 
     method: str
     options: Mapping[str, Any]
@@ -21,6 +26,7 @@ class Quality:
     unstructured: Mapping[str, Any] = field(default_factory=dict)
 
     def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
+        """The options for a pattern; None: only those for any pattern."""
         by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
         return {**self.options, **by_pattern}
 
@@ -33,6 +39,7 @@ QUALITIES: dict[str, Quality] = {
 
 
 def quality_of(name: object, method: Method | None = None) -> Quality:
+    """The quality of this name. Raises ValueError if there is none, or if ``method`` does not learn from data."""
     if not isinstance(name, str) or name not in QUALITIES:
         raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):

@@ -10,19 +10,28 @@ import torch
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers whose name matches ``glob`` (and whose type is ``type_name``, if given) get ``options``; None = dense."""
+    """Options for the layers that a glob matches. Of several rules that match a layer the first one counts.
+
+    glob: a glob of layer names, such as "model.layers.*.mlp.*".
+    options: "method", "pattern" and options of the method, for these layers alone; None leaves them dense.
+    type_name: name of a class that the layer's module must be an instance of; None: any.
+    """
 
     glob: str
     options: Mapping[str, Any] | None
     type_name: str | None = None
 
     def matches(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether the rule applies to the layer ``name``, whose weight ``module`` holds."""
         of_type = self.type_name is None or self.type_name in (base.__name__ for base in type(module).__mro__)
         return of_type and fnmatch.fnmatchcase(name, self.glob)
 
 
 def parse_rules(rules: Any) -> tuple[Rule, ...]:
-    """``{glob: options}``, ``{class: {glob: options}}`` (ModelOpt), or a list of (glob, options) or Rules."""
+    """Rules from ``{glob: options}``, ``{class: {glob: options}}`` (ModelOpt), or a list of (glob, options) or Rules.
+
+    Raises TypeError or ValueError for anything else.
+    """
     if isinstance(rules, Mapping):
         if any(str(key).startswith("nn.") for key in rules):
             return class_rules(rules)
@@ -47,7 +56,10 @@ def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
 
 
 def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``: there the last match wins, so the order turns."""
+    """Rules from ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``.
+
+    In ModelOpt the last match counts, here the first one: so the order of the globs is reversed.
+    """
     rules: list[Rule] = []
     for class_name, globs in mode_config.items():
         type_name = str(class_name).removeprefix("nn.")
@@ -60,6 +72,6 @@ def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
             globs = {"*": globs}
         if not isinstance(globs, Mapping):
             raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
-        rules += [_as_rule(item, type_name) for item in reversed(list(globs.items()))]
-        rules.append(Rule("*", None, type_name))  # what no glob of the class matches stays dense in ModelOpt
+        rules += [_as_rule(rule, type_name) for rule in reversed(list(globs.items()))]
+        rules.append(Rule("*", None, type_name))  # layers of the class that no glob matches stay dense, as in ModelOpt
     return tuple(rules)

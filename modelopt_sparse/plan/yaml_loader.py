@@ -1,4 +1,4 @@
-"""YAML 1.2, as people write options in it."""
+"""A YAML reader for options, with the plain values of YAML 1.2."""
 
 import re
 from typing import Any
@@ -7,9 +7,9 @@ import yaml
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML 1.2's plain values. In YAML 1.1, which yaml.SafeLoader reads, 2:4 is the number 124 and 1e-2 a string."""
+    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string."""
 
-    yaml_implicit_resolvers = {}  # filled below; not those of the base class
+    yaml_implicit_resolvers = {}  # empty, not those of the base class; filled below
 
 
 for _tag, _plain in {
@@ -22,7 +22,7 @@ for _tag, _plain in {
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text. Raises ValueError, which names ``where`` it stands, if it is none."""
+    """The value of a YAML text. Raises ValueError if it is no YAML; ``where`` says in the message where it stands."""
     try:
         return yaml.load(text, Yaml)
     except yaml.YAMLError as error:

@@ -1,7 +1,8 @@
 """Perplexity and KL divergence of language models, by the protocol of the pruning literature.
 
-The text is tokenized whole, without special tokens, and cut into non-overlapping windows; each window is fed alone and
-the tail is dropped. Perplexity is exp of the mean negative log-likelihood of the windows' predictions.
+The text is tokenized as a whole, without special tokens, and cut into windows that do not overlap. Each window is fed
+to the model alone; tokens that do not fill the last window are dropped. Perplexity is exp of the mean negative
+log-likelihood of the windows' predictions.
 """
 
 import math
@@ -17,7 +18,13 @@ from modelopt_sparse.model.devices import input_device
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``perplexity`` and the reference's; ``kl`` is the mean KL(reference || model) per prediction, in nats."""
+    """What `evaluate` returns. ``print`` shows it; ``as_dict`` is for machines.
+
+    perplexity: of the model.
+    reference_perplexity: of the reference; None without one.
+    kl: the mean of KL(reference || model) over all predictions, in nats; None without a reference.
+    windows, seq_len: how many windows were evaluated, and how many tokens each has.
+    """
 
     perplexity: float
     reference_perplexity: float | None
@@ -26,6 +33,7 @@ class Evaluation:
     seq_len: int
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -48,10 +56,15 @@ def evaluate(
     batch_size: int = 8,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Evaluate a causal language model on a 1-D tensor of token ids, in float32 logits.
+    """Evaluate a causal language model on a 1-D tensor of token ids. Logits are converted to float32.
 
-    Raises ValueError for less than one window of text, for a reference with another vocabulary, and for logits that
-    are not finite.
+    seq_len: tokens of a window.
+    reference: the dense model: its perplexity is measured as well, and the KL divergence from it.
+    batch_size: windows per forward.
+    progress: True and False show and hide a progress bar; None shows it on a terminal.
+
+    Raises ValueError for tokens that are not 1-D, for less than one window of text, for seq_len < 2 or batch_size < 1,
+    for a reference with another vocabulary, and for logits that are not finite.
     """
     if tokens.dim() != 1:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
@@ -94,9 +107,11 @@ def evaluate(
 
 
 def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
+    """The log-probabilities of the next token, ``[B, S - 1, vocabulary]``, for token ids ``[B, S]``."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
     return logits[:, :-1].float().log_softmax(-1)
 
 
 def _picked(log_p: Tensor, batch: Tensor) -> float:
+    """The sum of the log-probabilities of the tokens that really come next."""
     return float(log_p.gather(-1, batch[:, 1:, None].to(log_p.device)).sum(dtype=torch.float64))

@@ -1,8 +1,12 @@
 """torch's two 2:4 libraries behind one contract: the only file that touches torch's private 2:4 functions.
 
-Public are the tensor subclasses of torch.sparse. They are not enough: they hold one algorithm for all token counts,
-take no fp8 and refuse non-contiguous inputs in `linear`, and cuSPARSELt's search and the converters of the CUTLASS
-format have no public name. No class flag of torch is ever set; the backend is chosen by calling its own functions.
+torch's public interface to them are the tensor subclasses of torch.sparse. It is not enough:
+
+- a tensor holds one algorithm for all token counts;
+- it takes no fp8, and refuses non-contiguous inputs in `linear`;
+- cuSPARSELt's search, and the converters of the CUTLASS format, have no public name.
+
+No class flag of torch is ever set: a backend is chosen by calling its own functions.
 
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
@@ -21,12 +25,12 @@ from torch.sparse import (
     SparseSemiStructuredTensorCUTLASS,
 )
 
-UNPACKED_AT_ONCE = 1024  # columns of an identity matrix that unpacking multiplies by at a time
-ALIGNMENT = 16  # bytes: what both libraries are told about every operand
+UNPACKED_AT_ONCE = 1024  # columns of the identity matrix that unpacking multiplies with at a time
+ALIGNMENT = 16  # bytes: both libraries are told that every operand's address is a multiple of this
 
 
 class Algorithm(NamedTuple):
-    """What cuSPARSELt calls one way to multiply. The ids belong to one library version, GPU and shape."""
+    """cuSPARSELt's numbers for one way to multiply. They mean something for one library version, GPU and shape only."""
 
     alg_id: int = 0
     split_k: int = 1
@@ -37,7 +41,10 @@ DEFAULT = Algorithm()
 
 
 class Multiples(NamedTuple):
-    """What the sides of a weight and the tokens of an input must be multiples of; inputs are padded, weights never."""
+    """The numbers that a weight's rows and columns, and an input's tokens, must be multiples of.
+
+    Inputs are padded to them, weights never.
+    """
 
     rows: int
     columns: int
@@ -52,8 +59,9 @@ class Backend(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of the packed weight
 
     def multiples(self, dtype: torch.dtype) -> Multiples:
-        asked = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
-        return Multiples(asked.sparse_min_rows, asked.sparse_min_cols, asked.dense_min_rows)
+        """What shapes must be multiples of, for weights packed as ``dtype``."""
+        limits = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
+        return Multiples(limits.sparse_min_rows, limits.sparse_min_cols, limits.dense_min_rows)
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str:
@@ -61,7 +69,10 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(values, metadata) of a contiguous weight; metadata is None where the values hold it. Trusts the pattern."""
+        """(values, metadata) of a contiguous weight, whose pattern is not checked here.
+
+        ``metadata`` is None for a library that stores it together with the values.
+        """
 
     @abstractmethod
     def unpack(self, packed: Tensor, metadata: Tensor | None, columns: int) -> Tensor:
@@ -77,7 +88,7 @@ class Backend(ABC):
         out_dtype: torch.dtype | None = None,
         algorithm: Algorithm = DEFAULT,
     ) -> Tensor:
-        """x W^T (+ bias) as [T, R], contiguous; x [T, C] is contiguous, its T a multiple of what `multiples` says."""
+        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T a multiple of `multiples`' ``tokens``."""
 
     def search(
         self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
@@ -87,13 +98,13 @@ class Backend(ABC):
         return [DEFAULT]
 
     def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
-        """The packed weight as torch's own subclass, which knows its shape, dtype and device and a few operations."""
+        """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
         with _without_prototype_warning():
             return self.tensor_class(shape, packed, metadata, None, None, None)
 
 
 class CuSparseLt(Backend):
-    """NVIDIA's cuSPARSELt: compute capability 8.0 and later, and the only one on 9.0 and later."""
+    """NVIDIA's cuSPARSELt: for compute capability 8.0 and later, and the only library for 9.0 and later."""
 
     name = "cusparselt"
     tensor_class = SparseSemiStructuredTensorCUSPARSELT
@@ -114,7 +125,7 @@ class CuSparseLt(Backend):
         return packed, None
 
     def unpack(self, packed, metadata, columns):
-        # the layout is the library's secret, so the weight is read as W = (I W^T)^T: every sum has one nonzero term
+        # the layout is not documented, so the weight is computed as W = (I W^T)^T: every sum has one nonzero term
         parts = []
         out_dtype = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.bfloat16}.get(packed.dtype)
         for start in range(0, columns, UNPACKED_AT_ONCE):
@@ -142,10 +153,10 @@ class CuSparseLt(Backend):
         bindings: Any = getattr(private, "_cusparselt", None)
         if hasattr(bindings, "mm_search"):
             alg_id, split_k, mode, _ = bindings.mm_search(packed, x.t(), bias, None, out_dtype, True)
-            found = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
-        else:  # deprecated where the other exists, and says nothing of split-k
-            found = Algorithm(int(torch._cslt_sparse_mm_search(packed, x.t(), bias, None, out_dtype, True)))
-        return [DEFAULT] if found == DEFAULT else [DEFAULT, found]
+            fastest = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
+        else:  # deprecated where `mm_search` exists, and returns no split-k
+            fastest = Algorithm(int(torch._cslt_sparse_mm_search(packed, x.t(), bias, None, out_dtype, True)))
+        return [DEFAULT] if fastest == DEFAULT else [DEFAULT, fastest]
 
 
 class Cutlass(Backend):
@@ -161,7 +172,7 @@ class Cutlass(Backend):
             return f"its kernels run on compute capability 8.x, this device has {_dotted(capability)}"
         return ""
 
-    # private functions are imported where they are used: a torch that moves them still imports the package
+    # private functions are imported where they are used: if a later torch moves them, this file can still be imported
 
     def pack(self, weight):
         from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
@@ -188,7 +199,10 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CuSparseLt
 
 
 def choose_backend(device: torch.device, asked: str | None = None) -> Backend:
-    """The backend asked for, else the first that runs on the device. Raises ValueError with each one's reason."""
+    """The backend named ``asked``, else the first that runs on the device.
+
+    Raises ValueError if there is no such backend, or, with the reasons, if none runs on the device.
+    """
     if asked is not None and asked not in BACKENDS:
         raise ValueError(f"backend {asked!r} is not known: allowed are {', '.join(BACKENDS)}")
     reasons = {}
@@ -203,7 +217,7 @@ def choose_backend(device: torch.device, asked: str | None = None) -> Backend:
 
 
 def library_version(backend: Backend) -> str:
-    """The version that packed bytes, algorithms and timings belong to."""
+    """The library's version. Packed bytes, algorithms and timings are only valid for this one."""
     if backend.name == "cusparselt":
         return f"cuSPARSELt {torch.backends.cusparselt.version()}"
     return f"torch {torch.__version__}"
@@ -211,7 +225,7 @@ def library_version(backend: Backend) -> str:
 
 @contextmanager
 def _without_prototype_warning() -> Iterator[None]:
-    """torch's classes warn that their API is a prototype; what is used of it stands in this file."""
+    """Hide the warning of torch's classes that their API is a prototype: all uses of it stand in this file."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
         yield

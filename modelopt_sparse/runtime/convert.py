@@ -1,4 +1,4 @@
-"""`to_semi_structured` and `to_dense`: which layers are packed 2:4, one after the other, and the way back."""
+"""`to_semi_structured` and `to_dense`: packing a model's layers for 2:4 kernels, one by one, and the way back."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.offload import has_hook
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.runtime.backends import Backend, library_version
@@ -26,7 +27,7 @@ from modelopt_sparse.runtime.speed_report import ATTRIBUTE, BOTH, DENSE, SPARSE,
 from modelopt_sparse.runtime.timing import Timing, TimingCache, decide, time_layer, timing_key
 
 ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
-ERROR_SEED = 20_240_813  # of those inputs: none that weights are likely to have been drawn with
+ERROR_SEED = 20_240_813  # of those inputs; an unusual one, so that test weights are not drawn with the same seed
 
 
 # the public functions -----------------------------------------------------------------------------------------------
@@ -35,20 +36,24 @@ ERROR_SEED = 20_240_813  # of those inputs: none that weights are likely to have
 def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
     """Pack every Linear layer that is exactly 2:4 for Sparse Tensor Cores, in place, and return the model.
 
-    For inference, on the CUDA device where the model is, and the last thing to do to it: packed layers stay in their
-    dtype (float16 or bfloat16) and on their device. `to_dense` is the way back, `semi_structured_report` says how each
-    layer runs and why others stay dense. Nothing is packed that does not unpack bit for bit.
+    It is for inference, on the CUDA device where the model is, and the last thing to do to the model: packed layers
+    stay in their dtype (float16 or bfloat16) and on their device. `to_dense` is the way back. `semi_structured_report`
+    says how each layer runs, and why others stay dense. A weight is packed only if it unpacks bit for bit. The options:
 
-    ``tune=(1, 64, 2048)`` times each layer, dense against 2:4, on these token counts, and leaves dense what 2:4 does
-    not make at least ``min_speedup`` (1.05) times as fast at every one of them; without it every 2:4 layer is packed.
-    ``timing`` is "eager", with the cost of launching from Python, or "graph", as in a CUDA graph. ``keep_both=True``
-    keeps both forms where each wins at some counts, for 1.56 times the dense memory. ``cache`` names a JSON file that
-    timings are kept in. ``quantize="fp8"`` or "int8" also rounds packed layers to 8 bits; the report has the error.
-    ``include`` and ``exclude`` are globs of layer names. A layer named in full in ``include``, with ``strict=True`` all
-    that it matches, must be packable. ``backend`` is "cusparselt" or "cutlass"; by default the first that runs here.
+    - ``tune``: token counts such as (1, 64, 2048). Each layer is timed on them, dense against 2:4, and stays dense
+      unless 2:4 is at least ``min_speedup`` (1.05) times as fast at every one of them. Without it every 2:4 layer is
+      packed.
+    - ``timing``: "eager", with the cost of launching from Python, or "graph", as in a CUDA graph.
+    - ``keep_both``: True packs layers for which 2:4 wins at some of the counts only, and keeps their dense weights too,
+      for 1.56 times the dense memory. Each count uses the faster form.
+    - ``cache``: a JSON file in which timings are kept.
+    - ``quantize``: "fp8" or "int8" also rounds packed layers to 8 bits; the report has the error.
+    - ``include``, ``exclude``: globs of layer names. A layer that ``include`` names in full must be packable.
+    - ``strict``: True: every layer that ``include`` and ``exclude`` leave must be packable.
+    - ``backend``: "cusparselt" or "cutlass". Default: the first that runs here.
 
-    Raises ValueError with the model untouched for unknown options, a model that is not on a CUDA device, sparse modules
-    (export first), and layers that had to be packable.
+    Raises ValueError, with the model untouched, for unknown options, for a model that is not on a CUDA device, for
+    sparse modules (export first), and for layers that cannot be packed and must be.
     """
     settings = Settings.of(options)
     _refuse_masks(model)
@@ -60,8 +65,8 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
 def to_dense(model: nn.Module) -> nn.Module:
     """Turn packed layers back into plain nn.Linear, in place, and return the model.
 
-    Weights are those that were packed, bit for bit; of quantized layers the rounded ones. They are new Parameters, on
-    the device of the layer. A model without packed layers comes back as it is.
+    The weights are bit for bit those that were packed; those of quantized layers are the rounded ones. They are new
+    Parameters, on the layer's device. A model without packed layers is returned as it is.
     """
     for module in list(model.modules()):
         if isinstance(module, SemiStructuredLinear):
@@ -76,14 +81,14 @@ def semi_structured_report(model: nn.Module) -> SpeedReport:
 
     Raises ValueError if neither was called on it.
     """
-    found = getattr(model, ATTRIBUTE, None)
-    if found is None:
+    speed_report = getattr(model, ATTRIBUTE, None)
+    if speed_report is None:
         raise ValueError(f"this {type(model).__name__} carries no report of 2:4: call to_semi_structured on it first")
-    return found
+    return speed_report
 
 
 def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
-    """Pack a model that is on the CPU for another device, one layer there at a time, and move the rest after it."""
+    """Pack a model that is on the CPU for another device, layer by layer, and then move the rest of it there."""
     convert(model, settings, lambda _: place)
     return model.to(place.device)
 
@@ -93,7 +98,7 @@ def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A weight of the model: the plain Linear that holds it alone, or why it stays dense."""
+    """A weight of the model, the module that holds it, and why it stays dense ("": it can be packed)."""
 
     name: str
     module: Any
@@ -103,6 +108,7 @@ class _Candidate:
 
     @property
     def entry(self) -> LayerSpeed:
+        """The report's entry if the weight stays dense."""
         size = torch.Size(self.shape).numel() * self.dtype.itemsize
         return LayerSpeed(self.name, self.shape, _short(self.dtype), DENSE, size, size, self.reason)
 
@@ -112,11 +118,11 @@ def convert(
     settings: Settings,
     place_of: Callable[[torch.device], Place | None],
 ) -> SpeedReport:
-    """Pack what can be packed, layer by layer, and leave the report on the model.
+    """Pack the layers that can be packed, one by one, and attach the report to the model.
 
-    ``place_of`` says where a weight on a device is packed for, or None if nowhere. Whatever may be refused is found
-    before the first layer changes. A run that breaks off (out of memory, Ctrl-C) leaves the layers up to then packed,
-    the rest dense, and the report of that.
+    ``place_of``: device of a weight -> the place that it is packed for, or None if it is not packed there. Errors are
+    raised before the first layer changes, except for one that only packing itself can find. If packing is interrupted
+    (out of memory, Ctrl-C), the layers up to then are packed, the others are dense, and the report says so.
     """
     candidates = list(_candidates(model, settings, place_of))
     _check_asked_for(model, candidates, settings)
@@ -134,7 +140,7 @@ def convert(
                 assert place is not None
                 report.device = place.title
                 report.versions["backend"] = library_version(place.backend)
-                with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
+                with torch.inference_mode(False), torch.no_grad():  # the packed tensors outlive the caller's mode
                     waiting[index] = _convert_layer(candidate, settings, place, timings)
     finally:
         report.layers += waiting
@@ -146,6 +152,7 @@ def convert(
 def _candidates(
     model: nn.Module, settings: Settings, place_of: Callable[[torch.device], Place | None]
 ) -> Iterator[_Candidate]:
+    """Every weight of two or more dimensions, except for those that are packed already."""
     layers, others = find_layers(model)
     uncalled = dict(_read_without_a_call(model))
     for layer in layers:
@@ -156,14 +163,15 @@ def _candidates(
         if not reason:
             reason = uncalled.get(layer.owner, "") or _not_eligible(layer.owner, weight, settings, place_of)
         yield _Candidate(layer.name, layer.owner, tuple(weight.shape), weight.dtype, reason)
-    for item in others:
-        if not isinstance(item.module, SemiStructuredLinear):
-            dtype = next(p.dtype for p in item.module.parameters(recurse=False) if tuple(p.shape) == item.shape)
-            reason = _not_wanted(item.name, settings) or item.reason
-            yield _Candidate(item.name, item.module, item.shape, dtype, reason)
+    for other in others:
+        if not isinstance(other.module, SemiStructuredLinear):
+            dtype = next(p.dtype for p in other.module.parameters(recurse=False) if tuple(p.shape) == other.shape)
+            reason = _not_wanted(other.name, settings) or other.reason
+            yield _Candidate(other.name, other.module, other.shape, dtype, reason)
 
 
 def _not_wanted(name: str, settings: Settings) -> str:
+    """Why include and exclude leave a layer dense, or ""."""
     for glob in settings.exclude:
         if fnmatch.fnmatchcase(name, glob):
             return f"excluded by {glob!r}"
@@ -173,7 +181,7 @@ def _not_wanted(name: str, settings: Settings) -> str:
 
 
 def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Linear layers whose parent reads the weight behind their back, where a packed one cannot be read."""
+    """Linear layers whose parent reads the weight without calling them, each with the reason: they must stay dense."""
     for module in model.modules():
         why = f"{type(module).__name__} reads the weight without calling the layer"
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -185,11 +193,11 @@ def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _not_eligible(
     module: Any, weight: nn.Parameter, settings: Settings, place_of: Callable[[torch.device], Place | None]
 ) -> str:
-    """Why a layer's weight stays dense, from the cheap questions to the look at every weight; or ""."""
+    """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
     own = module.__dict__.get("forward")
-    if own is not None and not hasattr(module, "_hf_hook") and getattr(own, "__func__", None) is not nn.Linear.forward:
+    if own is not None and not has_hook(module) and getattr(own, "__func__", None) is not nn.Linear.forward:
         return "its forward was replaced on the instance"
     if is_sharded(weight):
         return "sharded over processes (DTensor)"
@@ -207,32 +215,36 @@ def _not_eligible(
 
 
 def _check_asked_for(model: nn.Module, candidates: Sequence[_Candidate], settings: Settings) -> None:
-    """Raise ValueError for globs that match nothing, and for layers that were to be packed and cannot be."""
+    """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
     names = [candidate.name for candidate in candidates] + [name for name, _ in _packed(model)]
     for glob in [*(settings.include or ()), *settings.exclude]:
         if not fnmatch.filter(names, glob):
             raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
-    refused = [item for item in candidates if item.reason and _must_be_packed(item.name, settings)]
+    refused = [candidate for candidate in candidates if candidate.reason and _must_be_packed(candidate.name, settings)]
     if refused:
-        named = first_few([f"{item.name}: {item.reason}" for item in refused])
+        named = first_few([f"{candidate.name}: {candidate.reason}" for candidate in refused])
         raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {named}")
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:
+    """Whether it is an error if a layer cannot be packed."""
     if name in (settings.include or ()):
         return True
     return settings.strict and not _not_wanted(name, settings)
 
 
 def _check_still_packed(report: SpeedReport, settings: Settings) -> None:
-    """What only packing itself can find, of layers that had to be packed."""
+    """Raise ValueError for a layer that must be packed, if packing itself found that it cannot be."""
     for layer in report.layers:
         if layer.runs == DENSE and not layer.timings and layer.reason and _must_be_packed(layer.name, settings):
             raise ValueError(f"layer {layer.name!r} cannot be packed 2:4: {layer.reason}")
 
 
 def _convert_layer(candidate: _Candidate, settings: Settings, place: Place, timings: TimingCache) -> LayerSpeed:
-    """Pack one layer, or leave it dense, and say which; its dense weight is gone before the next one is read."""
+    """Pack one layer, or leave it dense -> its entry in the report.
+
+    The dense weight of a packed layer is freed before the next layer's is read.
+    """
     module = candidate.module
     weight = module.get_parameter("weight").detach().to(place.device)
     bias = None if module.bias is None else module.bias.detach().to(place.device)
@@ -300,13 +312,16 @@ def _errors(
     scales: Tensor,
     backend: Backend,
 ) -> dict[str, float]:
-    """What rounding cost. Not by the module itself, whose bias may still be on its way to the device."""
+    """The errors that rounding to 8 bits makes, in the weight and in the output.
+
+    The output is computed from tensors, not by calling the module: its bias may not be on the device yet.
+    """
     x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(ERROR_SEED)).to(weight)
-    found = multiply(x, *packed, scales, None, bias, len(weight), backend.name, ALWAYS_SPARSE)
+    output = multiply(x, *packed, scales, None, bias, len(weight), backend.name, ALWAYS_SPARSE)
     wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return {
         "weight_error": relative_squared_error(codes.float() * scales, weight),
-        "output_error": relative_squared_error(found, wanted),
+        "output_error": relative_squared_error(output, wanted),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.model.layers import PackedLayer
 from modelopt_sparse.model.masking import drop_bound_forward
 from modelopt_sparse.model.offload import without_hook
 from modelopt_sparse.runtime.backends import BACKENDS, Backend
@@ -17,13 +18,13 @@ from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, Choice, as_numbers, mu
 PACKED = ("packed", "metadata", "scales")  # the buffers of a packed layer
 
 
-class SemiStructuredLinear(nn.Module):
+class SemiStructuredLinear(PackedLayer):
     """A Linear layer, for inference, that multiplies by its packed 2:4 weight. `pack_module` makes it, in place.
 
-    It takes what nn.Linear takes: any leading dimensions, any strides, autocast. It stays on the device and in the
-    dtype that it was packed for. ``state_dict`` gives the dense weight, on the CPU; the packed bytes belong to one
-    library and GPU and are never written. ``weight`` is torch's tensor subclass, for code that looks at its shape,
-    dtype or device.
+    It takes the inputs that nn.Linear takes: any leading dimensions, any strides, autocast. It stays on the device and
+    in the dtype that it was packed for. ``state_dict`` holds the dense weight, on the CPU: the packed bytes are only
+    valid for one library and GPU, and are never written. ``weight`` is torch's tensor subclass, for code that looks at
+    its shape, dtype or device.
     """
 
     in_features: int
@@ -37,7 +38,7 @@ class SemiStructuredLinear(nn.Module):
     requires_grad_before: bool
     backend: str
     choices: tuple[Choice, ...]
-    record: Any  # what the report says about this layer
+    record: Any  # the layer's entry in the report
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -59,6 +60,7 @@ class SemiStructuredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        """The dense weight if it was kept, else the packed one as torch's tensor subclass."""
         if self.dense_weight is not None:
             return self.dense_weight
         shape = torch.Size((self.out_features, self.in_features))
@@ -66,13 +68,13 @@ class SemiStructuredLinear(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """What the weight occupies, dense copy included; torch's subclass would report the dense size."""
+        """Bytes that the weight occupies, dense copy included; torch's tensor subclass would report the dense size."""
         held = (self.packed, self.metadata, self.scales, self.dense_weight)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
-        """The dense weight, bit for bit that which was packed; codes times scales where it was quantized."""
+        """The dense weight, bit for bit as it was packed; codes times scales if it was quantized."""
         if self.dense_weight is not None:
             return self.dense_weight.detach()
         weight = BACKENDS[self.backend].unpack(self.packed, self.metadata, self.in_features)
@@ -89,22 +91,22 @@ class SemiStructuredLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves and casts: the packed bytes mean nothing in another dtype or on another device."""
+        """Moves and casts. Raises ValueError for a new dtype or device, which packed bytes cannot be converted to."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device))
         if probe.dtype != self.dtype or probe.device != self.packed.device:
             raise ValueError(
                 f"a layer packed 2:4 in {self.dtype} on {self.packed.device} cannot become {probe.dtype} on "
                 f"{probe.device}: call modelopt_sparse.to_dense(model), move or cast it, and pack it again"
             )
-        kept = {name: self._buffers.pop(name) for name in PACKED}
+        packed_buffers = {name: self._buffers.pop(name) for name in PACKED}
         try:
             return super()._apply(fn, recurse)
         finally:
-            self._buffers.update(kept)
+            self._buffers.update(packed_buffers)
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
-        register_operators()  # a copy may come to a process that has packed nothing
+        register_operators()  # the process that a copy is unpickled in may have packed nothing yet
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         if self.scales is not None:
@@ -138,7 +140,8 @@ def pack_module(
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 
-    The dense Parameter leaves the module, unless it is kept beside the packed form.
+    ``packed`` are (values, metadata) of its weight, ``scales`` those of a quantized one. ``keep_dense`` keeps the dense
+    Parameter beside them, as ``dense_weight``; otherwise it leaves the module.
     """
     register_operators()
     weight = module.get_parameter("weight")
@@ -157,8 +160,9 @@ def pack_module(
 def unpack_module(module: SemiStructuredLinear) -> None:
     """Turn a `SemiStructuredLinear` back, in place, into the nn.Linear that it was."""
     with without_hook(module), torch.inference_mode(False):
-        kept, bias = module.dense_weight, module.bias
-        weight = nn.Parameter(module.unpacked(), module.requires_grad_before) if kept is None else kept
+        weight, bias = module.dense_weight, module.bias
+        if weight is None:
+            weight = nn.Parameter(module.unpacked(), module.requires_grad_before)
         drop_bound_forward(module)
         for name in PACKED:
             delattr(module, name)
@@ -169,12 +173,3 @@ def unpack_module(module: SemiStructuredLinear) -> None:
         object.__setattr__(module, "__class__", nn.Linear)
         module.register_parameter("weight", weight)  # first, as nn.Linear has it
         module.register_parameter("bias", bias)
-
-
-def refuse_packed(model: nn.Module, done: str) -> None:
-    """Raise ValueError if a layer is packed, for what needs the dense weights: ``done`` says what cannot be done."""
-    for name, module in model.named_modules():
-        if isinstance(module, SemiStructuredLinear):
-            raise ValueError(
-                f"layer {name!r} is packed 2:4 and cannot be {done}: call modelopt_sparse.to_dense(model) first"
-            )

@@ -1,4 +1,4 @@
-"""Inputs times a packed weight: which form multiplies how many tokens, and the operators that compiled graphs call.
+"""Inputs times a packed weight: the choice of its form by the number of tokens, and the operators for torch.compile.
 
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
@@ -16,7 +16,10 @@ from modelopt_sparse.runtime.quantize import SUMS, quantize_rows, rescaled
 
 
 class Choice(NamedTuple):
-    """How inputs of ``tokens`` rows or more are multiplied, up to the next choice."""
+    """How inputs of at least ``tokens`` rows, and fewer than the next choice has, are multiplied.
+
+    ``sparse``: by the packed weight, with ``algorithm``; otherwise by the dense weight.
+    """
 
     tokens: int
     sparse: bool
@@ -27,7 +30,7 @@ ALWAYS_SPARSE = (Choice(0, True),)
 
 
 def choice_for(tokens: int, choices: Sequence[Choice]) -> Choice:
-    """The choice of the largest token count that is not above ``tokens``; below all of them the first one."""
+    """The last of the choices (sorted by token count) whose count is at most ``tokens``; the first if there is none."""
     return next((choice for choice in reversed(choices) if choice.tokens <= tokens), choices[0])
 
 
@@ -44,7 +47,8 @@ def multiply(
 ) -> Tensor:
     """x W^T + bias as [T, R] for x [T, C]: by the packed weight, or by the dense one where a choice says so.
 
-    In a compiled graph only the product itself is opaque, so that rounding x to 8 bits is fused with its neighbours.
+    In a compiled graph only the product itself is an opaque operator, so that torch.compile can fuse the rounding of x
+    to 8 bits with other operations.
     """
     if torch.compiler.is_compiling():
         opaque = torch.ops.modelopt_sparse.product_24
@@ -67,7 +71,7 @@ def product(
     backend: str,
     choices: Sequence[Choice],
 ) -> Tensor:
-    """x W^T (+ bias) [T, R] for x [T, C] in the dtype of the packed weight; 8-bit ones give their unscaled sums."""
+    """x W^T (+ bias) as [T, R] for x [T, C] in the dtype of the packed weight; of 8-bit codes the unscaled sums."""
     tokens, out_dtype, kernels = x.shape[0], SUMS.get(packed.dtype), BACKENDS[backend]
     if not tokens:
         return x.new_empty(0, rows, dtype=out_dtype)
@@ -80,7 +84,7 @@ def product(
 
 
 def _operand(x: Tensor, multiple: int) -> Tensor:
-    """x as the kernels read it: contiguous, aligned, with rows of zeros up to a multiple."""
+    """x as the kernels require it: contiguous, aligned, and padded with rows of zeros to a multiple of ``multiple``."""
     missing = -x.shape[0] % multiple
     if missing:
         return torch.cat([x, torch.zeros(missing, x.shape[1], dtype=x.dtype, device=x.device)])
@@ -90,10 +94,11 @@ def _operand(x: Tensor, multiple: int) -> Tensor:
 
 @functools.cache
 def register_operators() -> None:
-    """`product` and `multiply` as operators, which torch.compile takes whole and for any number of tokens.
+    """Register `product` and `multiply` as operators, which torch.compile does not trace into.
 
-    Made when the first layer is packed, not at import. The backward pass of `multiply` is an operator that raises when
-    it runs: compiling a model with gradients on is no error, a gradient that leaves this layer out would be.
+    One graph then serves any number of tokens. It is done when the first layer is packed, not at import. The backward
+    pass of `multiply` is an operator that raises when it runs: a model may be compiled with gradients on, but a
+    gradient that leaves this layer out would be wrong.
     """
 
     def product_24(
@@ -152,10 +157,11 @@ def register_operators() -> None:
 
 
 def as_numbers(choices: Sequence[Choice]) -> list[int]:
-    """Choices as the integers that an operator may take."""
+    """Choices as integers, five for each, because an operator takes no tuples."""
     return [number for choice in choices for number in (choice.tokens, int(choice.sparse), *choice.algorithm)]
 
 
 def _choices(numbers: Sequence[int]) -> list[Choice]:
+    """The inverse of `as_numbers`."""
     fives = (numbers[start : start + 5] for start in range(0, len(numbers), 5))
     return [Choice(tokens, bool(sparse), Algorithm(*algorithm)) for tokens, sparse, *algorithm in fives]

@@ -1,7 +1,7 @@
-"""From a 2:4 weight to its packed form, and back: nothing is packed that does not come back bit for bit.
+"""Packing a 2:4 weight: a weight is packed only if it can be unpacked bit for bit.
 
-torch's packing trusts its input: of three nonzeros in a group it drops one without a word, and takes -0.0 for a
-nonzero in some kernels. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked once.
+torch's packing does not check its input. Of three nonzeros in a group it drops one silently, and some kernels take -0.0
+for a nonzero. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked once and compared.
 
 Shape letters: R rows (out features), C columns (in features), G groups of four columns.
 """
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from modelopt_sparse.runtime.backends import Backend
 
-# what a packed weight may be made from; the 8-bit formats are made from these by quantize.py
+# dtypes of the weights that can be packed; quantize.py makes 8-bit codes from these
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 class NotPackable(ValueError):
-    """Why a weight cannot be packed; the text is the reason alone, whoever catches it knows the layer."""
+    """A weight cannot be packed. The text is the reason alone: the caller knows the layer's name."""
 
 
 def misfit(weight: Tensor) -> str:
-    """Why a weight [R, C] is not 2:4, naming the first row that breaks it, or ""."""
+    """Why a weight [R, C] cannot be packed 2:4, with the first row that breaks the pattern, or ""."""
     rows, columns = weight.shape
     if not torch.isfinite(weight).all():
         return "its weight holds NaN or inf"
@@ -39,7 +39,7 @@ def misfit(weight: Tensor) -> str:
 
 
 def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str:
-    """Why a backend takes no weight [R, C] packed as ``dtype``, or ""."""
+    """Why a backend cannot pack a weight of shape [R, C] as ``dtype``, or ""."""
     if dtype not in backend.dtypes:
         return f"dtype: {backend.name} has no kernel for {dtype}"
     rows, columns, _ = backend.multiples(dtype)
@@ -50,7 +50,7 @@ def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str
 
 def without_negative_zeros(weight: Tensor) -> Tensor:
     """A contiguous copy in which -0.0 is +0.0."""
-    if weight.dtype == torch.float8_e4m3fn:  # has no comparison of its own
+    if weight.dtype == torch.float8_e4m3fn:  # torch cannot compare this dtype
         bits = weight.view(torch.uint8)
         return bits.masked_fill(bits == 0x80, 0).view(weight.dtype).contiguous()
     return weight.masked_fill(weight == 0, 0).contiguous()
@@ -58,7 +58,10 @@ def without_negative_zeros(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """(values, metadata) of a 2:4 weight [R, C]. Raises NotPackable with the reason, the row in it."""
+    """(values, metadata) of a 2:4 weight [R, C].
+
+    Raises NotPackable if it is not 2:4, if its shape or dtype does not fit, or if it does not unpack bit for bit.
+    """
     values = weight.float() if weight.dtype == torch.float8_e4m3fn else weight
     if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(values):
         raise NotPackable(reason)

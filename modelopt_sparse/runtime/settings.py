@@ -1,4 +1,4 @@
-"""What `to_semi_structured` is asked for, checked, and the device that layers are packed for."""
+"""The options of `to_semi_structured`, checked, and the device that layers are packed for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from modelopt_sparse.runtime.timing import LIBRARIES, TIMERS, Timer
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `to_semi_structured`, checked."""
+    """The options of `to_semi_structured`, with their defaults. Raises ValueError for values that are not allowed."""
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
@@ -30,24 +30,25 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
-        known = [item.name for item in fields(cls)]
+        """Options as users write them: one glob or token count may stand for a tuple of them."""
+        known = [option.name for option in fields(cls)]
         for key in options:
             if key not in known:
                 raise ValueError(
                     f"option {key!r} of to_semi_structured is not known{nearest(key, known)}; "
                     f"allowed are {', '.join(known)}"
                 )
-        given = dict(options)
+        values = dict(options)
         for key in ("include", "exclude"):
-            if isinstance(given.get(key), str):
-                given[key] = (given[key],)
-            if given.get(key) is not None:
-                given[key] = tuple(given[key])
-        if isinstance(given.get("tune"), int) and not isinstance(given["tune"], bool):
-            given["tune"] = (given["tune"],)
-        if given.get("tune") is not None:
-            given["tune"] = _token_counts(given["tune"])
-        return cls(**given)
+            if isinstance(values.get(key), str):
+                values[key] = (values[key],)
+            if values.get(key) is not None:
+                values[key] = tuple(values[key])
+        if isinstance(values.get("tune"), int) and not isinstance(values["tune"], bool):
+            values["tune"] = (values["tune"],)
+        if values.get("tune") is not None:
+            values["tune"] = _token_counts(values["tune"])
+        return cls(**values)
 
     def __post_init__(self) -> None:
         if self.timing not in TIMERS:
@@ -67,20 +68,28 @@ class Settings:
 
     @property
     def packed_dtype(self) -> torch.dtype | None:
+        """The 8-bit dtype that packed weights are quantized to, or None."""
         return None if self.quantize is None else FORMATS[self.quantize]
 
 
-def _token_counts(given: Any) -> tuple[int, ...]:
-    counts: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+def _token_counts(tune: Any) -> tuple[int, ...]:
+    counts: tuple[Any, ...] = tuple(tune) if isinstance(tune, Sequence) and not isinstance(tune, str) else (tune,)
     wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
     if wrong or not counts:
-        raise ValueError(f"tune {given!r}: give token counts from 1, for example tune=(1, 64, 2048)")
+        raise ValueError(f"tune {tune!r}: give token counts from 1, for example tune=(1, 64, 2048)")
     return tuple(sorted(set(counts)))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device that layers are packed for, what multiplies there, and how it is timed."""
+    """A device that layers are packed for.
+
+    backend: the library that multiplies there.
+    title: the device's name, for the report and for the cache of timings.
+    timer: how a layer is timed there.
+    cache_bytes: size of the L2 cache.
+    libraries: the libraries that dense products are timed with.
+    """
 
     device: torch.device
     backend: Backend
@@ -106,10 +115,13 @@ def _no_fp8(device: torch.device, backend: Backend) -> str:
     return ""
 
 
-def loading_place(device_map: Any, given: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
-    """The options of `to_semi_structured` that `load` was given, and the one CUDA device that a ``device_map`` names,
-    None being the current one. Raises ValueError for what cannot be, before any weight is read."""
-    settings = Settings.of({} if isinstance(given, bool) else given)
+def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
+    """`load`'s ``semi_structured`` as settings, and the one CUDA device that its ``device_map`` names as a place.
+
+    A ``device_map`` of None is the current CUDA device. Raises ValueError for anything that cannot work, before any
+    weight is read.
+    """
+    settings = Settings.of({} if isinstance(semi_structured, bool) else semi_structured)
     named = (
         list(device_map.values()) if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
     )

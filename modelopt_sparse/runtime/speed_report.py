@@ -1,4 +1,4 @@
-"""Which layers run 2:4, what that costs and saves, and why the others stay dense: as a table and as JSON."""
+"""The report of `to_semi_structured`: which layers run 2:4, their bytes and times, and why the others stay dense."""
 
 import json
 from collections.abc import Mapping
@@ -8,16 +8,23 @@ from typing import Any
 from modelopt_sparse.reports.text import table
 from modelopt_sparse.runtime.timing import Timing
 
-ATTRIBUTE = "semi_structured_report"
-SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"
+ATTRIBUTE = "semi_structured_report"  # where a model holds its report
+SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
 
 
 @dataclass(frozen=True)
 class LayerSpeed:
-    """One layer of two or more dimensions: how it runs, the bytes of its weight then and before, and why if dense.
+    """One weight of two or more dimensions, and how its layer runs.
 
-    ``timings`` are empty if it was not timed. ``weight_error`` and ``output_error``, of quantized layers, are relative
-    squared errors against the unquantized layer; the outputs are those of normally distributed inputs.
+    name, shape, dtype: of the dense weight; the dtype as a name, "bfloat16".
+    runs: "2:4", "2:4 and dense" or "dense".
+    bytes, dense_bytes: what the weight takes now, and what it takes dense.
+    reason: why the layer is dense, or "".
+    backend, packed_dtype: the library that it is packed for, and the dtype of the packed values; "" if it is dense.
+    timings: one for each token count; empty if the layer was not timed.
+    weight_error, output_error: relative squared errors of a quantized layer against the unquantized one; the outputs
+      are those of normally distributed inputs. None for other layers.
+    notes: sentences on what did not go the usual way.
     """
 
     name: str
@@ -36,13 +43,19 @@ class LayerSpeed:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "LayerSpeed":
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return cls(**{**given, "timings": tuple(Timing.from_dict(timing) for timing in data["timings"])})
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**{**values, "timings": tuple(Timing.from_dict(timing) for timing in data["timings"])})
 
 
 @dataclass
 class SpeedReport:
-    """What `to_semi_structured` made of a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines."""
+    """What `to_semi_structured` made of a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
+
+    layers: every weight of two or more dimensions, packed or dense.
+    settings: the options, by name.
+    device: the name of the GPU.
+    versions: library -> its version.
+    """
 
     layers: list[LayerSpeed] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -51,15 +64,17 @@ class SpeedReport:
 
     @property
     def packed(self) -> list[LayerSpeed]:
+        """The layers that run 2:4, those that also keep their dense weight included."""
         return [layer for layer in self.layers if layer.runs != DENSE]
 
     @property
     def bytes(self) -> int:
-        """Of all weights listed, as they are now."""
+        """Bytes of all weights in the report, as they are now."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def dense_bytes(self) -> int:
+        """Bytes of all weights in the report, if they were dense."""
         return sum(layer.dense_bytes for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Is 2:4 faster here? Times dense against sparse for each layer shape on this GPU, and decides by a stated rule.
+"""Timing dense against 2:4 for a layer on this GPU, and the rule that decides from the times which form it runs in.
 
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
@@ -25,16 +25,20 @@ from modelopt_sparse.runtime.quantize import SUMS, quantize_rows
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
 
-LIBRARIES = ("cublas", "cublaslt")  # what dense products are timed with
-ROUNDS, ROUND_SECONDS = 5, 0.02
-LARGEST_SET = 64  # copies of a weight that one timing goes through, to find it in no cache
+LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
+ROUNDS, ROUND_SECONDS = 5, 0.02  # a time is the median of this many rounds, each about this long
+LARGEST_SET = 64  # most copies of a weight that one timing goes through, so that no cache holds them all
 CACHE_FORMAT = "modelopt_sparse 2:4 timings"
 CACHE_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one layer on ``tokens`` rows: the best of each side, and what it was the best with."""
+    """The times of one layer on ``tokens`` rows, in seconds.
+
+    dense, dense_library: the time of the fastest dense library, and its name.
+    sparse, algorithm: the time of the fastest 2:4 algorithm, and that algorithm.
+    """
 
     tokens: int
     dense: float
@@ -44,6 +48,7 @@ class Timing:
 
     @property
     def speedup(self) -> float:
+        """How many times as fast 2:4 is as dense."""
         return self.dense / self.sparse
 
     @classmethod
@@ -55,11 +60,12 @@ class Timing:
 
 
 def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tuple[Choice, ...] | None:
-    """How a layer is to run, or None for dense.
+    """How a layer is to run, by token count; None if it is to stay dense.
 
-    Sparse wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A
-    layer is packed if sparse wins at every token count that was named; with ``keep_both`` also if it wins at some: then
-    both forms are kept and each count has the faster one. Other counts go with the largest named one below them.
+    2:4 wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A layer
+    is packed if 2:4 wins at every token count that was timed. With ``keep_both`` it is also packed if 2:4 wins at some
+    of them: then both forms are kept, and each count uses the winner. A count that was not timed runs as the largest
+    timed one below it.
     """
     ordered = sorted(timings, key=lambda timing: timing.tokens)
     wins = [timing.speedup >= min_speedup for timing in ordered]
@@ -84,12 +90,12 @@ def time_layer(
 ) -> list[Timing]:
     """Time F.linear with the dense weight [R, C] against the packed one, for each token count.
 
-    Each side goes through copies of its weight that together are twice ``cache_bytes``, as the layers of a model are:
-    a weight that stays in the L2 cache would look faster than it is.
+    One timing multiplies by copies of the weight that together take twice ``cache_bytes``. A single weight would stay
+    in the L2 cache and look faster than it is in a model, where other layers come in between.
     """
     dense_set: list[Any] = _copies((weight,), 2 * cache_bytes)
     sparse_set: list[Any] = _copies(packed, 2 * cache_bytes)
-    found = []
+    timings = []
     with _current(weight.device):
         for count in sorted(tokens):
             generator = torch.Generator(weight.device).manual_seed(count)
@@ -107,8 +113,8 @@ def time_layer(
                 }
                 sparse[algorithm] = timer([partial(multiply, x, *one, scales, None, bias, **how) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
-            found.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
-    return found
+            timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
+    return timings
 
 
 def _candidates(
@@ -123,12 +129,12 @@ def _candidates(
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device the current one, which timers and graphs go by."""
+    """Make a CUDA device the current one: timers and graphs use the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
-    """The tensors, and as many copies as it takes to occupy ``size`` bytes."""
+    """The tensors, and copies of them, until all together take ``size`` bytes; at most LARGEST_SET."""
     each = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
     count = min(max(-(-size // max(each, 1)), 1), LARGEST_SET)
     return [tensors] + [tuple(t if t is None else t.clone() for t in tensors) for _ in range(count - 1)]
@@ -136,7 +142,7 @@ def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor 
 
 @contextmanager
 def blas_library(name: str) -> Iterator[None]:
-    """Prefer one library for dense products; the preference is as it was afterwards."""
+    """While entered, torch prefers one library for dense products."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(name)
     try:
@@ -146,7 +152,7 @@ def blas_library(name: str) -> Iterator[None]:
 
 
 def eager_seconds(calls: Calls) -> float:
-    """Wall time of a call when calls are made one after the other from Python: what launching costs is in it."""
+    """Wall time of a call, when calls are made one after the other from Python. The cost of launching is included."""
     _warm_up(calls)
     repeats = max(round(ROUND_SECONDS / max(_wall(calls, 1), 1e-7)), 1)
     return median(_wall(calls, repeats) for _ in range(ROUNDS)) / (repeats * len(calls))
@@ -169,7 +175,7 @@ def _wall(calls: Calls, repeats: int) -> float:
 
 
 def graph_seconds(calls: Calls) -> float:
-    """Time of a call replayed from a CUDA graph: what the GPU takes, nothing of what launching costs."""
+    """Time of a call that is replayed from a CUDA graph. The cost of launching is not included."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -203,7 +209,7 @@ TIMERS: dict[str, Timer] = {"eager": eager_seconds, "graph": graph_seconds}
 def timing_key(
     device: str, backend: Backend, mode: str, weight: Tensor, packed_dtype: torch.dtype, bias: Tensor | None
 ) -> str:
-    """Everything that a timing depends on, but the token count."""
+    """A text with everything that a timing depends on, except for the token count."""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(backend)}"
     kind = str(weight.dtype).removeprefix("torch.")
     if packed_dtype != weight.dtype:
@@ -213,26 +219,30 @@ def timing_key(
 
 
 class TimingCache:
-    """Timings by key and token count; in memory, and in a JSON file where a path is given."""
+    """Timings by key and token count: in memory, and in a JSON file if ``path`` names one.
+
+    Raises ValueError if the file holds anything else than timings of this version.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._found: dict[str, dict[int, Timing]] = {}
+        self._timings: dict[str, dict[int, Timing]] = {}
         if self.path is not None and self.path.exists():
-            self._found = _read(self.path)
+            self._timings = _read(self.path)
 
     def get(self, key: str, tokens: Sequence[int]) -> list[Timing] | None:
-        """The timings of all these token counts, or None: each side is timed in one go."""
-        known = self._found.get(key, {})
+        """The timings of these token counts; None if one of them is missing, as all counts are timed together."""
+        known = self._timings.get(key, {})
         return [known[count] for count in sorted(tokens)] if all(count in known for count in tokens) else None
 
     def put(self, key: str, timings: Sequence[Timing]) -> None:
-        self._found.setdefault(key, {}).update({timing.tokens: timing for timing in timings})
+        """Add timings, and write the file."""
+        self._timings.setdefault(key, {}).update({timing.tokens: timing for timing in timings})
         if self.path is not None:
             self._write(self.path)
 
     def _write(self, path: Path) -> None:
-        timings = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._found.items()}
+        timings = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
         text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": timings}, indent=2)
         partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:

@@ -1,7 +1,7 @@
-"""Weight files of a folder that are written one after the other: the index of them, and several files made one.
+"""safetensors files: the index of a folder's weight files, and the concatenation of several files to one.
 
-The layout is that of https://github.com/huggingface/safetensors#format: eight bytes that give the length of a JSON
-header, the header, padded with spaces, and the tensors' bytes, whose offsets the header gives.
+The layout is that of https://github.com/huggingface/safetensors#format: eight bytes with the length of a JSON header;
+the header, padded with spaces; and the tensors' bytes, whose offsets are in the header.
 """
 
 import json
@@ -11,40 +11,43 @@ from typing import Any
 
 from modelopt_sparse.checkpoint.format import INDEX
 
-CHUNK = 2**20
+CHUNK = 2**20  # bytes that are copied at a time
 
 
 def write_index(folder: Path, parameters: int) -> None:
-    """Write the index of a folder's weight files, as transformers does."""
+    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are."""
     weight_map: dict[str, str] = {}
     size = 0
     for path in sorted(folder.glob("model-*.safetensors")):
         header, _ = _header(path)
-        size += sum(end - begin for begin, end in (of["data_offsets"] for of in header.values()))
+        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
         weight_map.update(dict.fromkeys(header, path.name))
     index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def concatenate(files: Sequence[Path], target: Path) -> None:
-    """Write the tensors of several files, all of one dtype, into one, as safetensors would, holding none of them."""
+def concatenate(files: Sequence[Path], out_path: Path) -> None:
+    """Write the tensors of several files, all of one dtype, into one file, byte for byte as safetensors would.
+
+    No tensor is held in memory.
+    """
     where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in files:
         header, data = _header(path)
-        where.update({name: (path, data, of) for name, of in header.items()})
+        where.update({name: (path, data, entry) for name, entry in header.items()})
     header: dict[str, Any] = {}
     end = 0
     for name in sorted(where):
-        of = where[name][2]
-        begin, end = end, end + of["data_offsets"][1] - of["data_offsets"][0]
-        header[name] = {"dtype": of["dtype"], "shape": of["shape"], "data_offsets": [begin, end]}
+        entry = where[name][2]
+        begin, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
+        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with target.open("wb") as out:
+    with out_path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in header:
-            path, data, of = where[name]
-            begin, end = of["data_offsets"]
+            path, data, entry = where[name]
+            begin, end = entry["data_offsets"]
             with path.open("rb") as file:
                 file.seek(data + begin)
                 for left in range(end - begin, 0, -CHUNK):
@@ -52,7 +55,7 @@ def concatenate(files: Sequence[Path], target: Path) -> None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file holds, by name, and where its data begins."""
+    """(a file's header: tensor name -> dtype, shape and offsets; the place in the file where the data begins)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -1,4 +1,4 @@
-"""A streaming run's source: where it lies, and its files, whole when the run starts and the same until it ends."""
+"""The source of a streaming run: its folder, and the check that its files stay the same from the start to the end."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ GET_IT_AGAIN = "get the file again, and start the run again"
 
 
 class SourceFiles:
-    """The weight files of a folder and its ``config.json``; ``hashes``: file name -> SHA-256.
+    """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
 
-    Raises ValueError for a file that is missing, or not as long as its own header says. What the numbers in it should
-    be nobody knows: safetensors keeps no checksums.
+    Raises ValueError for a file that is missing, or that is not as long as its own header says. Wrong numbers in a file
+    cannot be noticed, as safetensors stores no checksums.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        weights = _there(folder)
+        weights = _existing_weight_files(folder)
         self._as_seen: dict[Path, tuple[int, ...]] = {}
         self.hashes: dict[str, str] = {}
         for name in ("config.json", *weights):
@@ -44,8 +44,10 @@ class SourceFiles:
             self.hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
-        """Raise Unreadable (a ValueError) if the file has gone or changed since it was hashed, as far as its size, its
-        time and its place on the disk tell. Other files than the source's are let pass."""
+        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
+
+        A change is told by its size, its time and its place on the disk. Nothing happens for other files.
+        """
         before = self._as_seen.get(path.resolve())
         if before is None:
             return
@@ -58,7 +60,7 @@ class SourceFiles:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where something fails to read, say so if a file is the reason."""
+        """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -69,6 +71,7 @@ class SourceFiles:
             raise
 
     def check_all(self) -> None:
+        """`check` all files of the source."""
         for path in self._as_seen:
             self.check(path)
 
@@ -79,7 +82,8 @@ class SourceFiles:
         )
 
 
-def _there(folder: Path) -> list[str]:
+def _existing_weight_files(folder: Path) -> list[str]:
+    """Names of a folder's weight files. Raises ValueError if one of them is missing."""
     names = weight_files(folder)
     for name in names:
         if (folder / name).is_file():
@@ -94,12 +98,16 @@ def _there(folder: Path) -> list[str]:
 
 
 def _look(path: Path) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    """What tells whether a file has changed: device, inode, size and time."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
-    """The folder of a checkpoint; that of a hub name is downloaded first, and stays in the cache."""
+    """The folder of a checkpoint. For a hub name its files are downloaded, and it is a folder in the hub's cache.
+
+    Raises ValueError if ``source`` is neither a folder of a model nor a checkpoint on the hub.
+    """
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
@@ -115,7 +123,7 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
         raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
     for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
         try:
-            loader.from_pretrained(name, revision=revision, **remote)  # its files are in the cache then
+            loader.from_pretrained(name, revision=revision, **remote)  # this downloads its files
         except (OSError, ValueError, KeyError, ImportError):
             continue
     return folder

@@ -1,4 +1,4 @@
-"""Tensors whose memory is a file: the system takes their pages back to disk when it needs the room."""
+"""Tensors whose memory is a file, so that the system can write their pages to disk when it needs the memory."""
 
 import errno
 import os
@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 def spilled(x: Tensor, folder: Path) -> Tensor:
-    """A copy of a dense tensor on the CPU, of the same layout, in a file that is gone when the tensor is. Anything else
-    comes back as it is."""
+    """A copy of a dense tensor on the CPU, of the same layout, in a file in ``folder``.
+
+    The file is gone when the tensor is. An empty tensor, or one on another device, is returned as it is.
+    """
     if x.device.type != "cpu" or not x.numel():
         return x
     dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
@@ -24,11 +26,14 @@ def spilled(x: Tensor, folder: Path) -> Tensor:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """A full disk is an error here; without it, writing to the mapped file would end the process."""
+    """Reserve the bytes of a file on the disk. Raises OSError if the disk is full.
+
+    Without this, writing to the mapped file on a full disk would kill the process.
+    """
     if not hasattr(os, "posix_fallocate"):  # not on macOS and Windows
         return
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve
             raise

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from modelopt_sparse.calibration.data import load_calls, take_in
-from modelopt_sparse.checkpoint.dequantize import Quantized, asked_for
+from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.files import is_full
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask
 from modelopt_sparse.checkpoint.restore import report as report_in
@@ -88,7 +88,7 @@ def sparsify_checkpoint(
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder = local_folder(source, revision, remote)
     empty = empty_model(folder, **remote)
-    quantized = asked_for(empty, folder, dtype, dequantize=dequantize)
+    quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
     files = SourceFiles(folder)

@@ -1,18 +1,20 @@
-"""The half-finished target of a streaming run, on disk: what the run was started with, and the blocks that are done.
+"""The work folder of a streaming run: its unfinished target, what it was started with, and the blocks that are done.
 
-``TARGET.partial`` stands beside the target until all of it is done:
+``TARGET.partial`` stands beside the target until the run is finished. It holds:
 
-  started.json          what the run was started with, so that nothing else continues it
+  started.json          what the run was started with, so that only such a run continues it
   block-00003.json      block 3 is done: its files with their hashes, its masks, and its part of the report
   report.json           all blocks are done, and this is the report
-  finished.json         ``folder`` holds the whole target, and only has to be put in its place
+  finished.json         ``folder`` holds the whole target, and only has to be moved to its place
   folder/               the target's files, under their final names
-  masks/, named/        masks of each block; its weights under the model's own names where the target's differ
-  writing/, converted/  what is being written; what transformers converts at load. Gone at the next start
-  lock                  held by the run that is going on
+  masks/                masks of each block
+  named/                weights of each block under the model's own names, if the target has other names
+  writing/              files that are being written; deleted at the next start
+  converted/            what transformers converts at load; deleted at the next start
+  lock                  locked by the run that is going on
 
-Every file is written elsewhere, synced and renamed, and the .json file that says so comes after it. So a run may be
-killed at any moment.
+Every file is written in ``writing/``, synced and renamed, and after that the .json file is written that lists it. So a
+run may be killed at any moment.
 """
 
 import json
@@ -35,8 +37,13 @@ DATA = "calibration data"
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """A block that is done. ``files``: path in the work folder -> size and hash; ``masks``: parameter name -> shape and
-    number kept; ``layers`` and ``blocks``: its part of the report."""
+    """A block that is done.
+
+    block: the block's module path.
+    files: path in the work folder -> size and SHA-256.
+    masks: parameter name -> shape of its mask, and how many weights are kept.
+    layers, blocks: the block's part of the report.
+    """
 
     block: str
     files: dict[str, dict[str, Any]]
@@ -46,11 +53,18 @@ class BlockRecord:
 
 
 class WorkFolder:
-    """``started``: what this run is started with. Raises ValueError if the folder holds a run that was started with
-    something else, or is damaged, unless ``overwrite`` is set: then that run is thrown away."""
+    """The work folder of a run, locked for as long as it is open. ``started`` is what this run is started with.
 
-    def __init__(self, target: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.target, self.path = target, work_path(target)
+    done: index of a block -> its record, for blocks that are done.
+    resumed: whether an earlier run has done some of them.
+    finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
+
+    Raises ValueError if another run holds the folder, or if something else is at its place. Also if it is damaged, or
+    holds a run that was started with something else, unless ``overwrite`` is True: then that run is deleted.
+    """
+
+    def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.final_folder, self.path = final_folder, work_path(final_folder)
         self.done: dict[int, BlockRecord] = {}
         self._overwrite = overwrite
         self._started = json.loads(json.dumps(started, default=str))
@@ -85,13 +99,13 @@ class WorkFolder:
     # what was there before --------------------------------------------------------------------------------------------
 
     def _problem(self) -> str:
-        """Why what the folder holds cannot be continued, or ""."""
+        """Why the run in the folder cannot be continued, or "". Reads the records of its blocks."""
         if not (self.path / STARTED).is_file():
             return ""
-        there = self._read_json(STARTED)
-        if differences := _differences({**there, DATA: None}, {**self._started, DATA: None}):
+        started = self._read_json(STARTED)
+        if differences := _differences({**started, DATA: None}, {**self._started, DATA: None}):
             return _refusal(differences)
-        self._started = there
+        self._started = started
         if (self.path / FINISHED).is_file():
             return ""
         for path in sorted(self.path.glob("block-*.json")):
@@ -103,6 +117,7 @@ class WorkFolder:
         return ""
 
     def _refuse_strange_files(self) -> None:
+        """Raise ValueError if something at the folder's path was not made by a run."""
         if not self.path.exists() or (self.path / STARTED).is_file():
             return
         if self.path.is_file() or not {path.name for path in self.path.iterdir()} <= {*FOLDERS, *SCRATCH, LOCK}:
@@ -112,8 +127,11 @@ class WorkFolder:
             )
 
     def check_data(self, sha256: str | None) -> bool:
-        """Whether this run has the data of the one that it continues, as far as that has come. If not, raises
-        ValueError, or throws that run away if ``overwrite`` is set."""
+        """Whether this run has the calibration data, with this hash, of the run that it continues.
+
+        It is True if that run had not read its data yet. If the data differs, ValueError is raised; with ``overwrite``
+        that run is deleted instead, and False returned.
+        """
         differences = _differences({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
         if differences and not self._overwrite:
             raise ValueError(f"{str(self.path)!r} {_refusal(differences)}")
@@ -137,18 +155,20 @@ class WorkFolder:
         return folder
 
     def place(self, file: Path, name: str) -> dict[str, Any]:
-        """Move a written file to its place in the work folder, safe from now on -> its size and hash."""
-        found = size_and_hash(file)
+        """Sync a written file and move it to its place in the work folder -> its size and hash."""
+        size_and_sha256 = size_and_hash(file)
         _sync(file)
         file.replace(self.path / name)
         _sync((self.path / name).parent)
-        return found
+        return size_and_sha256
 
     def finish_block(self, index: int, record: BlockRecord) -> None:
+        """Record that a block is done; all of its files are in their places."""
         self.write_json(f"block-{index:05d}.json", vars(record))
         self.done[index] = record
 
     def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file of the work folder, so that it appears whole or not at all."""
         file = self.path / "writing" / name
         file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
         _sync(file)
@@ -164,19 +184,22 @@ class WorkFolder:
                     raise ValueError(f"{str(self.path)!r} {_damage(name, record)}")
 
     def read_report(self) -> dict[str, Any] | None:
-        """The report of a run all of whose blocks are done."""
+        """The report, if all blocks are done, else None."""
         return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
 
     def _read_json(self, name: str) -> Any:
         return _read_json(self.path / name)
 
     def finish(self) -> None:
-        """``folder`` is complete: put it in the target's place."""
+        """Move ``folder``, which is complete, to the target's place.
+
+        Raises ValueError if a target has appeared there since the run started, unless ``overwrite`` is True.
+        """
         folder = self.path / "folder"
-        if self.target.exists() and not self._overwrite:
+        if self.final_folder.exists() and not self._overwrite:
             raise ValueError(
-                f"{str(self.target)!r} has come into being since the run started: move it and start again, or give "
-                "overwrite=True (--overwrite); nothing will be solved again"
+                f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
+                "give overwrite=True (--overwrite); nothing will be solved again"
             )
         mode = (folder / DESCRIPTION).stat().st_mode
         for path in folder.iterdir():
@@ -186,47 +209,51 @@ class WorkFolder:
         self.put_in_place()
 
     def put_in_place(self) -> None:
-        """Move a finished folder to the target; again, if the run was killed while it did so. In a target that exists,
-        other files than the model's stay."""
-        folder, names, target = self.path / "folder", self._read_json(FINISHED), self.target
-        if not target.exists():
-            folder.rename(target)
+        """Move a finished folder to the target. It is called again if the run was killed while it did so.
+
+        In a target that exists, files that are not the model's stay.
+        """
+        folder, names, final_folder = self.path / "folder", self._read_json(FINISHED), self.final_folder
+        if not final_folder.exists():
+            folder.rename(final_folder)
         elif (folder / DESCRIPTION).is_file():
-            move_in(folder, target, names)
-        _sync(target)
-        _sync(target.parent)
-        self.path.rename(_over(target))  # from one moment to the next there is nothing to continue
-        remove_leftovers(target)
+            move_in(folder, final_folder, names)
+        _sync(final_folder)
+        _sync(final_folder.parent)
+        self.path.rename(_finished_path(final_folder))  # with this single step there is no run to continue any more
+        remove_leftovers(final_folder)
 
     def close(self) -> None:
-        """Let go of the folder, finished or not."""
+        """Release the lock of the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-def work_path(target: Path) -> Path:
-    target = target.resolve()
-    return target.with_name(f"{target.name}.partial")
+def work_path(final_folder: Path) -> Path:
+    """The path of a target's work folder."""
+    final_folder = final_folder.resolve()
+    return final_folder.with_name(f"{final_folder.name}.partial")
 
 
-def is_finished(target: Path) -> bool:
-    """Whether a run has made all of the target, and was killed before all of it was in its place."""
-    return (work_path(target) / FINISHED).is_file()
+def is_finished(final_folder: Path) -> bool:
+    """Whether a run has finished the target, and was killed before all of it was in its place."""
+    return (work_path(final_folder) / FINISHED).is_file()
 
 
-def remove_leftovers(target: Path) -> None:
-    """What is left of a run that was killed after its target was in place."""
-    shutil.rmtree(_over(target), ignore_errors=True)
+def remove_leftovers(final_folder: Path) -> None:
+    """Delete what is left of a run that was killed after its target was in place."""
+    shutil.rmtree(_finished_path(final_folder), ignore_errors=True)
 
 
-def _over(target: Path) -> Path:
-    path = work_path(target)
+def _finished_path(final_folder: Path) -> Path:
+    """The path that the work folder is renamed to when its target is in place, to be deleted."""
+    path = work_path(final_folder)
     return path.with_name(f"{path.name}.over")
 
 
 def _locked(path: Path) -> int | None:
-    """An open descriptor that keeps other runs out for as long as this process holds it."""
+    """A lock on a file, as an open descriptor. Raises ValueError if another run holds it."""
     try:
         return hold(path, os.O_RDWR | os.O_CREAT)
     except BlockingIOError:
@@ -236,7 +263,11 @@ def _locked(path: Path) -> int | None:
 
 
 def _empty(folder: Path, *, but: Collection[str]) -> None:
-    """Records first, and last of all what says whose folder it is: killed in between, it is still a whole one."""
+    """Delete everything in a work folder, except for the names in ``but``.
+
+    Records of blocks are deleted first, and the file that says what the run was started with last. If this is killed in
+    between, the folder is still a valid one.
+    """
     for path in sorted(folder.iterdir(), key=lambda path: (path.name == STARTED, path.suffix != ".json")):
         if path.name in but:
             continue
@@ -247,6 +278,7 @@ def _empty(folder: Path, *, but: Collection[str]) -> None:
 
 
 def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A phrase for each key whose value in the folder (``there``) is not that of this run (``now``)."""
     keys = [*there, *(key for key in now if key not in there)]
     return [
         f"{key}: {_shown(there.get(key))} there, {_shown(now.get(key))} now"
