@@ -719,7 +719,9 @@ def start(checkout: Path, results: Path, only: str) -> Result:
 
 def verdict(name: str, other: Result, this: Result) -> list[str]:
     """What is wrong with a job; nothing if it is the same."""
-    failed = [f"fails {where}: {side['fails']}" for where, side in (("there", other), ("here", this)) if "fails" in side]
+    failed = [
+        f"fails {where}: {side['fails']}" for where, side in (("there", other), ("here", this)) if "fails" in side
+    ]
     return failed or ([] if name == ACROSS else differences(other, this))
 
 

@@ -17,13 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import allocate as allocation
 from modelopt_sparse.accuracy import divergence
-from modelopt_sparse.accuracy.allocate import (
-    allocate,
-    allocation_for,
-    block_sparsities,
-    owl_sparsities,
-    search_plan,
-)
+from modelopt_sparse.accuracy.allocate import allocate, allocation_for, block_sparsities, owl_sparsities, search_plan
 from modelopt_sparse.accuracy.divergence import masked
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros

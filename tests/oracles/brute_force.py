@@ -18,6 +18,7 @@ import modelopt_sparse as mts
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
 Real = Callable[[Any, str], Tensor | None]  # (batch, layer name) -> which rows of its input are tokens; None = all
+Steps = list[list[str]]
 
 
 def matrices_of(model: nn.Module, within: list[str]) -> dict[str, Tensor]:
@@ -174,6 +175,20 @@ def make_sparse(model: nn.Module, sparse: nn.Module, within: list[str]) -> None:
     for name, parameter in model.named_parameters():
         if any(name.startswith(f"{path}.".removeprefix(".")) for path in within):
             parameter.data.copy_(final[name])
+
+
+def stepwise(model: nn.Module, sparse: nn.Module, batches: list, steps: Steps, real: Real = all_rows) -> Seen:
+    """What each step's modules are given in a dense model whose earlier steps have the weights of the sparse one.
+
+    The model is changed on the way.
+    """
+    expected = Seen()
+    for step in steps:
+        seen = brute_force(model, batches, step, real)
+        expected.grams.update(seen.grams)
+        expected.tokens.update(seen.tokens)
+        make_sparse(model, sparse, step)
+    return expected
 
 
 @contextmanager
