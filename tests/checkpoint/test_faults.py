@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.files import file_hash, is_full
-from tests.checkpoint.test_stream import assert_same_folders, saved
+from tests.checkpoint.streams import assert_same_folders, saved
 from tests.faults import faulty
 from tests.faults.faulty import Runs
 from tests.helpers import assert_bits, state_of, tiny_llama, token_batches

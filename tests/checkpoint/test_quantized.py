@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.streaming import stream
-from tests.checkpoint.test_stream import assert_same_folders, in_memory, saved, streamed, weights
+from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 # Some versions of transformers warn of the flags that they set on a model when it is saved.

@@ -13,7 +13,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.streaming import stream
 from modelopt_sparse.methods.wanda import Wanda
-from tests.checkpoint.test_stream import assert_same_folders, saved
+from tests.checkpoint.streams import Stopping, assert_same_folders, saved
 from tests.helpers import tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -29,21 +29,6 @@ def assert_incomplete(target: Path) -> None:
 
 
 # stopped, and started with something else -----------------------------------------------------------------------------
-
-
-class Stopping(Wanda):
-    """Wanda that is interrupted at its ``at``-th layer, once."""
-
-    name = "stopping"
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def solve(self, weight, state, pattern, options):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return super().solve(weight, state, pattern, options)
 
 
 @pytest.fixture

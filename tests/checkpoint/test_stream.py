@@ -4,28 +4,14 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import restore as checkpoint
@@ -33,120 +19,25 @@ from modelopt_sparse.checkpoint.format import pack_mask
 from modelopt_sparse.checkpoint.streaming import storage as blocks
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
 from modelopt_sparse.checkpoint.streaming.spill import spilled
-from modelopt_sparse.model.hf import model_class
-from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama, token_batches
+from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed, weights
+from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama
+from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5
 
 pytestmark = pytest.mark.core
-
-VOCAB = 97
-
-
-def tiny_qwen() -> nn.Module:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    )
-
-
-def tiny_gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2, bos_token_id=0,
-            eos_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def tiny_t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
-            initializer_factor=1.0,
-        )
-    )  # fmt: skip
-
-
-def tiny_mixtral() -> nn.Module:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, initializer_range=0.2,
-        )
-    )  # fmt: skip
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: tiny_llama(num_hidden_layers=3),
     "qwen": tiny_qwen,
-    "gpt2": tiny_gpt2,
+    "gpt2": lambda: tiny_gpt2(n_layer=3, bos_token_id=0, eos_token_id=0),
     "t5": tiny_t5,
-    "mixtral": tiny_mixtral,
+    "mixtral": lambda: tiny_mixtral(intermediate_size=64),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude"},
     "sparsegpt": {"method": "sparsegpt"},
     "balanced": {"method": None, "quality": "balanced", "reconstruct": 1},
 }
-
-
-def saved(folder: Path, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    torch.manual_seed(3)
-    model: Any = make().to(dtype)
-    model.save_pretrained(folder, **options)
-    return folder
-
-
-def batches(name: str = "llama", count: int = 4, seed: int = 1) -> list[dict[str, Tensor]]:
-    ids = token_batches(count, length=12, vocab=VOCAB, seed=seed)
-    if name == "t5":
-        return [{"input_ids": x, "decoder_input_ids": x[:, :5]} for x in ids]
-    masks = [torch.ones_like(x) for x in ids]
-    masks[1][0, 9:] = 0
-    return [{"input_ids": x, "attention_mask": mask} for x, mask in zip(ids, masks)]
-
-
-def in_memory(source: Path, folder: Path, method: Any, **options: Any) -> Path:
-    """The oracle: the whole model loaded, made sparse and saved."""
-    cls = model_class(AutoConfig.from_pretrained(source), source)
-    model = cls.from_pretrained(source, dtype=options.pop("dtype", "auto"))
-    mts.save(mts.sparsify(model, method, progress=False, **options), folder)
-    return folder
-
-
-def streamed(source: Path, folder: Path, method: Any, **options: Any) -> mts.Report:
-    return mts.sparsify_checkpoint(source, folder, method, progress=False, **options)
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        found.update(load_file(path))
-    return found
-
-
-def assert_same_folders(one: Path, other: Path) -> None:
-    """Equal tensors to the bit, under equal names; equal bytes of masks, equal configs; and both are whole."""
-    a, b = weights(one), weights(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_bits(a[name], b[name])
-    masks = "sparsity_masks.safetensors"
-    assert (one / masks).read_bytes() == (other / masks).read_bytes()
-    for name in ("config.json", "generation_config.json"):
-        assert (one / name).is_file() == (other / name).is_file()
-        assert not (one / name).is_file() or json.loads((one / name).read_text()) == json.loads(
-            (other / name).read_text()
-        )
-    assert str(mts.verify(one)) == str(mts.verify(other))
 
 
 def data_for(name: str, method: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,20 @@ import transformers
 import typer
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import restore as checkpoint
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.cli import inputs as cli_input
 from modelopt_sparse.runtime.settings import Settings
-from tests.helpers import TESTBED, assert_same_state, run_python, state_of, tiny_llama
+from tests.cli.conftest import TEMPLATE
+from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
 from tests.runtime.unpacking import installed, place_for
 
 pytestmark = pytest.mark.core
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 COMMANDS = ("sparsify", "plan", "eval", "verify", "report", "speed")
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    """A folder with a small Llama that has everything that travels with a model, and texts."""
-    root = tmp_path_factory.mktemp("cli")
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=0, bos_token_id=0)
-    model.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=0, bos_token_id=0)
-    model.save_pretrained(root / "llama")
-    tokenizer.save_pretrained(root / "llama")
-    text = (TESTBED / "calibration.txt").read_text(encoding="utf-8")
-    (root / "text.txt").write_text(text[:6000], encoding="utf-8")
-    (root / "held.txt").write_text(text[6000:9000], encoding="utf-8")
-    documents = [text[9000:9500], text[9500:12000]]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in documents))
-    (root / "only-config").mkdir()
-    shutil.copy(root / "llama" / "config.json", root / "only-config")
-    return root
-
-
-@pytest.fixture(scope="module")
-def sparse(work) -> Path:
-    """The folder of a model made 2:4 by magnitude."""
-    model = AutoModelForCausalLM.from_pretrained(work / "llama")
-    mts.sparsify(model, "magnitude", pattern="2:4")
-    mts.save(model, work / "sparse", companions=[AutoTokenizer.from_pretrained(work / "llama")])
-    return work / "sparse"
 
 
 def by_the_api(work: Path, method: str = "sparsegpt", text: str = "text.txt", **options) -> torch.nn.Module:
@@ -555,77 +525,6 @@ def test_interruption_is_exit_code_130(run, work, monkeypatch):
     done = run("plan", work / "llama")
     assert (done.code, done.out) == (130, "")
     assert done.err.strip() == "modelopt-sparse: interrupted"
-
-
-# hub names ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_revision_is_asked_of_the_hub(run, monkeypatch):
-    asked = []
-
-    def has_file(name, file, revision):
-        asked.append((name, file, revision))
-        raise OSError("there is no revision 'v7'")
-
-    monkeypatch.setattr(cli_input, "has_file", has_file)
-    for arguments in (["plan"], ["sparsify", "--out", "never"], ["eval", "--data", __file__]):
-        done = run(*arguments, "some/model", "--revision", "v7")
-        assert done.code == 2
-        assert "'some/model' is neither a folder nor a model that the hub gives: there is no revision 'v7'" in done.err
-    assert asked == [("some/model", "config.json", "v7")] * 3
-
-
-CODE = """
-from transformers import PreTrainedModel, PreTrainedConfig
-from transformers.modeling_outputs import CausalLMOutput
-from torch import nn
-
-class OwnConfig(PreTrainedConfig):
-    model_type = "own"
-    def __init__(self, width=16, **kwargs):
-        self.width = width
-        super().__init__(**kwargs)
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(config.width, 8), nn.Linear(8, config.width)) for _ in "ab")
-        self.post_init()
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return CausalLMOutput(logits=x)
-"""
-
-
-def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    source, out = tmp_path / "own", tmp_path / "out"
-    source.mkdir()
-    (source / "own.py").write_text(CODE)
-    config = {"model_type": "own", "architectures": ["OwnModel"], "width": 16}
-    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (source / "config.json").write_text(json.dumps(config))
-    done = run("plan", source)
-    assert done.code == 2
-    assert "trust_remote_code" in done.err
-    done = run("plan", source, "--trust-remote-code")
-    assert done.code == 0, done.err
-    assert "4 layers with 512 of 512" in done.out
-
-    model = AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(source, trust_remote_code=True), trust_remote_code=True
-    )
-    model.save_pretrained(source)
-    done = run("sparsify", source, "--method", "magnitude", "--out", out, "--trust-remote-code")
-    assert done.code == 0, done.err
-    assert run("verify", out).code == 2
-    assert run("verify", out, "--trust-remote-code").code == 0
-    loaded = mts.load(out, trust_remote_code=True)
-    assert type(loaded).__name__ == "OwnModel"
-    assert len(dict(mts.named_masks(loaded))) == 4
 
 
 # speed --------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What processes of a group do in test_distributed.py.
 
-As a program, `python -m tests.distributed.ranks FOLDER`, it runs the scenarios in one process, in two and in four, which
-leave what they found in FOLDER; hanging ones are killed. The processes are forked from one that has imported everything,
-which makes them cheap.
+As a program, `python -m tests.distributed.ranks FOLDER`, it runs the scenarios in one process, in two and in four,
+which leave what they found in FOLDER; hanging ones are killed. The processes are forked from one that has imported
+everything, which makes them cheap.
 """
 
 import os

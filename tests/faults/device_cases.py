@@ -18,7 +18,7 @@ from modelopt_sparse.checkpoint.streaming.spill import spilled
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.runtime.settings import Settings
 from modelopt_sparse.solving import cpu_matmul as products
-from tests.checkpoint.test_resume import Stopping
+from tests.checkpoint.streams import Stopping
 from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES

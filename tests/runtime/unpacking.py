@@ -9,8 +9,11 @@ import modelopt_sparse as mts
 from modelopt_sparse.runtime import backends, convert
 from modelopt_sparse.runtime.backends import BACKENDS, Algorithm, Cutlass
 from modelopt_sparse.runtime.settings import Place, Settings
+from tests.helpers import tiny_llama
 
 CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16]
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Unpacking(Cutlass):
@@ -68,3 +71,15 @@ def pruned(rows: int, columns: int, dtype=torch.bfloat16, bias: bool = True, see
         weight = torch.randn(rows, columns, generator=generator)
         layer.weight.copy_(weight.masked_fill(~mts.NM(2, 4).mask(weight.abs()), 0))
     return layer.to(dtype).eval()
+
+
+def llama(**changes) -> Any:
+    """A 2:4 Llama in bfloat16 whose shapes the CUTLASS format takes, output head apart."""
+    model: Any = tiny_llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4, **changes)
+    model = model.to(torch.bfloat16)
+    return mts.export(mts.sparsify(model, "magnitude", pattern="2:4", progress=False))
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    report = mts.semi_structured_report(model)
+    return {layer.name: layer.reason for layer in report.layers if layer.runs == "dense"}
