@@ -1,30 +1,21 @@
-"""Runs the same small jobs with two checkouts of this package, and says which of them end with other bits.
+"""One side of a comparison: the jobs, and a program that runs them with the checkout that is in its path.
 
-    python tests/same_bits.py OTHER_CHECKOUT [--this CHECKOUT] [--only SUBSTRING] [--out FILE]
+    python tests/same_bits/jobs.py CHECKOUT RESULTS SUBSTRING
 
-It is for changes that must not change what is computed. Make a worktree of the version before the change, and give its
-folder as OTHER_CHECKOUT. Each checkout runs all jobs in one process of its own, through the public API and the command
-line alone. Compared are the bits of all tensors and masks, reports and plans, files, and what commands print. Times and
-versions are left out. Exit code 1 says that a job differs or fails, 2 that a process did not come to its end.
-
-Both sides have one thread, and models of fewer than 2**20 weights to prune, so that the library times no products. The
-two jobs with the larger embedded model set the precision of products themselves, which has the same effect.
+What a job gives is compared with what it gives on the other side; "outcome" says by itself how the job ended.
 """
 
-import argparse
 import hashlib
 import io
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -35,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers as hf
+from differences import differences
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
@@ -42,10 +34,9 @@ import modelopt_sparse as mts
 Result = dict[str, Any]
 Job = Callable[[], Result]
 
-TESTBED = Path(__file__).resolve().parent.parent / "examples" / "testbed"
+TESTBED = Path(__file__).resolve().parent.parent.parent / "examples" / "testbed"
 TIMES = re.compile(r"(?<![\d.])\d+\.\d\d(?![\d%])|\d+\.\d(?= s of )")  # as tables and last lines print seconds
 NOT_COMPARED = ("seconds", "versions", "checksum")  # a checksum is of the whole file, its times and versions included
-SHOWN, LIMIT = 2, 900  # differences that the table spells out; seconds that a side may take
 BEGUN = "began"
 VOCAB, WIDTH, INNER = 97, 32, 64
 
@@ -678,82 +669,5 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
     results.write_text(json.dumps(done, default=str), encoding="utf-8")
 
 
-# both sides -----------------------------------------------------------------------------------------------------------
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, (dict, list)):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from flat(each, f"{path} > {key}".removeprefix(" > "))
-        yield path, f"{type(value).__name__} of {len(value)}"
-    else:
-        yield path, repr(value)
-
-
-def differences(other: Any, this: Any) -> list[str]:
-    there, here = dict(flat(other)), dict(flat(this))
-    return [
-        f"{path}: {there.get(path, 'nothing')} there, {here.get(path, 'nothing')} here"
-        for path in {**there, **here}
-        if there.get(path) != here.get(path)
-    ]
-
-
-def start(checkout: Path, results: Path, only: str) -> Result:
-    """Run one side in a process of its own, and return what it has left."""
-    arguments = [sys.executable, __file__, str(checkout), "--results", str(results), "--only", only]
-    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    paths = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
-    began, log = time.monotonic(), results.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.run(
-            arguments, env={**os.environ, **fixed, **paths}, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT
-        )
-    if process.returncode:
-        print(log.read_text(encoding="utf-8")[-4000:], file=sys.stderr)
-        raise SystemExit(2)
-    done = json.loads(results.read_text(encoding="utf-8"))
-    print(f"{checkout}: {len(done)} jobs in {time.monotonic() - began:.0f} s", flush=True)
-    return done
-
-
-def verdict(name: str, other: Result, this: Result) -> list[str]:
-    """What is wrong with a job; nothing if it is the same."""
-    failed = [
-        f"fails {where}: {side['fails']}" for where, side in (("there", other), ("here", this)) if "fails" in side
-    ]
-    return failed or ([] if name == ACROSS else differences(other, this))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, metavar="OTHER_CHECKOUT")
-    parser.add_argument("--this", type=Path, default=TESTBED.parent.parent, help="default: where this file lies")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="jobs with this in their names")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, with all that differs")
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # this process is one of the sides
-    chosen = parser.parse_args()
-    if chosen.results is not None:
-        run_jobs(chosen.other, chosen.results, chosen.only)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder).resolve()
-        other = start(chosen.other.resolve(), work / "other.json", chosen.only)
-        this = start(chosen.this.resolve(), work / "this.json", chosen.only)
-    wrong = {name: verdict(name, result, this[name]) for name, result in other.items()}
-    width, short, long = max(map(len, wrong)), [], []
-    for name, problems in wrong.items():
-        said = this[name]["outcome"] if name == ACROSS and not problems else "same"
-        shown = [problem if "fails" in problem[:5] else problem[:300] for problem in problems[:SHOWN]]
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        short.append(f"{name:{width}}  {'; '.join([*shown, *more]) or said}")
-        long.append(f"{name:{width}}  {'; '.join(problems) or said}")
-    ending = f"{sum(not problems for problems in wrong.values())} of {len(wrong)} jobs are the same"
-    print("\n".join([*short, ending]))
-    if chosen.out is not None:
-        chosen.out.write_text("\n".join([*long, ending, ""]), encoding="utf-8")
-    raise SystemExit(any(wrong.values()))
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
