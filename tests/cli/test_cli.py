@@ -235,38 +235,6 @@ def test_options_that_are_python_objects_are_refused(run, work, name):
     assert done.err == f"modelopt-sparse: option '{name}' is a Python object; on the command line use --data FILE\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2:4", "2:4"),  # 124 in YAML 1.1
-        ("8:16", "8:16"),
-        ("50%", "50%"),
-        ("0.5", 0.5),
-        (".5", 0.5),
-        ("1e-2", 0.01),  # text in YAML 1.1
-        ("1.5e+3", 1500.0),
-        ("12", 12),
-        ("-3", -3),
-        ("0", 0),
-        ("true", True),
-        ("False", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("none", "none"),
-        ("yes", "yes"),
-        ("2026-01-02", "2026-01-02"),
-        ("[2:4, 1e-2, {a: 4:8}]", ["2:4", 0.01, {"a": "4:8"}]),
-        ("'12'", "12"),
-    ],
-)
-def test_plain_yaml_values(text, value):
-    found = yaml.load(text, cli_input.Yaml)
-    assert found == value
-    assert type(found) is type(value)
-    assert yaml.safe_load("2:4") == 124  # the reader of everybody else is untouched
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype(run, work, tmp_path, dtype):
     out = tmp_path / "out"

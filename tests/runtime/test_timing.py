@@ -51,20 +51,6 @@ def test_other_counts_go_with_the_named_one_below_them():
     assert found == {1: 8, 7: 8, 8: 8, 63: 8, 64: 64, 2047: 64, 2048: 2048, 10**6: 2048}
 
 
-@pytest.fixture
-def blas(monkeypatch):
-    """What torch's preferred library for dense products was set to; a build without CUDA cannot change the real one."""
-    history = ["heuristic"]
-
-    def preferred(name=None):
-        if name is not None:
-            history.append(name)
-        return history[-1]
-
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
-    return history
-
-
 def searching(backend: Unpacking, monkeypatch, found=(backends.DEFAULT, FAST)):
     monkeypatch.setattr(Unpacking, "search", lambda self, packed, metadata, x, bias, out_dtype: list(found))
 
