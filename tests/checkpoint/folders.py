@@ -13,33 +13,8 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import format
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
 from tests.helpers import tiny_llama, token_batches
+from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
-
-
-class Net(nn.Module):
-    """A plain module with what a state dict can hold: buffers of several dtypes, a tie, a shared module."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.second = nn.Linear(width, width)
-        self.again = self.second  # one module under two names
-        self.tied = nn.Linear(width, width, bias=False)
-        self.tied.weight = self.second.weight
-        self.head = nn.Linear(width, 5)
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x)).relu()
-        return self.head(self.tied(self.again(self.second(x)).relu()))
-
-
-def net() -> Net:
-    torch.manual_seed(3)
-    model = Net()
-    model(torch.randn(32, 8))  # BatchNorm's running statistics and its int64 counter move
-    return model.eval()
 
 
 def tiny_llama_in_bfloat16() -> LlamaForCausalLM:

@@ -10,8 +10,9 @@ from transformers import MistralConfig, MistralForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import format
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
-from tests.checkpoint.folders import MODELS, WEIGHT, net, relist, replace_masks, rewrite, sparse
+from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, sparse
 from tests.helpers import assert_bits, refused, tiny_llama
+from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
 
 pytestmark = pytest.mark.core

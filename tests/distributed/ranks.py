@@ -37,6 +37,7 @@ from modelopt_sparse.reports.report import Report
 from tests.helpers import tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES
+from tests.models.changing import Choosing, Sharing
 
 SIZES = (1, 2, 4)
 LIMIT = 100.0  # seconds
@@ -97,54 +98,6 @@ class Failing(Magnitude):
                 raise ArithmeticError("this layer is too hard")
             self.left -= 1
         return super().solve(weight, state, pattern, options)
-
-
-class Sharing(nn.Module):
-    """Two layers that get one input, or in batches that begin with a negative number each its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([SharingBlock(), SharingBlock()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class SharingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        apart = bool(x.flatten()[0] < 0)
-        return torch.tanh(self.a(x) + self.b(x + 1 if apart else x)) * (-1 if apart else 1)
-
-
-class Choosing(nn.Module):
-    """Two blocks of three layers, of which every batch goes through the one that its first number names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([ChoosingBlock(), ChoosingBlock()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class ChoosingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.choices[int(x.flatten()[0])]
-        return torch.cat([x[..., :1], chosen(x).tanh()[..., 1:]], dim=-1)
 
 
 # scenarios: run in every process of a group, give back what the tests look at ----------------------------------------
