@@ -14,11 +14,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import restore as checkpoint
 from modelopt_sparse.checkpoint.format import pack_mask
 from modelopt_sparse.checkpoint.streaming import storage as blocks
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
 from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.model import hf
 from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed, weights
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama
 from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5
@@ -181,7 +181,7 @@ def test_a_parameter_that_blocks_share_stays_one(tmp_path, monkeypatch):
         }
 
     Shared.__name__ = "SharedForCausalLM"
-    monkeypatch.setattr(checkpoint.transformers, "SharedForCausalLM", Shared, raising=False)
+    monkeypatch.setattr(hf.transformers, "SharedForCausalLM", Shared, raising=False)
     config: Any = MODELS["llama"]().config
     source = saved(tmp_path / "dense", lambda: Shared(config))
     with safe_open(source / "model.safetensors", framework="pt") as opened:
