@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -82,6 +85,54 @@ def assert_bits(a: Tensor, b: Tensor) -> None:
     assert a.shape == b.shape
     as_bytes = [x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b)]
     assert torch.equal(*as_bytes)
+
+
+class Snapshot:
+    """A model as it is now, to say later what has changed: ``look`` holds what can be compared, by kind and name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())  # alive as long as their ids are compared
+        self.look: dict[tuple[str, str], object] = {
+            ("switches", ""): (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()),
+            ("report", ""): id(getattr(model, "sparsity_report", None)),
+        }
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        for path, module in model.named_modules():
+            use_cache = getattr(getattr(module, "config", None), "use_cache", None)
+            self.look["class", path] = type(module)
+            self.look["attributes", path] = set(vars(module))
+            self.look["flags", path] = (module.training, use_cache, [len(getattr(module, kind)) for kind in hooks])
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                as_bytes = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                about = (tensor.dtype, tensor.shape, tensor.requires_grad)
+                self.look["tensor", f"{path}.{name}".strip(".")] = (id(module), about, as_bytes)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.look["parameter", name] = id(parameter)
+
+
+def refused(
+    call: Callable[..., Any],
+    model: nn.Module,
+    *arguments: Any,
+    match: str | None = None,
+    parts: Sequence[str] = (),
+    error: type[BaseException] = ValueError,
+    **options: Any,
+) -> str:
+    """``call(model, *arguments, **options)`` raises an ``error``, and the model is as it was -> the message.
+
+    The pattern ``match`` fits the message, which holds all ``parts``, and every path among the arguments.
+    """
+    before = Snapshot(model)
+    with pytest.raises(error, match=match) as caught:
+        call(model, *arguments, **options)
+    message = str(caught.value)
+    for part in [*parts, *(str(argument) for argument in arguments if isinstance(argument, Path))]:
+        assert part in message, message
+    after = Snapshot(model)
+    changed = [key for key in {**before.look, **after.look} if before.look.get(key) != after.look.get(key)]
+    assert not changed, changed
+    return message
 
 
 def run_python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

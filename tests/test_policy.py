@@ -91,7 +91,7 @@ def test_no_star_imports(path):
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "methods").glob("*.py")), ids=lambda path: path.name)
 def test_methods_see_no_module(path):
-    """Nothing of torch.nn, and nothing of the package but patterns and methods."""
+    """Nothing of torch.nn, and nothing of the package but methods."""
     for name in imports(path):
         assert not within(name, "torch.nn", "transformers", "accelerate"), name
         if within(name, "modelopt_sparse"):

@@ -1,0 +1,270 @@
+"""Channel permutation: the order against brute force, the model's function, and what is left as it was."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy.permute import DenseBlock, permute
+from modelopt_sparse.calibration.inputs import walk
+from modelopt_sparse.methods.channel_order import channel_order, kept_share
+from modelopt_sparse.oneshot import _calibrating
+from modelopt_sparse.plan.config import resolve
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report
+from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.core
+
+FOLDABLE = sorted(
+    set(ARCHITECTURES) - {"mixtral", "albert", "resnet_basic", "resnet_bottleneck"}
+)  # fused experts, no block by itself, convolutions
+
+
+def scores(rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, columns, generator=generator) * torch.rand(columns, generator=generator).mul(3).exp()
+
+
+def kept_by_loops(score: Tensor, n: int, m: int) -> float:
+    kept = sum(sum(sorted(row[g : g + m], reverse=True)[:n]) for row in score.tolist() for g in range(0, len(row), m))
+    return kept / float(score.double().sum())
+
+
+@torch.no_grad()
+def first_output(model: nn.Module, batch: object) -> Tensor:
+    output = model(**batch) if isinstance(batch, dict) else model(batch)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+# orders -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (3, 4)])
+def test_an_order_is_a_permutation_that_no_swap_of_two_improves(n, m):
+    score = scores(6, 24)
+    order = channel_order(score, n, m)
+    assert sorted(order.tolist()) == list(range(24))
+    best = kept_by_loops(score[:, order], n, m)
+    assert best > kept_by_loops(score, n, m)
+    for i, j in itertools.combinations(range(24), 2):
+        swapped = order.clone()
+        swapped[[i, j]] = order[[j, i]]
+        assert kept_by_loops(score[:, swapped], n, m) <= best * (1 + 1e-4)
+
+
+def test_the_best_of_all_orders_of_eight_channels():
+    """2:4 of eight columns: 35 ways to make two groups."""
+    for seed in range(5):
+        score = scores(5, 8, seed)
+        groups = [(0, *rest) for rest in itertools.combinations(range(1, 8), 3)]
+        orders = [[*group, *(i for i in range(8) if i not in group)] for group in groups]
+        best = max(kept_by_loops(score[:, order], 2, 4) for order in orders)
+        assert kept_by_loops(score[:, channel_order(score, 2, 4)], 2, 4) >= 0.995 * best
+
+
+def test_channels_that_matter_alike_are_parted():
+    """Eight strong channels side by side: 2:4 keeps all of them only if no three share a group."""
+    score = torch.full((3, 16), 0.01)
+    score[:, :8] = 1
+    assert kept_share(score[:, channel_order(score, 2, 4)], 2, 4) == pytest.approx(24 / float(score.sum()), rel=1e-2)
+
+
+def test_wide_layers_are_refined_in_parts():
+    score = scores(4, 64)
+    order = channel_order(score, 2, 4, block=16)
+    assert sorted(order.tolist()) == list(range(64))
+    assert kept_by_loops(score[:, order], 2, 4) > 1.02 * kept_by_loops(score, 2, 4)
+
+
+def test_kept_share_is_the_sum_of_the_largest():
+    score = scores(5, 16)
+    assert kept_share(score, 2, 4) == pytest.approx(kept_by_loops(score, 2, 4))
+
+
+# models -------------------------------------------------------------------------------------------------------------
+
+
+def permuted_alone(model: nn.Module, batches, **options) -> list[str]:
+    """Permute every block of a model and solve nothing -> the layers whose columns moved."""
+    method, config = resolve("wanda", None, {"data_loader": batches, "permute": True, "progress": False, **options})
+    plan = plan_for(model, method, config)
+    names = []
+    with _calibrating(model):
+        for item in walk(model, plan, config, Report()):
+            if isinstance(item, DenseBlock):
+                names += [found.layer for found in permute(item)]
+    return names
+
+
+@pytest.mark.parametrize("name", FOLDABLE)
+def test_the_model_computes_the_same(name):
+    """The MLP of every block, whatever the names: gate and up in one matrix, [in, out] weights, biases; and value heads
+    that are wider than a group."""
+    architecture = ARCHITECTURES[name]
+    model, dense = architecture.build(), architecture.build()
+    batches = architecture.batches("left")
+    names = permuted_alone(model, batches)
+    found = [sum(layer.startswith(block) for layer in names) for block in architecture.block_names(model)]
+    if name == "swin":  # two MLPs in each; value heads where this transformers says how wide they are
+        assert all(2 <= number <= 4 for number in found)
+    else:
+        assert found == {"sequential": [2], "qwen3": [2, 2]}.get(name, [1] * len(found))
+    for layer in names:
+        moved, before = model.get_submodule(layer).weight, dense.get_submodule(layer).weight
+        assert not torch.equal(moved, before)
+        assert torch.equal(moved.flatten().sort().values, before.flatten().sort().values)
+    expected = first_output(dense, batches[0])
+    torch.testing.assert_close(first_output(model, batches[0]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_columns_and_biases_move_alike():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    first, last = (module.weight.detach().clone() for module in (model[0], model[2]))
+    bias = model[0].bias.detach().clone()
+    assert permuted_alone(model, [torch.randn(32, 8) for _ in range(2)], include=["0", "2"]) == ["2"]
+    order = [next(j for j in range(16) if torch.equal(model[2].weight[:, i], last[:, j])) for i in range(16)]
+    assert order != list(range(16))
+    assert_bits(model[0].weight.detach(), first[order])
+    assert_bits(model[0].bias.detach(), bias[order])
+
+
+def test_channels_stay_in_their_value_heads():
+    """Four query heads on two value heads of eight channels: both takers of a value head move as it does."""
+    model, dense = tiny_llama(), tiny_llama()
+    assert "model.layers.0.self_attn.o_proj" in permuted_alone(model, token_batches())
+    rows, columns = (
+        [next(j for j in range(old.shape[0]) if torch.equal(new[i], old[j])) for i in range(new.shape[0])]
+        for new, old in (
+            (model.model.layers[0].self_attn.v_proj.weight, dense.model.layers[0].self_attn.v_proj.weight),
+            (model.model.layers[0].self_attn.o_proj.weight.T, dense.model.layers[0].self_attn.o_proj.weight.T),
+        )
+    )
+    assert rows != list(range(16))
+    inside = [[j % 8 for j in rows[k : k + 8]] for k in (0, 8)]
+    assert columns == [head * 8 + j for head in range(4) for j in inside[head // 2]]
+    assert rows == [head * 8 + j for head in range(2) for j in inside[head]]
+
+
+def test_less_error_and_a_recipe_that_says_so():
+    plain, better = tiny_llama(), tiny_llama()
+    data = {"data_loader": token_batches(), "sequential": "none"}
+    mts.sparsify(plain, "wanda", **data)
+    mts.sparsify(better, "wanda", permute=True, **data)
+    before = {layer.name: layer for layer in mts.report(plain).layers}
+    for layer in mts.report(better).layers:
+        assert layer.error is not None
+        if "down_proj" in layer.name or "o_proj" in layer.name:
+            assert layer.recipe == "permute+wanda"
+            assert layer.error < 0.98 * before[layer.name].error
+            assert any(note.startswith("channels reordered: the pattern keeps") for note in layer.notes)
+        else:
+            assert layer.recipe == "wanda"
+            assert layer.error == pytest.approx(before[layer.name].error, rel=1e-3)
+    mts.verify(better, "2:4")
+
+
+def test_with_reconstruction_and_any_sequence():
+    for sequential in ("block", "stage"):
+        model = tiny_llama()
+        mts.sparsify(
+            model, "magnitude", data_loader=token_batches(4), permute=True, reconstruct=1, sequential=sequential
+        )
+        recipes = {layer.recipe for layer in mts.report(model).layers}
+        assert recipes == {"magnitude+reconstruct", "permute+magnitude+reconstruct"}
+
+
+class Scaled(nn.Module):
+    """A block with a factor for each hidden channel, which is not reordered with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.factor = nn.Parameter(torch.linspace(0.5, 2, 16))
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu() * self.factor)
+
+
+class Unreached(Scaled):
+    """A block whose output does not depend on its layers."""
+
+    def forward(self, x):
+        return x + 0 * self.down(self.up(x))
+
+
+@pytest.mark.parametrize("cls", [Scaled, Unreached])
+def test_what_would_compute_something_else_or_shows_nothing_stays(cls):
+    torch.manual_seed(0)
+    model = nn.Sequential(cls(), cls())
+    before = state_of(model)
+    assert permuted_alone(model, [torch.randn(32, 8) for _ in range(2)]) == []
+    assert_same_state(model, before)
+
+
+def test_a_maker_that_is_left_out_of_the_plan_keeps_the_order():
+    model = tiny_llama()
+    before = state_of(model)
+    assert permuted_alone(model, token_batches(), exclude=["*gate_proj", "*v_proj"]) == []
+    assert_same_state(model, before)
+
+
+def test_layers_that_carry_masks_keep_their_order():
+    model = mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
+    masks = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    assert permuted_alone(model, token_batches()) == []
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(mask, masks[name])
+
+
+def test_a_block_of_which_nothing_was_solved_is_put_back():
+    class Failing(mts.Method):
+        name = "failing"
+        needs = "square_sums"
+        solved = 0
+
+        def solve(self, weight, state, pattern, options):
+            self.solved += 1
+            if self.solved == 8:  # the first layer of the second block
+                raise RuntimeError("no more")
+            return mts.masked_solution(weight, pattern.mask(weight.abs()), state)
+
+    model, dense = tiny_llama(), tiny_llama()
+    with pytest.raises(RuntimeError, match="no more"):
+        mts.sparsify(model, Failing(), data_loader=token_batches(), permute=True)
+    for name, parameter in model.named_parameters():
+        if "layers.1" in name:
+            assert_bits(parameter.detach(), dense.get_parameter(name).detach())
+    assert mts.report(model).layers[6].recipe == "permute+failing"
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
+    """The first run of the block is the dense one, the second has its columns reordered alone, the third has both."""
+    model = tiny_llama()
+    method, config = resolve("wanda", None, {"data_loader": token_batches(), "permute": True, "progress": False})
+    plan, before, runs = plan_for(model, method, config), state_of(model), 0
+    with _calibrating(model):
+        block = next(item for item in walk(model, plan, config, Report()) if isinstance(item, DenseBlock))
+
+        def run(layer):
+            nonlocal runs
+            runs += 1
+            if runs == call:
+                raise KeyboardInterrupt
+            return block.run(layer)
+
+        with pytest.raises(KeyboardInterrupt):
+            list(permute(DenseBlock(block.folds, block.stats, run)))
+    assert_same_state(model, before)
+
+
+def test_patterns_without_groups_are_refused():
+    with pytest.raises(ValueError, match=r"permute puts channels into better groups for N:M patterns"):
+        mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
+    with pytest.raises(ValueError, match="permute='yes': must be True or False"):
+        mts.make_plan(tiny_llama(), "wanda", permute="yes")

@@ -1,0 +1,443 @@
+"""Reconstruction: what it is judged by, what it changes and what not, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy.reconstruct import _optimizer
+from modelopt_sparse.plan.config import Reconstruct
+from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
+from tests.oracles.layer_problem import exact_refit, objective
+
+pytestmark = pytest.mark.core
+
+BATCHES = 9  # eight to tune on, one held back
+BLOCKS = ["model.layers.0", "model.layers.1"]
+
+
+def sparsified(method: str = "wanda", model: nn.Module | None = None, **options) -> nn.Module:
+    model = tiny_llama() if model is None else model
+    data = options.pop("data_loader", None) or token_batches(BATCHES)
+    return mts.sparsify(model, method, data_loader=data, **{"reconstruct": 3, "progress": False, **options})
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, batch: Tensor, module: str) -> Tensor:
+    """What a module of the model puts out when the whole model runs."""
+    found = []
+    hook = model.get_submodule(module).register_forward_hook(lambda m, a, output: found.append(output))
+    model(batch)
+    hook.remove()
+    return found[0][0] if isinstance(found[0], tuple) else found[0]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).square().sum() / b.square().sum())
+
+
+# what it does -------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_block_comes_close_to_the_optimum_on_its_mask():
+    """One layer with plenty of epochs against the exact solution of its normal equations on the kept weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8, bias=False)).double()
+    inputs = [torch.randn(64, 16, dtype=torch.float64) @ torch.randn(16, 16, dtype=torch.float64) for _ in range(1)] * 9
+    dense = model[0].weight.detach().clone()
+    mts.sparsify(model, "wanda", data_loader=inputs, include="*", reconstruct={"epochs": 300, "learning_rate": 0.2})
+    (mask,) = dict(mts.named_masks(model)).values()
+    gram = inputs[0].T @ inputs[0]
+    best = objective(dense, exact_refit(dense, mask, gram), gram).sum()
+    start = objective(dense, dense * mask, gram).sum()
+    found = objective(dense, model[0].weight.detach(), gram).sum()
+    assert found <= best + 0.01 * (start - best)
+    (block,) = mts.report(model).blocks
+    assert block.error_after == pytest.approx(float(found / objective(dense, 0 * dense, gram).sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("target", ["dense", "sparse"])
+def test_errors_are_those_of_the_whole_model_on_the_batch_held_back(target):
+    """Of the first block before any tuning, and of both afterwards, by plain hooks on the finished model."""
+    options = {"epochs": 2, "target": target}
+    model, dense, plain = sparsified(reconstruct=options), tiny_llama(), sparsified(reconstruct=False)
+    held_back = token_batches(BATCHES)[-1]
+    first, second = mts.report(model).blocks
+    assert [first.name, second.name] == BLOCKS
+    goal = outputs(dense, held_back, BLOCKS[0])
+    assert first.error_before == pytest.approx(relative(outputs(plain, held_back, BLOCKS[0]), goal), rel=1e-4)
+    assert first.error_after == pytest.approx(relative(outputs(model, held_back, BLOCKS[0]), goal), rel=1e-4)
+    if target == "sparse":  # the dense second block behind the sparse first one
+        dense.load_state_dict({k: v for k, v in model.state_dict().items() if BLOCKS[0] in k}, strict=False)
+    goal = outputs(dense, held_back, BLOCKS[1])
+    assert second.error_after == pytest.approx(relative(outputs(model, held_back, BLOCKS[1]), goal), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt", "alps"])
+@pytest.mark.parametrize("parts", ["block", "children"])
+def test_no_block_gets_worse_and_most_get_better(method, parts):
+    report = mts.report(sparsified(method, reconstruct={"epochs": 4, "parts": parts}))
+    assert all(block.error_after <= block.error_before for block in report.blocks)
+    assert all((block.error_after < block.error_before) == (block.epoch > 0) for block in report.blocks)
+    assert sum(block.epoch > 0 for block in report.blocks) >= len(report.blocks) / 2
+    assert {layer.recipe for layer in report.layers} == {f"{method}+reconstruct"}
+
+
+def test_values_that_only_get_worse_are_those_from_before():
+    """A rate so high that no epoch is better on the batch held back."""
+    plain = sparsified(reconstruct=False, include="model.layers.0.*")
+    model = sparsified(reconstruct={"learning_rate": 10, "epochs": 1}, include="model.layers.0.*")
+    assert [block.epoch for block in mts.report(model).blocks] == [0]
+    assert_same_state(model, state_of(plain))
+
+
+def test_children_are_tuned_one_by_one_against_their_own_outputs():
+    model, dense = sparsified(reconstruct={"parts": "children"}), tiny_llama()
+    names = [block.name for block in mts.report(model).blocks]
+    assert names == [name for block in BLOCKS for name in (f"{block}.self_attn", block)]
+    held_back = token_batches(BATCHES)[-1]
+    plain = sparsified(reconstruct=False)
+    attention = f"{BLOCKS[0]}.self_attn"
+    before = relative(outputs(plain, held_back, attention), outputs(dense, held_back, attention))
+    assert mts.report(model).blocks[0].error_before == pytest.approx(before, rel=1e-4)
+    # the attention is left alone once it has been tuned: only the norm before it, of the second part, moves
+    assert mts.report(model).blocks[0].error_after < before
+
+
+def test_masks_hold_and_pruned_weights_are_plus_zero():
+    plain, model = sparsified(reconstruct=False, sequential="block"), sparsified(enforce=True)
+    first = [name for name, _ in mts.named_masks(plain) if BLOCKS[0] in name]
+    masks = dict(mts.named_masks(model))
+    for name in first:  # the second block is solved behind another first one
+        assert torch.equal(masks[name], dict(mts.named_masks(plain))[name])
+    for name, mask in masks.items():
+        weight = model.get_parameter(name)
+        assert not weight[~mask].any()
+        assert not torch.signbit(weight[~mask]).any()
+    mts.verify(model, "2:4")
+
+
+def test_plain_modules_get_the_same_values():
+    enforced, plain = sparsified(enforce=True), sparsified(enforce=False)
+    assert not list(mts.named_masks(plain))
+    mts.export(enforced)
+    assert_same_state(plain, state_of(enforced))
+
+
+def test_the_same_call_gives_the_same_bits_and_another_seed_another_order():
+    first, again, other = sparsified(), sparsified(), sparsified(seed=1)
+    assert_same_state(again, state_of(first))
+    assert mts.report(other).blocks[0].error_after != mts.report(first).blocks[0].error_after
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_keeps_its_dtype_and_gets_better(dtype):
+    model = sparsified(model=tiny_llama().to(dtype), reconstruct=4)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert all(block.error_after < block.error_before for block in mts.report(model).blocks)
+
+
+def test_under_autocast_blocks_get_better_as_well():
+    """Each run of a block takes the weights as the last step left them, not a copy in half precision from before."""
+    model = sparsified(autocast="bfloat16", reconstruct=4, enforce=False)  # plain weights are what torch would copy
+    plain = mts.report(sparsified(reconstruct=4)).blocks
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for block, other in zip(mts.report(model).blocks, plain):
+        assert block.error_after < block.error_before
+        assert block.error_after / block.error_before == pytest.approx(other.error_after / other.error_before, rel=0.05)
+
+
+def test_steps_smaller_than_bfloat16_can_hold_add_up():
+    """At 1/400 of a weight's size one step is lost in bfloat16's 8 bits; the optimizer's own values keep it."""
+    model = sparsified(model=tiny_llama().bfloat16(), reconstruct={"learning_rate": 1e-2, "epochs": 8})
+    assert all(block.error_after < block.error_before for block in mts.report(model).blocks)
+
+
+def test_padding_does_not_count():
+    """Batches padded on the left give the same errors as the same sentences without padding."""
+    ids = token_batches(8, batch=2, length=12)
+    padded = [
+        {
+            "input_ids": torch.cat([torch.zeros(2, 4, dtype=torch.long), x], 1),
+            "attention_mask": torch.cat([torch.zeros(2, 4, dtype=torch.long), torch.ones_like(x)], 1),
+            "position_ids": torch.cat([torch.zeros(2, 4, dtype=torch.long), torch.arange(12).expand(2, -1)], 1),
+        }
+        for x in ids
+    ]
+    with_padding, without = sparsified(data_loader=padded), sparsified(data_loader=ids)
+    for a, b in zip(mts.report(with_padding).blocks, mts.report(without).blocks):
+        assert a.error_before == pytest.approx(b.error_before, rel=1e-3)
+        assert a.error_after == pytest.approx(b.error_after, rel=2e-2)
+    counted = sparsified(data_loader=padded, count_padding=True)
+    assert mts.report(counted).blocks[0].error_before != pytest.approx(
+        mts.report(without).blocks[0].error_before, rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture(name):
+    """Every block that can be run by itself is tuned; where one cannot, the report says so."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    options = {"data_loader": architecture.batches("left"), "reconstruct": 2, "progress": False}
+    if not architecture.chained:
+        with pytest.warns(UserWarning, match="its blocks are not reconstructed"):
+            mts.sparsify(model, "wanda", **options)
+        report = mts.report(model)
+        assert not report.blocks
+        assert any("its blocks are not reconstructed" in note for note in report.notes)
+        assert {layer.recipe for layer in report.layers} == {"wanda"}
+        return
+    mts.sparsify(model, "wanda", **options)
+    report = mts.report(model)
+    assert sorted(block.name for block in report.blocks) == sorted(
+        block or type(model).__name__ for block in architecture.block_names(model)
+    )
+    assert all(math.isfinite(block.error_after) for block in report.blocks)
+    mts.verify(model, "2:4")
+
+
+def test_rates_go_by_the_size_of_kept_values_and_by_how_many_meet_in_one_output():
+    """So that the widths of models and the sparsities of masks do not change how far one step moves an output."""
+    weight, mask = torch.full((6, 32), 0.5), torch.zeros(6, 32, dtype=torch.bool)
+    mask[:, ::2] = True
+    norm, bias, all_kept = torch.full((9,), 3.0), torch.zeros(6), torch.full((4, 64), 0.25)
+    values = [weight.masked_fill(~mask, 0), norm, bias, all_kept]
+    rates = [group["lr"] for group in _optimizer(values, [mask, None, None, None], [6, 0, 0, 4], 0.4).param_groups]
+    assert rates[0] == pytest.approx(0.4 * 0.5 / 16**0.5)
+    assert rates[3] == pytest.approx(0.4 * 0.25 / 64**0.5)
+    assert rates[1] == pytest.approx(0.4 * 3 / ((4 + 8) / 2))
+    assert rates[2] == min(rates[0], rates[1], rates[3])
+
+
+def test_weights_stored_the_other_way_round_are_tuned_the_same():
+    """GPT-2's Conv1D holds [in, out]: a step must be as long as for a Linear of the same values."""
+
+    def block(linear: bool) -> nn.Module:
+        torch.manual_seed(0)
+        wide, narrow = Conv1D(24, 8), Conv1D(8, 24)
+        if not linear:
+            return nn.Sequential(wide, nn.GELU(), narrow)
+        copies = []
+        for layer in (wide, narrow):
+            copy = nn.Linear(*layer.weight.shape)
+            copy.load_state_dict({"weight": layer.weight.mT.contiguous(), "bias": layer.bias})
+            copies.append(copy)
+        return nn.Sequential(copies[0], nn.GELU(), copies[1])
+
+    class Stacked(nn.Module):
+        def __init__(self, linear: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block(linear)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    torch.manual_seed(1)
+    batches = list(torch.randn(4, 16, 8))
+    found = []
+    for linear in (True, False):
+        model = Stacked(linear)
+        mts.sparsify(model, "magnitude", reconstruct=2, data_loader=batches, progress=False)
+        weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
+        found.append([weight if linear else weight.mT for weight in weights])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+# what it leaves alone -----------------------------------------------------------------------------------------------
+
+
+def test_parameters_gradients_and_flags_are_as_before():
+    model = tiny_llama()
+    frozen = model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+    loss = model(token_batches()[0]).logits.sum()
+    loss.backward()
+    before = {name: (p, p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    sparsified(model=model)
+    assert not frozen.requires_grad
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert parameter.requires_grad == before[name][1]
+        assert parameter.grad is before[name][2]
+
+
+def test_matrices_that_stay_dense_and_their_biases_are_untouched():
+    model = tiny_llama(attention_bias=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sparsified(model=model, exclude="*q_proj")
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert not any(part in name for name in changed for part in ("q_proj", "embed_tokens", "model.norm"))
+    for kind in ("k_proj.weight", "k_proj.bias", "input_layernorm", "post_attention_layernorm", "down_proj"):
+        assert any(kind in name for name in changed), kind
+
+
+def test_norms_and_biases_can_be_left_out():
+    model = tiny_llama(attention_bias=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sparsified(model=model, reconstruct={"norms_and_biases": False})
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name, _ in mts.named_masks(model)}
+
+
+def test_a_bias_of_zeros_moves_too():
+    model = tiny_llama(attention_bias=True)
+    bias = model.get_parameter("model.layers.0.self_attn.o_proj.bias")
+    assert not bias.any()
+    sparsified(model=model)
+    assert bias.any()
+
+
+def test_what_other_blocks_hold_as_well_is_untouched():
+    model = tiny_llama()
+    shared = model.model.layers[0].input_layernorm
+    model.model.layers[1].input_layernorm = shared
+    before = shared.weight.detach().clone()
+    sparsified(model=model)
+    assert_bits(shared.weight.detach(), before)
+
+
+def test_a_router_is_untouched():
+    architecture = ARCHITECTURES["mixtral"]
+    model = architecture.build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "gate.weight" in name}
+    assert before
+    mts.sparsify(model, "wanda", data_loader=architecture.batches("left"), reconstruct=2)
+    for name, old in before.items():
+        assert_bits(model.get_parameter(name).detach(), old)
+
+
+def test_a_loop_in_inference_mode():
+    def loop(model):
+        with torch.inference_mode():
+            for batch in token_batches(BATCHES):
+                model(batch)
+
+    model = tiny_llama()
+    mts.sparsify(model, "wanda", forward_loop=loop, reconstruct=3)
+    assert_same_state(model, state_of(sparsified()))
+
+
+def test_the_device_of_a_block_while_it_is_tuned():
+    """ "cpu:0" is another device to torch, so everything goes there and comes back."""
+    model = sparsified(device="cpu:0")
+    assert {str(p.device) for p in model.parameters()} == {"cpu"}
+    assert_same_state(model, state_of(sparsified()))
+
+
+def test_stage_by_stage_as_well():
+    report = mts.report(sparsified(sequential="stage"))
+    assert [block.name for block in report.blocks] == BLOCKS
+    assert all(block.error_after < block.error_before for block in report.blocks)
+
+
+def test_an_interruption_leaves_a_whole_model_and_says_where():
+    class Interrupted(nn.Module):
+        """Passes values on, and fails in the backward pass when told so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            if x.requires_grad:
+                self.calls += 1
+                if self.calls == 5:
+                    raise KeyboardInterrupt
+            return x
+
+    model = tiny_llama()
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        sparsified(model=model)
+    report = mts.report(model)
+    assert [block.name for block in report.blocks] == BLOCKS[:1]
+    assert any("'model.layers.1': its reconstruction was broken off" in note for note in report.notes)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    mts.verify(model, "2:4")
+
+
+# reports and settings -----------------------------------------------------------------------------------------------
+
+
+def test_the_report_survives_a_folder(tmp_path):
+    model = sparsified("sparsegpt", polish=True)
+    before = mts.report(model)
+    assert {layer.recipe for layer in before.layers} == {"sparsegpt+polish+reconstruct"}
+    mts.save(model, tmp_path / "sparse")
+    after = mts.report(tmp_path / "sparse")
+    assert after.blocks == before.blocks
+    assert [layer.steps for layer in after.layers] == [layer.steps for layer in before.layers]
+    assert after.settings["reconstruct"]["epochs"] == 3
+    text = str(after)
+    for block in before.blocks:
+        assert f"{block.error_before:.4f} -> {block.error_after:.4f}" in text
+
+
+def test_a_second_run_keeps_what_the_first_one_reported():
+    model = sparsified(include="model.layers.0.*")
+    (first,) = mts.report(model).blocks
+    sparsified(model=model, include="model.layers.1.*")
+    blocks = mts.report(model).blocks
+    assert [block.name for block in blocks] == BLOCKS
+    assert blocks[0] == first
+
+
+def test_the_plan_says_it_and_what_it_costs():
+    plan = mts.make_plan(tiny_llama(), "wanda", reconstruct=True)
+    assert {layer.recipe for layer in plan.layers} == {"wanda+reconstruct"}
+    weights = sum(layer.size for layer in plan.layers if layer.block == BLOCKS[0])
+    assert plan.memory["reconstruction_of_one_block"] == 6 * 4 * weights
+    assert "reconstruction_of_one_block" not in mts.make_plan(tiny_llama(), "wanda").memory
+
+
+def test_ways_to_ask_for_it():
+    def asked(value: object) -> Reconstruct | None:
+        return mts.SparsifyConfig.make(mts.make_plan(tiny_llama()).layers[0].method, reconstruct=value).reconstruct
+
+    assert asked(False) is asked(None) is None
+    assert asked(True) == asked({}) == Reconstruct()
+    assert asked(7) == asked({"epochs": 7}) == asked(Reconstruct(epochs=7))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.5, "give True, False, a number of epochs, or a mapping"),
+        ({"epoch": 3}, "option 'epoch' is not known, did you mean 'epochs'"),
+        ({"epochs": 0}, "epochs=0: must be a positive whole number"),
+        ({"learning_rate": 20}, r"learning_rate=20: must be a number in \(0, 10\]"),
+        ({"target": "both"}, "target='both': allowed are 'dense', 'sparse'"),
+        ({"parts": "mlp"}, "parts='mlp': allowed are 'block', 'children'"),
+        ({"norms_and_biases": 1}, "norms_and_biases=1: must be True or False"),
+    ],
+)
+def test_settings_that_make_no_sense(value, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        mts.make_plan(tiny_llama(), "wanda", reconstruct=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequential": "none"}, "on what the sparse blocks before it put out"),
+        ({"update": False}, "update=False keeps the dense values, which reconstruct would change"),
+        ({"data_loader": token_batches(1)}, "at least two calibration batches"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(options, message):
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        sparsified(model=model, **options)
+    assert_same_state(model, before)
+
+
+def test_data_is_asked_for_even_if_the_method_needs_none():
+    with pytest.raises(ValueError, match=r"'magnitude\+reconstruct' needs calibration data"):
+        mts.sparsify(tiny_llama(), "magnitude", reconstruct=True)

@@ -1,0 +1,48 @@
+"""What the tests of calibration have in common: a run whose statistics are looked at, and batches with padding."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from tests.models.architectures import ragged
+from tests.oracles.brute_force import Recording, assert_stats, matrices_of, stepwise
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+STAGES = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+STAGES += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+
+
+def collected(model: nn.Module, within: list[str] = LAYERS, **options) -> dict[str, mts.Stats]:
+    """The statistics that each layer of the model is solved with; the model is sparse afterwards."""
+    dense = {name: matrix.clone() for name, matrix in matrices_of(model, within).items()}
+    method = Recording()
+    mts.sparsify(model, method, progress=False, **options)
+    return method.by_layer(dense)
+
+
+def assert_same(found: dict[str, mts.Stats], expected: dict[str, mts.Stats]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].tokens == expected[name].tokens, name
+        assert torch.equal(found[name].gram, expected[name].gram), name
+
+
+def assert_calibrated(model: nn.Module, within: list[str], batches: list, sequential: str) -> nn.Module:
+    """Sparsify the model; its statistics must be those of the whole model, with "block" half sparse: whatever stands
+    before a block in the list ``within``."""
+    dense, method = copy.deepcopy(model).eval(), Recording()
+    mts.sparsify(model, method, data_loader=batches, sequential=sequential, min_tokens=1, progress=False)
+    observed = method.by_layer(matrices_of(dense, within))
+    steps = [within] if sequential == "none" else [[path] for path in within]
+    assert_stats(observed, stepwise(dense, model, batches, steps))
+    return model
+
+
+def padded(side: str = "right") -> list[dict[str, Tensor]]:
+    batches = []
+    for seed, (rows, length) in enumerate(((3, 12), (2, 9))):
+        ids, mask = ragged(rows, length, side, seed)
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches

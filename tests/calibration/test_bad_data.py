@@ -1,0 +1,104 @@
+"""Calibration data that does not do, and layers that see none."""
+
+import pytest
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+import modelopt_sparse as mts
+from tests.helpers import refused, tiny_llama, token_batches
+from tests.models.stacked import Stacked, Unused, vectors
+
+pytestmark = pytest.mark.core
+
+
+def _used_up() -> object:
+    batches = (batch for batch in token_batches())
+    list(batches)
+    return batches
+
+
+@pytest.mark.parametrize("loader", [[], _used_up()], ids=["empty", "used up"])
+def test_no_batches(loader):
+    refused(
+        mts.sparsify,
+        tiny_llama(),
+        match="data_loader gives no batch: it is empty, or a generator .* used up",
+        data_loader=loader,
+    )
+
+
+@pytest.mark.parametrize("batch", [7, "text", None, []])
+def test_a_batch_of_a_wrong_type_is_named(batch):
+    kind = type(batch).__name__
+    refused(
+        mts.sparsify,
+        tiny_llama(),
+        match=f"a calibration batch is a {kind}: give tensors",
+        error=TypeError,
+        data_loader=[batch],
+    )
+
+
+def test_a_list_from_collect_func_is_no_arguments():
+    options = {"data_loader": token_batches(), "collect_func": lambda batch: [batch]}
+    refused(mts.sparsify, tiny_llama(), match="a calibration batch is a list", error=TypeError, **options)
+
+
+def test_a_forward_loop_that_never_calls_the_model():
+    refused(
+        mts.sparsify,
+        tiny_llama(),
+        match="forward_loop did not call the model; it must run model",
+        forward_loop=lambda model: None,
+    )
+    run_inner = lambda model: model.model(token_batches()[0])  # noqa: E731 - not the model that was given
+    refused(mts.sparsify, tiny_llama(), match="forward_loop did not call the model", forward_loop=run_inner)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": torch.zeros(2, 8)},  # RuntimeError: no integers
+        {"input_ids": torch.full((2, 8), 999)},  # IndexError: no such token
+        {"tokens": torch.zeros(2, 8, dtype=torch.long)},  # ValueError: neither input_ids nor inputs_embeds
+    ],
+    ids=["floats", "unknown tokens", "wrong name"],
+)
+def test_a_batch_the_model_cannot_take(batch):
+    """The error names the model, the batch with its shapes, and what to give instead."""
+    message = refused(
+        mts.sparsify,
+        tiny_llama(),
+        match="LlamaForCausalLM cannot take calibration batch 1",
+        data_loader=[{"input_ids": token_batches()[0]}, batch],
+    )
+    assert str(list(next(iter(batch.values())).shape)) in message
+    assert "Give batches that model(**batch) or model(batch) takes, or a collect_func" in message
+
+
+def test_images_of_a_wrong_size():
+    model = ViTForImageClassification(
+        ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16)
+    )
+    refused(
+        mts.sparsify,
+        model,
+        match="ViTForImageClassification cannot take calibration batch 0",
+        data_loader=[torch.zeros(1, 3, 8, 8)],
+    )
+
+
+def test_a_layer_that_sees_no_data_is_named():
+    message = refused(
+        mts.sparsify, Stacked(block=Unused), match="3 layers saw no calibration data", data_loader=vectors()
+    )
+    assert "blocks.0.spare, blocks.1.spare, blocks.2.spare" in message
+    assert "give data that reaches them, or exclude them" in message
+    mts.sparsify(Stacked(block=Unused), "wanda", data_loader=vectors(), exclude="*.spare", progress=False)
+
+
+def test_a_layer_that_needs_no_data_may_see_none():
+    model = Stacked(block=Unused)
+    rules = {"*.spare": {"method": "magnitude"}}
+    mts.sparsify(model, "wanda", data_loader=vectors(), rules=rules, progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 9

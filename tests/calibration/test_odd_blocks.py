@@ -1,0 +1,173 @@
+"""Layers and blocks out of the ordinary: shared weights and inputs, stems, heads, several stacks."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from tests.calibration.collecting import LAYERS, assert_calibrated, collected, padded
+from tests.helpers import tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
+from tests.models.odd_blocks import Again, SameTwice, Sometimes, TwinBlock, TwinsAcross, WrittenBetween
+from tests.models.stacked import STACKED, Between, Interleaved, Nested, Stacked, vectors
+from tests.oracles.brute_force import Recording, Seen, Steps, assert_stats, brute_force, matrices_of, stepwise
+
+pytestmark = pytest.mark.core
+
+
+def added(expected: Seen, name: str, twin: str) -> None:
+    """What ``twin`` sees counts for ``name``."""
+    expected.grams[name] = expected.grams[name] + expected.grams.pop(twin)
+    expected.tokens[name] += expected.tokens.pop(twin)
+
+
+def without(dense: dict[str, Tensor], *twins: str) -> dict[str, Tensor]:
+    return {name: matrix for name, matrix in dense.items() if name not in twins}
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_twins_in_one_block_see_the_inputs_of_both(sequential):
+    """One layer, one mask on both modules, the sum of both inputs."""
+    dense, model, method = Stacked(block=TwinBlock), Stacked(block=TwinBlock), Recording()
+    mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
+    twins = [f"{path}.second" for path in STACKED]
+    found = method.by_layer(without(matrices_of(dense, STACKED), *twins))
+    stages = [["first", "second"], ["up"], ["down"]]
+    steps: dict[str, Steps] = {
+        "none": [STACKED],
+        "block": [[path] for path in STACKED],
+        "stage": [[f"{path}.{layer}" for layer in stage] for path in STACKED for stage in stages],
+    }
+    expected = stepwise(dense, model, vectors(), steps[sequential])
+    for path in STACKED:
+        added(expected, f"{path}.first", f"{path}.second")
+    assert_stats(found, expected)
+    for block in model.blocks:
+        assert block.first.weight is block.second.weight
+        assert torch.equal(block.first.weight_mask, block.second.weight_mask)
+    assert len(mts.report(model).layers) == 9
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_twins_in_two_blocks_see_the_inputs_of_both(sequential):
+    """A weight that several blocks use is solved with what all of them give it."""
+    dense, model, method = TwinsAcross(), TwinsAcross(), Recording()
+    mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
+    found = method.by_layer(without(matrices_of(dense, STACKED), "blocks.2.up"))
+    twins = ["blocks.0.up", "blocks.2.up"]
+    rest = ["blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.down"]
+    steps: dict[str, Steps] = {
+        "none": [twins + rest],
+        "block": [twins, rest[:1], rest[1:3], rest[3:]],  # the first layer to be called is the first to be solved
+        "stage": [twins, *([layer] for layer in rest)],
+    }
+    expected = stepwise(dense, model, vectors(), steps[sequential])
+    added(expected, *twins)
+    assert_stats(found, expected)
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_a_layer_that_is_called_twice_sees_both_inputs(sequential):
+    """And shares its statistics with nobody who saw only one of them."""
+    assert_calibrated(Stacked(block=Again), STACKED, vectors(), sequential)
+
+
+@pytest.mark.parametrize("block", [SameTwice, Sometimes, WrittenBetween])
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_layers_that_share_some_of_their_inputs_share_no_statistics(block, sequential):
+    assert_calibrated(Stacked(block=block), STACKED, vectors(), sequential)
+
+
+@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+def test_sharing_that_changes_in_the_whole_model():
+    assert_calibrated(Between(block=Sometimes), STACKED, vectors(), "block")
+
+
+def test_a_tensor_that_was_written_to_is_another_stage():
+    """What is written depends on the first layer, which must be sparse when the second one is collected."""
+    dense, model, method = Stacked(block=WrittenBetween), Stacked(block=WrittenBetween), Recording()
+    mts.sparsify(model, method, data_loader=vectors(), sequential="stage", progress=False)
+    steps = [[f"{path}.{layer}"] for path in STACKED for layer in ("mix", "other", "up", "down")]
+    assert_stats(method.by_layer(matrices_of(dense, STACKED)), stepwise(dense, model, vectors(), steps))
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_block_without_targets_is_run_through(left_out, sequential):
+    """Leaving a whole block dense changes nothing in what the blocks behind it are given."""
+    dense, model, method = Stacked(), Stacked(), Recording()
+    path = STACKED[left_out]
+    options = {"data_loader": vectors(), "sequential": sequential, "exclude": f"{path}.*", "progress": False}
+    mts.sparsify(model, method, **options)
+    rest = [other for other in STACKED if other != path]
+    found = method.by_layer(matrices_of(dense, rest))
+    for name, parameter in dense.get_submodule(path).named_parameters(prefix=path):
+        assert torch.equal(model.get_parameter(name), parameter)
+    steps: dict[str, Steps] = {
+        "none": [rest],
+        "block": [[other] for other in rest],
+        "stage": [[f"{other}.{layer}"] for other in rest for layer in ("up", "down")],
+    }
+    assert_stats(found, stepwise(dense, model, vectors(), steps[sequential]))
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_the_stem_and_the_head_when_they_are_asked_for(sequential):
+    """A stem is solved before the blocks see its sparse output, a head after all blocks; "none": on dense inputs."""
+    dense, model, method = Stacked(), Stacked(), Recording()
+    everything = ["stem", *STACKED, "head"]
+    options = {"data_loader": vectors(), "sequential": sequential, "include": "*", "progress": False}
+    mts.sparsify(model, method, **options)
+    found = method.by_layer(matrices_of(dense, everything))
+    assert len(found) == 8
+    steps: dict[str, Steps] = {
+        "none": [everything],
+        "block": [[path] for path in everything],
+        "stage": [["stem"], *([f"{path}.{layer}"] for path in STACKED for layer in ("up", "down")), ["head"]],
+    }
+    assert_stats(found, stepwise(dense, model, vectors(), steps[sequential]))
+
+
+def test_one_layer_alone_outside_of_the_blocks():
+    """An untied lm_head that is named in full is calibrated on what the dense blocks give it."""
+    dense, model = tiny_llama(tie_word_embeddings=False), tiny_llama(tie_word_embeddings=False)
+    found = collected(model, ["lm_head"], data_loader=padded(), include="lm_head")
+    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
+    assert_stats(found, brute_force(dense, padded(), ["lm_head"], real))
+    assert [name for name, _ in mts.named_masks(model)] == ["lm_head.weight"]
+
+
+def test_a_stem_convolution_alone():
+    architecture = ARCHITECTURES["resnet_basic"]
+    dense, batches = architecture.build(), architecture.batches("right")
+    stem = next(name for name, module in dense.named_modules() if isinstance(module, nn.Conv2d))
+    found = collected(architecture.build(), [stem], data_loader=batches, include=stem, pattern=0.5)
+    assert_stats(found, brute_force(dense, batches, [stem]))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_generation_as_the_forward_loop(use_cache):
+    """Blocks that fill a cache cannot be run again from a record."""
+    ids = token_batches(1)[0][:, :5]
+
+    def loop(model: nn.Module) -> None:
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    expected = brute_force(tiny_llama(), [None], LAYERS, call=lambda model, batch: loop(model))
+    with pytest.warns(UserWarning, match="is given a DynamicCache, which may change") if use_cache else nullcontext():
+        found = collected(tiny_llama(), forward_loop=loop, sequential="none")
+    assert_stats(found, expected)
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_stacks_are_taken_in_the_order_of_their_calls(sequential):
+    assert_calibrated(Nested(), ["early.0", "early.1", "late.0", "late.1"], vectors(), sequential)
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_stacks_that_take_turns(sequential):
+    with pytest.warns(UserWarning, match="does not take the output of the block before it"):
+        assert_calibrated(Interleaved(), ["one.0", "one.1", "other.0", "other.1"], vectors(), sequential)

@@ -1,0 +1,172 @@
+"""The walk over the blocks: what is sparse when a layer is collected, what is shared, what is alive."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded
+from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_what_is_sparse_when_a_layer_is_collected(sequential, side):
+    """ "none": nothing; "block": the blocks before; "stage": the stages before it in its own block as well."""
+    dense, model = tiny_llama(), tiny_llama()
+    found = collected(model, data_loader=padded(side), sequential=sequential)
+    steps: dict[str, Steps] = {
+        "none": [LAYERS],
+        "block": [[block] for block in LAYERS],
+        "stage": [[f"{block}.{layer}" for layer in stage] for block in LAYERS for stage in STAGES],
+    }
+    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
+    assert_stats(found, stepwise(dense, model, padded(side), steps[sequential], real))
+
+
+def test_the_three_kinds_of_sequential_differ_where_they_should():
+    """So that the test above can fail: first in o_proj for stages, in the second block for blocks."""
+    by_block, by_stage, dense = (
+        collected(tiny_llama(), data_loader=token_batches(), sequential=sequential)
+        for sequential in ("block", "stage", "none")
+    )
+
+    def same(one: dict[str, mts.Stats], other: dict[str, mts.Stats]) -> list[str]:
+        return [name for name in one if torch.allclose(one[name].gram, other[name].gram, rtol=1e-3)]
+
+    assert same(by_block, dense) == [name for name in by_block if name.startswith(LAYERS[0])]
+    assert same(by_stage, dense) == [f"{LAYERS[0]}.{layer}" for layer in STAGES[0]]
+    assert same(by_stage, by_block) == [f"{block}.{layer}" for block in LAYERS for layer in STAGES[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sums_are_float32_or_better(dtype):
+    """Half-precision inputs are summed as they are, in float32; float64 ones stay what they are."""
+    found = collected(tiny_llama().to(dtype), data_loader=token_batches(), sequential="none")
+    assert_stats(found, brute_force(tiny_llama().to(dtype), token_batches(), LAYERS))
+    assert {stats.gram.dtype for stats in found.values()} == {torch.promote_types(dtype, torch.float32)}
+
+
+def test_autocast_in_the_loop_is_what_the_statistics_are_of():
+    """Blocks that are run again by themselves would run without it."""
+
+    def loop(model: nn.Module) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for batch in token_batches():
+                model(batch)
+
+    expected = brute_force(tiny_llama(), [None], LAYERS, call=lambda model, batch: loop(model))
+    with pytest.warns(UserWarning, match="blocks run one by one do not give the model's own output"):
+        found = collected(tiny_llama(), forward_loop=loop, sequential="none")
+    assert_stats(found, expected)
+
+
+def test_a_users_own_autocast_is_refused():
+    """It would round the solvers' products."""
+    model = tiny_llama()
+    before = state_of(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"leave it, and give autocast="):
+        mts.sparsify(model, data_loader=token_batches())
+    assert_same_state(model, before)
+
+
+def test_layers_of_one_stage_share_their_statistics():
+    found = collected(tiny_llama(), data_loader=token_batches(), sequential="stage")
+    for block in LAYERS:
+        for stage in STAGES:
+            assert len({id(found[f"{block}.{layer}"]) for layer in stage}) == 1
+    assert len({id(stats) for stats in found.values()}) == 8
+
+
+def test_only_one_blocks_statistics_are_alive_at_a_time():
+    """While a block, or with "stage" a stage, is collected, nothing is left of what was collected before it."""
+    alive: list[weakref.ref] = []
+    leftover = []
+
+    class Watching(Recording):
+        def prepare(self, stats, options):
+            alive.append(weakref.ref(stats.gram))
+            return stats
+
+        def solve(self, weight, state, pattern, options):
+            solution = super().solve(weight, state, pattern, options)
+            self.seen.clear()
+            return solution
+
+    model = tiny_llama(num_hidden_layers=3)
+    for block in model.model.layers:
+        block.mlp.down_proj.register_forward_pre_hook(
+            lambda *_: leftover.append(sum(reference() is not None for reference in alive))
+        )
+    for sequential in ("block", "stage", "none"):
+        alive.clear()
+        leftover.clear()
+        mts.sparsify(model, Watching(), data_loader=token_batches(), sequential=sequential, progress=False)
+        assert len(alive) == 12
+        assert max(leftover) == 0, sequential
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_only_one_blocks_inputs_are_alive_in_the_dense_run(sequential):
+    """The first batch goes through the whole model, however deep it is; each block's inputs go with it. The layers see
+    what they share all the same."""
+    inputs: list[list[weakref.ref]] = []
+    leftover: list[int] = []
+
+    def begin(*_) -> None:
+        leftover.append(sum(reference() is not None for block in inputs for reference in block))
+        inputs.append([])
+
+    model = tiny_llama(num_hidden_layers=4)
+    for block in model.model.layers:
+        block.mlp.gate_proj.register_forward_pre_hook(begin)
+        for layer in (block.mlp.gate_proj, block.mlp.down_proj):
+            layer.register_forward_pre_hook(lambda _, args: inputs[-1].append(weakref.ref(args[0])))
+    mts.sparsify(model, data_loader=token_batches(1), sequential=sequential, progress=False)
+    assert len(leftover) >= 4
+    assert max(leftover) == 0
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_methods_may_be_mixed_within_a_block(sequential):
+    """A magnitude rule takes its layer out of the statistics' hands, and leaves those of the others alone."""
+    dense, model, method = tiny_llama(), tiny_llama(), Recording()
+    rules = {"*.v_proj": {"method": "magnitude"}, "model.layers.1.mlp.*": None}
+    options = {"data_loader": token_batches(), "sequential": sequential, "progress": False}
+    mts.sparsify(model, method, rules=rules, **options)
+    found = method.by_layer(matrices_of(dense, LAYERS))
+    recipes = {layer.name: layer.recipe for layer in mts.report(model).layers}
+    assert {name for name, recipe in recipes.items() if recipe == "magnitude"} == {
+        f"{block}.self_attn.v_proj" for block in LAYERS
+    }
+    assert found.keys() == {name for name, recipe in recipes.items() if recipe == "recording"}
+    assert len(recipes) == 14 - 3
+    by_magnitude = mts.sparsify(tiny_llama(), "magnitude").state_dict()
+    for block in LAYERS:
+        name = f"{block}.self_attn.v_proj.weight"
+        assert torch.equal(model.get_parameter(name), by_magnitude[name])
+    # Recording prunes by magnitude too: the statistics are those of a run in which all layers record
+    everywhere = collected(tiny_llama(), data_loader=token_batches(), sequential=sequential, exclude="*.1.mlp.*")
+    assert_same(found, {name: everywhere[name] for name in found})
+
+
+def test_a_method_that_needs_square_sums_gets_no_gram_matrix():
+    class Sums(Recording):
+        needs = "square_sums"
+
+        def by_layer(self, dense):
+            return {name: stats for name, stats in super().by_layer(dense).items() if stats.gram is None}
+
+    method = Sums()
+    mts.sparsify(tiny_llama(), method, data_loader=padded(), sequential="none", progress=False)
+    found = method.by_layer(matrices_of(tiny_llama(), LAYERS))
+    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
+    expected = brute_force(tiny_llama(), padded(), LAYERS, real)
+    assert found.keys() == expected.grams.keys()
+    for name, stats in found.items():
+        torch.testing.assert_close(stats.square_sums, expected.grams[name].diagonal().float(), rtol=1e-5, atol=1e-5)

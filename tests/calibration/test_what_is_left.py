@@ -1,0 +1,220 @@
+"""Calibration that fails or is stopped, and what is left of the model; and what a run leaves alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import modelopt_sparse as mts
+from tests.calibration.collecting import LAYERS, assert_same, collected, padded
+from tests.helpers import Snapshot, refused, tiny_llama, token_batches
+from tests.models.stacked import STACKED, Between, NanAtPadding, Stacked, vectors
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value):
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    refused(
+        mts.sparsify,
+        model,
+        match=r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf",
+        data_loader=token_batches(),
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite(value):
+    """The first layer that gets them is named; only batches that run into them are at fault."""
+    model = tiny_llama()
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + value if output.shape[1] == 9 else output
+    )
+    batches = [*token_batches(1), *token_batches(1, length=9)]
+    message = refused(
+        mts.sparsify,
+        model,
+        match=r"layer 'model.layers.1.self_attn.q_proj': its input holds NaN or inf",
+        data_loader=batches,
+    )
+    assert "check the data" in message
+    mts.sparsify(model, data_loader=batches[:1], progress=False)
+
+
+def test_padding_may_hold_nan():
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    batch = {"x": torch.randn(2, 4, 16), "attention_mask": mask}
+    found = collected(NanAtPadding(), STACKED, data_loader=[batch], sequential="none")
+    expected = brute_force(NanAtPadding(), [batch], STACKED, lambda batch, name: mask.bool())
+    assert_stats(found, expected)
+
+
+def test_activations_that_overflow_once_the_layers_before_are_sparse():
+    """A huge weight that a larger one kept in check: the layer behind is named, what is done stays sparse."""
+    model = Stacked(blocks=2)
+    with torch.no_grad():
+        model.blocks[0].down.weight.zero_()
+        model.blocks[0].down.weight[0, :4] = torch.tensor([-3e38, -3e38, 1e38, 0.0])
+        model.blocks[0].up.weight.zero_()
+        model.blocks[0].up.bias[:4] = torch.tensor([0.5, 0.5, 3.0, 0.0])
+        model.blocks[0].down.bias.zero_()
+    match = r"layer 'blocks.1.up': its input holds NaN or inf on the calibration data, now that the layers before it"
+    mask_first = {"blocks.0.down": {"method": KeepLast(), "pattern": "1:4"}, "blocks.0.up": None}
+    with pytest.raises(ValueError, match=match):
+        mts.sparsify(model, Recording(), rules=mask_first, data_loader=vectors(), progress=False)
+    assert [name for name, _ in mts.named_masks(model)] == ["blocks.0.down.weight"]
+
+
+class KeepLast(mts.Method):
+    """Keeps the third of every four weights, larger than life."""
+
+    name = "keep last"
+
+    def solve(self, weight, state, pattern, options) -> mts.Solution:
+        mask = (torch.arange(weight.shape[-1]) % 4 == 2).expand(weight.shape).clone()
+        return mts.Solution((weight * 3).masked_fill(~mask, 0), mask, 0.0)
+
+
+class Pressed(Recording):
+    """Ctrl-C in the solver, at the given layer."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def solve(self, weight, state, pattern, options):
+        if len(self.seen) == self.at:
+            raise KeyboardInterrupt
+        return super().solve(weight, state, pattern, options)
+
+
+def assert_half_done(model: nn.Module, before: Snapshot, blocks_done: int, within: list[str]) -> None:
+    """Flags and hooks as before, the first blocks sparse and valid, the others as they were."""
+    now = Snapshot(model).look
+    done, rest = within[:blocks_done], within[blocks_done:]
+    for (kind, name), value in before.look.items():
+        if kind in ("switches", "flags", "parameter") or name.startswith(tuple(f"{path}." for path in rest)):
+            assert now[kind, name] == value, (kind, name)
+    masks = [name for name, _ in mts.named_masks(model)]
+    assert not any(name.startswith(path) for name in masks for path in rest)
+    for path in done:
+        assert sum(name.startswith(path) for name in masks) == len(matrices_of(model, [path]))
+    if done:
+        assert len(mts.verify(model, "2:4").layers) == len(matrices_of(model, done))
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage"])
+def test_ctrl_c_in_the_solver(sequential):
+    """In block 1: block 0 is sparse, block 1 is as it was, nothing else is left, and a second call works."""
+    model = tiny_llama().train()
+    snapshot = Snapshot(model)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, Pressed(7), data_loader=token_batches(), sequential=sequential, progress=False)
+    assert_half_done(model, snapshot, 1, LAYERS)
+    assert len(mts.report(model).layers) == 7
+    mts.sparsify(model, data_loader=token_batches(), sequential=sequential, progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 14
+
+
+def test_ctrl_c_in_the_solver_with_dense_inputs():
+    model = tiny_llama()
+    snapshot = Snapshot(model)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, Pressed(7), data_loader=token_batches(), sequential="none", progress=False)
+    assert_half_done(model, snapshot, 1, LAYERS)
+
+
+@pytest.mark.parametrize("kind", [Stacked, Between], ids=["chained", "whole model"])
+@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+def test_ctrl_c_in_any_forward(kind):
+    """Whichever call of a block it interrupts: blocks are sparse or untouched, from first to last, and nothing else
+    is left."""
+    calls, limit = 0, 0
+
+    def press(*_) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == limit:
+            raise KeyboardInterrupt
+
+    done = set()
+    finished = False
+    while not finished:
+        model = kind()
+        for block in model.blocks:
+            block.register_forward_hook(press)
+        snapshot = Snapshot(model)
+        calls, limit = 0, limit + 1
+        try:
+            mts.sparsify(model, Recording(), data_loader=vectors(2), progress=False)
+            finished = True
+        except KeyboardInterrupt:
+            blocks_done = len({name.split(".")[1] for name, _ in mts.named_masks(model)})
+            assert_half_done(model, snapshot, blocks_done, STACKED)
+            done.add(blocks_done)
+    assert limit > 12
+    assert done == {0, 1, 2}
+
+
+def test_an_error_in_the_solver_names_the_layer():
+    class Failing(Recording):
+        def solve(self, weight, state, pattern, options):
+            if len(self.seen) == 8:
+                raise ValueError("no solution")
+            return super().solve(weight, state, pattern, options)
+
+    model = tiny_llama()
+    snapshot = Snapshot(model)
+    with pytest.raises(ValueError, match=r"layer 'model.layers.1.self_attn.k_proj': no solution"):
+        mts.sparsify(model, Failing(), data_loader=token_batches(), progress=False)
+    assert len(list(mts.named_masks(model))) == 8
+    now = Snapshot(model).look
+    assert all(now[key] == value for key, value in snapshot.look.items() if key[0] == "flags")
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_two_runs_are_bit_identical(sequential):
+    runs = [tiny_llama(), tiny_llama()]
+    for model in runs:
+        mts.sparsify(model, data_loader=padded(), sequential=sequential, progress=False)
+    one, other = (model.state_dict() for model in runs)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode():
+    """Dropout is off, and each module has its own flag afterwards."""
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    assert config.resid_pdrop > 0
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    blocks = ["transformer.h.0", "transformer.h.1"]
+    expected = collected(copy.deepcopy(model), blocks, data_loader=token_batches())
+    model.train()
+    model.transformer.h[0].attn.eval()
+    flags = [module.training for module in model.modules()]
+    assert_same(collected(model, blocks, data_loader=token_batches()), expected)
+    assert [module.training for module in model.modules()] == flags
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
+    model = tiny_llama()
+    with mode():
+        assert_same(collected(model, data_loader=token_batches()), from_tensors)
+    assert len(mts.verify(model, "2:4").layers) == 14
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_random_numbers_are_left_alone():
+    """Calibration draws none from the global generator."""
+    model, data = tiny_llama(), token_batches()
+    state = torch.random.get_rng_state()
+    mts.sparsify(model, data_loader=data, progress=False)
+    assert torch.equal(torch.random.get_rng_state(), state)

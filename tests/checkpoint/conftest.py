@@ -1,0 +1,36 @@
+"""Folders that several files read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import modelopt_sparse as mts
+from tests.checkpoint.folders import sparse
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a sparse model, saved once."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            mts.save(sparse(name), root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture
+def broken(saved, tmp_path) -> Callable[[str], Path]:
+    """A copy of that folder, to be damaged."""
+
+    def folder(name: str) -> Path:
+        target = tmp_path / name
+        target.mkdir()
+        for path in saved(name).iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+        return target
+
+    return folder

@@ -1,0 +1,87 @@
+"""Dense folders, what is made of them in memory and as a stream, and whether that is the same."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods.wanda import Wanda
+from modelopt_sparse.model.hf import model_class
+from tests.helpers import token_batches
+from tests.models.tiny import VOCAB
+
+
+def saved(folder: Path, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    torch.manual_seed(3)
+    model: Any = make().to(dtype)
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def batches(name: str = "llama", count: int = 4, seed: int = 1) -> list[dict[str, Tensor]]:
+    ids = token_batches(count, length=12, vocab=VOCAB, seed=seed)
+    if name == "t5":
+        return [{"input_ids": x, "decoder_input_ids": x[:, :5]} for x in ids]
+    masks = [torch.ones_like(x) for x in ids]
+    masks[1][0, 9:] = 0
+    return [{"input_ids": x, "attention_mask": mask} for x, mask in zip(ids, masks)]
+
+
+def in_memory(source: Path, folder: Path, method: Any, **options: Any) -> Path:
+    """The oracle: the whole model loaded, made sparse and saved."""
+    cls = model_class(AutoConfig.from_pretrained(source), source)
+    model = cls.from_pretrained(source, dtype=options.pop("dtype", "auto"))
+    mts.save(mts.sparsify(model, method, progress=False, **options), folder)
+    return folder
+
+
+def streamed(source: Path, folder: Path, method: Any, **options: Any) -> mts.Report:
+    return mts.sparsify_checkpoint(source, folder, method, progress=False, **options)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same_folders(one: Path, other: Path) -> None:
+    """Equal tensors to the bit, under equal names; equal bytes of masks, equal configs; and both are whole."""
+    a, b = (
+        {name: x for path in sorted(folder.glob("model*.safetensors")) for name, x in load_file(path).items()}
+        for folder in (one, other)
+    )
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert torch.equal(*(x[name].flatten().view(torch.uint8) for x in (a, b))), name
+    masks = "sparsity_masks.safetensors"
+    assert (one / masks).read_bytes() == (other / masks).read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert (one / name).is_file() == (other / name).is_file()
+        assert not (one / name).is_file() or json.loads((one / name).read_text()) == json.loads(
+            (other / name).read_text()
+        )
+    assert str(mts.verify(one)) == str(mts.verify(other))
+
+
+class Stopping(Wanda):
+    """Wanda that is interrupted at its ``at``-th layer, once."""
+
+    name = "stopping"
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def solve(self, weight, state, pattern, options):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().solve(weight, state, pattern, options)

@@ -1,0 +1,371 @@
+"""Folders that are damaged, edited or made to mislead, and models that they do not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MistralConfig, MistralForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import format
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, sparse
+from tests.helpers import assert_bits, refused, tiny_llama
+from tests.models.net import net
+from tests.models.tiny import tiny_gpt2
+
+pytestmark = pytest.mark.core
+
+
+def test_restore_onto_another_class(saved):
+    torch.manual_seed(0)
+    config = MistralConfig(**{k: getattr(tiny_llama().config, k) for k in ("vocab_size", "hidden_size")})
+    config.update({k: getattr(tiny_llama().config, k) for k in ("intermediate_size", "num_hidden_layers")})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True})
+    same_tensors = MistralForCausalLM(config)
+    assert {k: v.shape for k, v in same_tensors.state_dict().items()} == {
+        k: v.shape for k, v in tiny_llama().state_dict().items()
+    }
+    message = refused(
+        mts.restore, same_tensors, saved("llama"), parts=["cannot be restored into this MistralForCausalLM"]
+    )
+    assert message.endswith(": it holds a LlamaForCausalLM, the model is a MistralForCausalLM")
+
+
+def test_restore_onto_other_shapes(saved):
+    refused(
+        mts.restore,
+        tiny_llama(intermediate_size=96),
+        saved("llama"),
+        parts=[
+            "'model.layers.1.mlp.down_proj.weight' has shape [32, 64] there and [32, 96] in the model",
+            "'model.layers.0.mlp.gate_proj.weight' has shape [64, 32] there and [96, 32] in the model",
+        ],
+    )
+
+
+def test_restore_onto_another_dtype(saved):
+    refused(
+        mts.restore,
+        tiny_llama().bfloat16(),
+        saved("llama"),
+        parts=["'model.norm.weight' is torch.float32 there and torch.bfloat16 in the model: convert the model first"],
+    )
+
+
+def test_restore_onto_more_blocks(saved):
+    refused(
+        mts.restore,
+        tiny_llama(num_hidden_layers=3),
+        saved("llama"),
+        parts=["'model.layers.2.input_layernorm.weight' of the model is not"],
+    )
+
+
+def test_restore_onto_fewer_blocks(saved):
+    refused(
+        mts.restore,
+        tiny_llama(num_hidden_layers=1),
+        saved("llama"),
+        parts=[
+            "'model.layers.1.input_layernorm.weight' has no place in the model",
+            "mask 'model.layers.1.mlp.up_proj.weight' fits no parameter of the model",
+        ],
+    )
+
+
+def test_restore_onto_a_model_without_the_ties(broken, tmp_path):
+    """A tie that only one side has is fine where the values agree, and an error where they do not."""
+    mts.save(tiny_llama(tie_word_embeddings=False), tmp_path / "untied")
+    refused(
+        mts.restore,
+        tiny_llama(),
+        tmp_path / "untied",
+        parts=["'lm_head.weight' and 'model.embed_tokens.weight' are one tensor in the model and differ there"],
+    )
+    tied = tiny_llama()
+    mts.save(tied, tmp_path / "tied")
+    untied = mts.restore(tiny_llama(tie_word_embeddings=False), tmp_path / "tied")
+    assert_bits(untied.lm_head.weight, tied.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", MASKS])
+@pytest.mark.parametrize("model", ["llama", "net"])
+def test_truncated_files(broken, name, model):
+    folder = broken(model)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-9])
+    refused(
+        mts.restore, MODELS[model](), folder, parts=[f"file '{name}' has {len(content) - 9} bytes, not {len(content)}"]
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", MASKS, DESCRIPTION])
+@pytest.mark.parametrize("where", [0.03, 0.5, 0.97])
+def test_a_flipped_bit_in_any_file(broken, name, where):
+    folder = broken("llama")
+    content = bytearray((folder / name).read_bytes())
+    content[int(len(content) * where)] ^= 1
+    (folder / name).write_bytes(content)
+    reason = "sparsity.json" if name == DESCRIPTION else f"file '{name}' has changed since it was saved"
+    refused(mts.restore, tiny_llama(), folder, parts=[reason])
+    with pytest.raises(ValueError, match=r"sparsity|safetensors"):
+        mts.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", MASKS])
+def test_missing_files(broken, name):
+    folder = broken("llama")
+    (folder / name).unlink()
+    refused(mts.restore, tiny_llama(), folder, parts=[f"file '{name}' is missing"])
+
+
+@pytest.mark.parametrize("length", [0, 1, 200, 2000])
+def test_a_truncated_description(broken, length):
+    folder = broken("llama")
+    (folder / DESCRIPTION).write_bytes((folder / DESCRIPTION).read_bytes()[:length])
+    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is truncated, edited or of another format"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"2:4"', '"1:4"'), ('"kept": 512', '"kept": 513'), ('"aliases": {}', '"aliases": {"a": "b"}'), ("Llama", "Lama")],
+)
+def test_an_edited_description(broken, old, new):
+    folder = broken("llama")
+    text = (folder / DESCRIPTION).read_text()
+    assert old in text
+    (folder / DESCRIPTION).write_text(text.replace(old, new, 1))
+    refused(mts.restore, tiny_llama(), folder, parts=["has been edited since it was saved (its checksum differs)"])
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"modelopt_sparse"', "{}", '{"format_version": 1}', '{"a": NaN}'])
+def test_json_of_another_format(broken, text):
+    folder = broken("llama")
+    (folder / DESCRIPTION).write_text(text)
+    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is truncated, edited or of another format"])
+
+
+def test_a_description_of_another_program(broken):
+    folder = broken("llama")
+    rewrite(folder, lambda description: description.update(format="other"))
+    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is not in the format of modelopt_sparse.save"])
+
+
+def test_a_newer_format(broken):
+    folder = broken("llama")
+    (folder / DESCRIPTION).write_text('{"format": "modelopt_sparse", "format_version": 2, "unheard": "of"}')
+    refused(
+        mts.restore,
+        tiny_llama(),
+        folder,
+        parts=["has format version 2, this library reads up to 1: update modelopt_sparse"],
+    )
+
+
+def _shape_of_another(description):
+    description["masks"][WEIGHT]["shape"] = [1024]
+
+
+def _not_a_shape(description):
+    description["masks"][WEIGHT]["shape"] = "wide"
+
+
+def _no_masks_listed(description):
+    del description["files"][MASKS]
+
+
+def _other_report(description):
+    description["report"]["layers"][0]["unknown"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d.pop("files"), "sparsity.json' does not hold what its format asks for: KeyError('files')"),
+        (lambda d: d.update(masks=[]), "sparsity.json' does not hold what its format asks for"),
+        (_not_a_shape, "sparsity.json' does not hold what its format asks for"),
+        (_other_report, "sparsity.json' does not hold what its format asks for"),
+        (_no_masks_listed, f"sparsity.json does not list '{MASKS}'"),
+        (
+            lambda d: d["files"].pop("model.safetensors"),
+            "weight file 'model.safetensors' does not belong to the folder",
+        ),
+        (lambda d: d["masks"].pop(WEIGHT), f"mask '{WEIGHT}' is in {MASKS} and not in sparsity.json"),
+        (lambda d: d["masks"].update(other=d["masks"][WEIGHT]), f"mask 'other' is in sparsity.json and not in {MASKS}"),
+        (lambda d: d["masks"][WEIGHT].update(kept=3), f"mask '{WEIGHT}' keeps 512 weights, not 3"),
+        (
+            lambda d: d["masks"][WEIGHT].update(shape=[32, 40]),
+            f"mask '{WEIGHT}' does not hold the bits of shape [32, 40]",
+        ),
+        (_shape_of_another, f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]"),
+        (lambda d: d["files"].update({"../x": d["files"][MASKS]}), "file name '../x' leads out of the folder"),
+        (
+            lambda d: d["files"].update({"/etc/hosts": d["files"][MASKS]}),
+            "file name '/etc/hosts' leads out of the folder",
+        ),
+    ],
+)
+def test_a_description_made_to_mislead(broken, change, reason):
+    folder = broken("llama")
+    rewrite(folder, change)
+    refused(mts.restore, tiny_llama(), folder, parts=[reason])
+
+
+def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
+    folder = broken("llama")
+    secret = folder.parent / "secret"
+    secret.write_bytes(b"x" * 10)
+    rewrite(folder, lambda d: d["files"].update({"../secret": {"size": 10, "sha256": "0"}}))
+    read = []
+    original = format.file_hash
+    monkeypatch.setattr(format, "file_hash", lambda path: read.append(path.name) or original(path))
+    refused(mts.restore, tiny_llama(), folder, parts=["'../secret' leads out"])
+    assert "secret" not in read
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.update({WEIGHT: m[WEIGHT][:-1].clone()}), f"mask '{WEIGHT}' does not hold the bits of shape"),
+        (lambda m: m.update({WEIGHT: m[WEIGHT].to(torch.int32)}), f"mask '{WEIGHT}' does not hold the bits of shape"),
+        (lambda m: m.update({WEIGHT: m[WEIGHT] & 0}), f"mask '{WEIGHT}' keeps 0 weights, not 512"),
+        (
+            lambda m: m.update({WEIGHT: ~m[WEIGHT]}),
+            f"weight '{WEIGHT}' is not zero in 512 places where its mask is False",
+        ),
+        (lambda m: m.update({"x": m.pop(WEIGHT)}), f"mask 'x' is in {MASKS} and not in sparsity.json"),
+    ],
+)
+def test_masks_made_to_mislead(broken, change, reason):
+    folder = broken("llama")
+    replace_masks(folder, change)
+    relist(folder, MASKS)
+    refused(mts.restore, tiny_llama(), folder, parts=[reason])
+
+
+def test_a_masks_file_that_is_no_safetensors_file(broken):
+    folder = broken("llama")
+    (folder / MASKS).write_bytes(b"\x80\x04pickled")
+    relist(folder, MASKS)
+    refused(mts.restore, tiny_llama(), folder, parts=[f"file '{MASKS}' cannot be read"])
+
+
+def test_a_weights_file_that_is_no_safetensors_file(broken):
+    folder = broken("llama")
+    (folder / "model.safetensors").write_bytes(b"\x80\x04pickled")
+    relist(folder, "model.safetensors")
+    refused(mts.restore, tiny_llama(), folder, parts=["the weights cannot be read"])
+
+
+@pytest.mark.parametrize("name", ["llama", "net"])
+def test_a_single_nonzero_under_the_mask(broken, name):
+    folder = broken(name)
+    key, mask = next(iter(mts.named_masks(sparse(name))))
+    weights = load_file(folder / "model.safetensors")
+    place = (~mask).nonzero()[7]
+    weights[key][tuple(place)] = 1e-30
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    relist(folder, "model.safetensors")
+    reason = f"weight '{key}' is not zero in 1 places where its mask is False"
+    refused(mts.restore, MODELS[name](), folder, parts=[reason])
+    if name == "llama":
+        with pytest.raises(ValueError, match=reason):
+            mts.load(folder)
+
+
+def test_weights_that_were_added_to_the_folder(broken, tmp_path):
+    """from_pretrained would read the added file instead of the shards that the description vouches for."""
+    mts.save(sparse("llama"), tmp_path / "out", max_shard_size="20KB")
+    tiny_llama().save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "out" / "model.safetensors")
+    refused(
+        mts.restore,
+        tiny_llama(),
+        tmp_path / "out",
+        parts=["weight file 'model.safetensors' does not belong to the folder"],
+    )
+    with pytest.raises(ValueError, match=r"weight file 'model\.safetensors' does not belong to the folder"):
+        mts.load(tmp_path / "out")
+
+
+def test_a_tensor_too_many_and_one_too_few(broken):
+    folder = broken("net")
+    weights = load_file(folder / "model.safetensors")
+    weights["extra"] = weights.pop("norm.running_mean")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    relist(folder, "model.safetensors")
+    refused(
+        mts.restore,
+        net(),
+        folder,
+        parts=["'norm.running_mean' of the model is not in the folder", "'extra' has no place in the model"],
+    )
+
+
+def test_everything_that_is_wrong_stands_in_one_error(broken):
+    folder = broken("llama")
+    content = (folder / MASKS).read_bytes()
+    (folder / MASKS).write_bytes(content[:-1])
+    refused(
+        mts.restore,
+        tiny_gpt2(),
+        folder,
+        parts=[
+            "cannot be restored into this GPT2LMHeadModel:"
+            "\n- it holds a LlamaForCausalLM, the model is a GPT2LMHeadModel",
+            f"\n- file '{MASKS}' has {len(content) - 1} bytes, not {len(content)}",
+            "\n- 'model.embed_tokens.weight' has no place in the model",
+            "\n- and ",
+        ],
+    )
+    folder = folder.rename(folder.parent / "second")
+    (folder / MASKS).write_bytes(content)
+    replace_masks(folder, lambda masks: masks.update({WEIGHT: ~masks[WEIGHT]}))
+    relist(folder, MASKS)
+    rewrite(folder, lambda d: d["masks"]["model.layers.0.mlp.up_proj.weight"].update(kept=1))
+    refused(
+        mts.restore,
+        tiny_llama(num_hidden_layers=1),
+        folder,
+        parts=[
+            f"\n- weight '{WEIGHT}' is not zero in 512 places",
+            "\n- mask 'model.layers.0.mlp.up_proj.weight' keeps 1024 weights, not 1",
+            "\n- mask 'model.layers.1.mlp.up_proj.weight' fits no parameter",
+            "\n- 'model.layers.1.mlp.up_proj.weight' has no place",
+        ],
+    )
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: tiny_llama().save_pretrained(path)])
+def test_folders_that_save_did_not_write(tmp_path, make):
+    folder = tmp_path / "out"
+    make(folder)
+    refused(
+        mts.restore,
+        tiny_llama(),
+        folder,
+        parts=["holds no sparsity.json: it is not a folder that modelopt_sparse.save wrote to its end"],
+    )
+    for read in (mts.load, mts.report):
+        with pytest.raises(ValueError, match=r"holds no sparsity\.json"):
+            read(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refused(
+        mts.restore,
+        tiny_llama(),
+        tmp_path / "nowhere",
+        parts=["is not a folder: give one that modelopt_sparse.save wrote"],
+    )
+
+
+def test_load_reports_what_transformers_could_not_match(broken):
+    """config.json asks for one block more than the folder has: no random weights are let in."""
+    folder = broken("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' of the model is not in the folder"):
+        mts.load(folder)

@@ -1,0 +1,553 @@
+"""Real faults, in processes of their own: kills, full disks, files that go or change, two runs at once, no memory.
+
+After each the source is untouched, the target complete and verified or plainly incomplete, nothing else is left lying
+about, and the next start ends in the bits of a run that nothing disturbed. What is refused and reused is in
+test_resume.py.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.files import file_hash, is_full
+from tests.checkpoint.streams import assert_same_folders, saved
+from tests.faults import faulty
+from tests.faults.faulty import Runs
+from tests.helpers import assert_bits, state_of, tiny_llama, token_batches
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(not hasattr(os, "fork") or not Path("/proc/self").exists(), reason="needs fork and /proc"),
+]
+
+BLOCKS = 4
+KILL, FULL = {"what": "kill"}, {"what": "full"}
+DATA = [batch.tolist() for batch in token_batches(3)]
+RECIPES: dict[str, dict[str, Any]] = {
+    "sparsegpt": {"method": "sparsegpt"},
+    "tuned": {"method": "wanda", "permute": True, "reconstruct": 1},
+    "dense inputs": {"method": "wanda", "sequential": "none"},
+}
+
+
+@dataclass
+class World:
+    """What all tests share: a source in several files, whose hashes are known, and runs that nothing disturbs."""
+
+    folder: Path
+    source: Path
+    hashes: dict[str, str]
+    runs: Runs
+    known: dict[str, tuple[Path, int, float]]
+    over_a_model: dict[str, int]
+
+    def given(self, target: Path, recipe: str = "sparsegpt") -> dict[str, Any]:
+        return {"source": self.source, "target": target, "batches": DATA, **RECIPES[recipe]}
+
+    def undisturbed(self, recipe: str = "sparsegpt") -> tuple[Path, int, float]:
+        """The folder that a recipe ends in, the operations on files that it takes, and the seconds."""
+        if recipe not in self.known:
+            target = self.folder / recipe
+            code, found = self.runs.run("stream", self.given(target, recipe), files=str(target))
+            assert code == 0, found
+            self.known[recipe] = target, found["operations"], found["seconds"]
+        return self.known[recipe]
+
+    def operations_over_a_model(self, do: str) -> int:
+        """How many operations it takes to "stream" or "save" a model to where there is one."""
+        if do not in self.over_a_model:
+            target = self.folder / "rehearsal" / do
+            old_model(target)
+            given = {**self.given(target), "overwrite": True} if do == "stream" else self.saving(target)
+            code, found = self.runs.run(do, given, files=str(target.parent))
+            assert code == 0, found
+            self.over_a_model[do] = found["operations"]
+        return self.over_a_model[do]
+
+    def saving(self, target: Path) -> dict[str, Any]:
+        return {"model": self.undisturbed()[0], "folder": target}
+
+    def check(self) -> None:
+        assert hashes(self.source) == self.hashes
+        assert not list((self.folder / "scratch").iterdir())
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+
+
+def old_model(folder: Path) -> dict[str, str]:
+    """Another model, with 2:4 in every layer too -> its hashes. Files of somebody else's lie beside its own."""
+    mts.save(mts.sparsify(tiny_llama(num_hidden_layers=BLOCKS), "magnitude"), folder, max_shard_size=60_000)
+    (folder / "notes.txt").write_text("mine")
+    return hashes(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "scratch").mkdir()
+    source = saved(folder / "dense", lambda: tiny_llama(num_hidden_layers=BLOCKS), max_shard_size=40_000)
+    assert len(list(source.glob("model-*"))) > BLOCKS
+    runs = Runs(folder / "scratch")
+    yield World(folder, source, hashes(source), runs, {}, {})
+    runs.close()
+
+
+@pytest.fixture
+def target(tmp_path, world) -> Iterator[Path]:
+    """A place for a target, beside a file of somebody else's. In the end the target is there, and nothing more."""
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "thesis.txt").write_text("precious")
+    yield place / "sparse"
+    world.check()
+    assert sorted(path.name for path in place.iterdir()) == ["sparse", "thesis.txt"]
+    assert (place / "thesis.txt").read_text() == "precious"
+
+
+def partial_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.partial")
+
+
+def assert_plain(world: World, target: Path, recipe: str = "sparsegpt") -> int:
+    """After a fault: the target is complete, or nothing can take it for a model -> the blocks that are done."""
+    world.check()
+    partial = partial_of(target)
+    if target.exists():
+        assert_same_folders(target, world.undisturbed(recipe)[0])
+    else:
+        for pattern in (None, "2:4"):
+            with pytest.raises(ValueError, match="is not a folder"):
+                mts.verify(target, pattern)
+        assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
+    return len(list(partial.glob("block-*.json")))
+
+
+def assert_goes_on(world: World, target: Path, recipe: str = "sparsegpt", **more: Any) -> None:
+    """Started again, the run ends in the bits of one that nobody disturbed, and says what it has reused."""
+    partial = partial_of(target)
+    done = len(list(partial.glob("block-*.json")))
+    shards = finished_shards(partial)
+    complete, solved = not partial.exists() and target.exists(), (partial / "report.json").exists()
+    code, found = world.runs.run("stream", {**world.given(target, recipe), **more})
+    if complete:
+        assert found["error"].startswith(f"ValueError: '{target}' exists"), found
+    else:
+        assert code == 0, found
+        expected = [f"{done} of {BLOCKS} blocks were reused from a stopped run"] if done and not solved else []
+        assert found["notes"] == mts.report(target).notes == expected
+    assert_same_folders(target, world.undisturbed(recipe)[0])
+    assert len(mts.verify(target, "2:4").layers) == 7 * BLOCKS
+    for name, (inode, changed) in shards.items():  # nothing has written them again
+        assert ((target / name).stat().st_ino, (target / name).stat().st_mtime_ns) == (inode, changed)
+
+
+def finished_shards(partial: Path) -> dict[str, tuple[int, int]]:
+    """The shards of the blocks that are done -> inode and time of their last change."""
+    records = [json.loads(path.read_text()) for path in partial.glob("block-*.json")]
+    files = [name for record in records for name in record["files"] if name.startswith("folder/")]
+    there = {Path(name).name: partial / name for name in files if (partial / name).exists()}
+    return {name: (path.stat().st_ino, path.stat().st_mtime_ns) for name, path in there.items()}
+
+
+# killed ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_killed_between_two_operations_on_files(world, target, seed):
+    """Before one of all operations of the run, drawn at random."""
+    at = random.Random(f"operation {seed}").randint(1, world.undisturbed()[1])
+    code, _ = world.runs.run("stream", world.given(target), files=str(target), at=at, fault=KILL)
+    assert code == -signal.SIGKILL
+    assert_plain(world, target)
+    assert_goes_on(world, target)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_a_moment(world, target, seed):
+    """Drawn at random from the time that a run takes."""
+    limit = time.perf_counter() + random.Random(f"moment {seed}").uniform(0.05, 1) * world.undisturbed()[2]
+    code = world.runs.run_killed(lambda: time.perf_counter() > limit, "stream", world.given(target))
+    assert code in (-signal.SIGKILL, 0)  # the machine may be faster this time
+    assert_plain(world, target)
+    assert_goes_on(world, target)
+
+
+@pytest.mark.parametrize(
+    ("before", "done"),
+    [
+        ("*/block-00002.json", 2),  # the block's files are in place, and nothing says so
+        ("*/report.json", BLOCKS),
+        ("*/sparse", BLOCKS),  # all is done but the last renaming
+        ("*/sparse.partial.over", BLOCKS),  # and this is after it
+        (-2, 0),  # two operations before the end what is left over is removed: the target is complete
+    ],
+)
+def test_killed_before_what_matters(world, target, before, done):
+    at = before if isinstance(before, str) else world.undisturbed()[1] + before
+    code, _ = world.runs.run("stream", world.given(target), files=str(target), at=at, fault=KILL)
+    assert code == -signal.SIGKILL
+    assert assert_plain(world, target) == done
+    assert_goes_on(world, target)
+
+
+@pytest.mark.parametrize("before", [4, 9, 13, 17, 23, 60])
+def test_killed_while_it_replaces_a_model(world, target, before):
+    """So many operations before the end. The old model is whole until the new one is; between, there is none."""
+    old = old_model(target)
+    given = {**world.given(target), "overwrite": True}
+    at = world.operations_over_a_model("stream") - before
+    code, _ = world.runs.run("stream", given, files=str(target.parent), at=at, fault=KILL)
+    assert code == -signal.SIGKILL
+    world.check()
+    state = assert_old_or_new_or_none(target, old, world)
+    assert state == {4: "new", 60: "old"}.get(before, state)
+    if partial_of(target).exists():
+        code, found = world.runs.run("stream", given)
+        assert code == 0, found
+    else:
+        assert state == "new"
+        assert "exists" in world.runs.run("stream", world.given(target))[1]["error"]
+    assert_same_folders(target, world.undisturbed()[0])
+    assert (target / "notes.txt").read_text() == "mine"
+
+
+def assert_old_or_new_or_none(folder: Path, old: dict[str, str], world: World) -> str:
+    """What a folder is that was being replaced. What is half old and half new, whose layers all hold 2:4, must be taken
+    for a model by nobody."""
+    if hashes(folder) == old:
+        return "old"
+    if (folder / "sparsity.json").exists():
+        assert_same_folders(folder, world.undisturbed()[0])
+        return "new"
+    for pattern in (None, "2:4"):
+        with pytest.raises(ValueError, match=r"holds no config\.json|there is no report"):
+            mts.verify(folder, pattern)
+    with pytest.raises((OSError, ValueError)):
+        mts.load(folder)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(folder)
+    return "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_again_and_again(world, target, recipe):
+    chance = random.Random(recipe)
+    kills, most = 0, 0.5 * world.undisturbed(recipe)[1]
+    while not target.exists() or partial_of(target).exists():
+        fault = {"files": str(target), "at": int(chance.uniform(0.2, 1) * most), "fault": KILL}
+        code, found = world.runs.run("stream", world.given(target, recipe), **fault)
+        assert code in (0, -signal.SIGKILL), found
+        kills += code != 0
+        assert_plain(world, target, recipe)
+        most *= 1.1  # so that it ends
+    assert kills > 1
+    assert_goes_on(world, target, recipe)
+
+
+# killed while a model in memory is saved ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [0, 3, 6, 9, 11, 14, 30])
+def test_killed_while_it_saves_over_a_model(world, target, before):
+    """So many operations before the end. What was left behind is removed by the next one that saves there."""
+    old = old_model(target)
+    at = world.operations_over_a_model("save") - before
+    code, found = world.runs.run("save", world.saving(target), files=str(target.parent), at=at, fault=KILL)
+    assert code == -signal.SIGKILL, found
+    world.check()
+    state = assert_old_or_new_or_none(target, old, world)
+    assert state == {0: "new", 30: "old"}.get(before, state)
+    code, found = world.runs.run("save", world.saving(target))
+    assert code == 0, found
+    assert_same_folders(target, world.undisturbed()[0])
+    assert (target / "notes.txt").read_text() == "mine"
+
+
+# a full disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", True),
+        ("unable to resize file <a> to the right size: No space left on device (28)", True),
+        ("unable to open file <a> in read-write mode: Permission denied (13)", False),
+        ("the size of tensor a (28) must match the size of tensor b (27)", False),
+    ],
+)
+def test_what_safetensors_and_torch_say_of_a_full_disk(text, full):
+    outer = RuntimeError("in between")
+    outer.__cause__ = RuntimeError(text)
+    assert is_full(outer) == full
+
+
+@pytest.mark.parametrize(
+    ("seed", "left", "spill"), [(0, 0, False), (1, 0, False), (2, 3000, False), (3, 0, True), (4, 30_000, False)]
+)
+def test_a_full_disk(world, target, seed, left, spill):
+    """No file grows beyond ``left`` bytes from an operation on, drawn at random: writing fails in the kernel, as it
+    does where there is no space."""
+    at = random.Random(f"full {seed}").randint(1, int(0.9 * world.undisturbed()[1]))
+    given = {**world.given(target), "spill": spill}
+    code, found = world.runs.run("stream", given, files=str(target), at=at, fault={**FULL, "left": left})
+    assert code == 1, found
+    assert found["error"].startswith(f"OSError: '{target}' could not be written, because the disk is full (")
+    assert "free space and start the run again with the same arguments" in found["error"]
+    assert f"the blocks that are done are kept in '{partial_of(target)}'" in found["error"]
+    assert found["because"]
+    assert_plain(world, target)
+    assert_goes_on(world, target, spill=spill)
+
+
+@pytest.mark.parametrize(("room", "spill"), [(24 * 2**10, True), (72 * 2**10, True), (180 * 2**10, False)])
+def test_a_small_file_system_that_is_full(world, tmp_path, target, room, spill):
+    """Where the system lets a process mount one. Files that are mapped into memory (``spill``) have no room there that
+    was not asked for first: else the process is killed when it writes to them."""
+    (tmp_path / "disk").mkdir()
+    small = {"disk": tmp_path / "disk", "room": room, "copy": target}
+    given = {**world.given(tmp_path / "disk" / "sparse"), "spill": spill}
+    code, found = world.runs.run("small disk", {**given, **small})
+    target.mkdir(exist_ok=True)
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert code == 0, found
+    assert "could not be written, because the disk is full (" in found["first"]
+    assert "No space left on device" in found["first"]
+    assert found["left"] == ["sparse"]
+    assert_same_folders(target, world.undisturbed()[0])
+
+
+def test_a_disk_that_is_full_from_the_start(world, target):
+    """Not even the first file of the run can be written; in the same process it can be tried again."""
+    code, found = world.runs.run("stream", world.given(target), files=str(target), at=1, fault=FULL)
+    assert code == 1
+    assert "the disk is full" in found["error"]
+    assert assert_plain(world, target) == 0
+    assert_goes_on(world, target)
+
+
+# files of the source --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path, world) -> Path:
+    return shutil.copytree(world.source, tmp_path / "dense")
+
+
+def shard_of(folder: Path, block: int) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return folder / index[f"model.layers.{block}.self_attn.q_proj.weight"]
+
+
+BROKEN = {
+    "remove": (faulty.remove, "lacks '{name}', which its model.safetensors.index.json lists: get the file again"),
+    "truncate": (faulty.truncate, "is truncated or damaged ("),
+    "header": (lambda file: faulty.flip(file, 1), "is truncated or damaged ("),  # its length
+    "dtype": (lambda file: faulty.flip(file, place_of(file, b'"F32"') + 3), "is truncated or damaged ("),  # of numbers
+}
+
+
+def place_of(file: Path, what: bytes) -> int:
+    return Path(file).read_bytes().index(what)
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_shard_that_is_broken_before_the_start(tmp_path, copied, damage):
+    do, text = BROKEN[damage]
+    shard = shard_of(copied, 2)
+    do(shard)
+    with pytest.raises(ValueError, match=r"model-0000\d-of-") as caught:
+        mts.sparsify_checkpoint(copied, tmp_path / "sparse", "magnitude", progress=False)
+    assert text.format(name=shard.name) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "when", "done", "text"),
+    [
+        ("remove", "started.json", 0, "has gone since the run started ("),  # before the model is built
+        ("remove", "block-00001.json", 2, "has gone since the run started ("),
+        ("truncate", "block-00001.json", 2, "has changed since the run started: "),
+        ("flip", "block-00001.json", 2, "has changed since the run started: "),
+    ],
+)
+def test_a_shard_that_is_broken_while_the_run_goes_on(world, target, copied, damage, when, done, text):
+    """The fourth block lies in that file. Put right, the run goes on."""
+    shard = shard_of(copied, 3)
+    whole = shard.read_bytes()
+    given = {**world.given(target), "source": copied}
+    fault = {"what": damage, "file": str(shard)}
+    code, found = world.runs.run("stream", given, files=str(target), at=f"*/{when}", fault=fault)
+    assert code == 1
+    assert text in found["error"], found
+    assert found["error"].split(": ")[1].startswith(f"'{shard}'")
+    assert "put back the file that the run was started with, and start it again with the same" in found["error"]
+    assert assert_plain(world, target) == done
+    shard.write_bytes(whole)
+    assert_goes_on(world, target, source=copied)
+
+
+def test_a_byte_that_is_flipped_between_a_killed_run_and_the_next(world, target, copied):
+    shard = shard_of(copied, 3)
+    given = {**world.given(target), "source": copied}
+    code, _ = world.runs.run("stream", given, files=str(target), at="*/block-00001.json", fault=KILL)
+    assert code == -signal.SIGKILL
+    faulty.flip(str(shard), 0.9)  # a number
+    code, found = world.runs.run("stream", given)
+    assert code == 1
+    assert f"holds a run that was started with something else (source file {shard.name}: " in found["error"]
+    assert assert_plain(world, target) == 1
+    faulty.flip(str(shard), 0.9)
+    assert_goes_on(world, target, source=copied)
+
+
+def test_a_finished_shard_that_disappears_while_the_run_goes_on(world, target):
+    """Of the target: the run must not end in a model that lacks it."""
+    shard = partial_of(target) / "folder" / f"model-00002-of-{BLOCKS + 1:05d}.safetensors"
+    fault = {"what": "remove", "file": str(shard)}
+    code, found = world.runs.run("stream", world.given(target), files=str(target), at="*/report.json", fault=fault)
+    assert code == 1
+    assert (
+        f"is damaged: 'folder/{shard.name}' is not as block 'model.layers.0' left it; give overwrite=True"
+        in (found["error"])
+    )
+    assert assert_plain(world, target) == BLOCKS
+    code, found = world.runs.run("stream", {**world.given(target), "overwrite": True})
+    assert (code, found.get("notes")) == (0, [])
+    assert_same_folders(target, world.undisturbed()[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault", "text"),
+    [
+        ("remove", {}, "lacks 'model-0000"),
+        ("truncate", {}, "is truncated or damaged ("),
+        (None, {"at": 60, "fault": FULL}, "could not be written, because the disk is full ("),
+    ],
+)
+def test_the_command_line_says_it_in_one_line(tmp_path, world, copied, damage, fault, text):
+    if damage is not None:
+        BROKEN[damage][0](shard_of(copied, 1))
+    out = tmp_path / "sparse"
+    arguments = ["sparsify", str(copied), "--out", str(out), "--stream", "--method", "magnitude"]
+    code, found = world.runs.run("cli", {"arguments": arguments}, files=str(out), **fault)
+    assert code == 2, found
+    (line,) = found["err"].splitlines()
+    assert line.startswith(f"modelopt-sparse: '{copied}" if damage else f"modelopt-sparse: '{out}'")
+    assert text in line
+    assert found["out"] == ""
+
+
+# numbers that are not finite ------------------------------------------------------------------------------------------
+
+
+NOT_FINITE = "layer 'model.layers.3.self_attn.q_proj': its input holds NaN or inf on the calibration data"
+
+
+@pytest.fixture
+def half(tmp_path) -> Path:
+    """The source in float16."""
+    return saved(tmp_path / "half", lambda: tiny_llama(num_hidden_layers=BLOCKS), dtype=torch.float16)
+
+
+def test_an_activation_that_is_not_finite_at_block_3(world, target, half):
+    """Block 2 has been given weights so large that it overflows. The blocks up to it are done, and started again the
+    run stops at the same place."""
+    given = {**world.given(target), "source": half, "method": "overflowing"}
+    for _ in range(2):
+        code, found = world.runs.run("stream", given)
+        assert code == 1
+        assert found["error"].startswith(f"ValueError: {NOT_FINITE}, now that the layers before it are sparse"), found
+        assert "run the model in bfloat16 or float32" in found["error"]
+        assert assert_plain(world, target) == 3
+    code, found = world.runs.run("stream", {**given, "dtype": "float32"})
+    assert "started with something else (dtype: auto there, float32 now)" in found["error"]
+    code, found = world.runs.run("stream", {**given, "dtype": "float32", "overwrite": True})
+    assert (code, found.get("notes")) == (0, [])
+    assert len(mts.verify(target, "2:4").layers) == 7 * BLOCKS
+
+
+def test_an_activation_that_is_not_finite_at_block_3_in_memory(half):
+    model = AutoModelForCausalLM.from_pretrained(half, dtype="auto")
+    before = state_of(model)
+    with pytest.raises(ValueError, match=f"{NOT_FINITE}, now that"):
+        mts.sparsify(model, faulty.overflowing(), data_loader=token_batches(3), progress=False)
+    report = mts.report(model)
+    assert len(report.layers) == 3 * 7
+    assert {name.split(".")[2] for name, _ in mts.named_masks(model)} == {"0", "1", "2"}
+    assert "stopped by ValueError after 21 of 28 layers of the plan" in report.notes
+    for name, (_, tensor) in state_of(model).items():
+        if "layers.3." in name:
+            assert_bits(tensor, before[name][1])
+
+
+def test_an_activation_of_the_dense_model_that_is_not_finite(world, tmp_path, half):
+    """Known before anything is solved."""
+    weights = load_file(half / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"].fill_(6e4)
+    save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
+    target = tmp_path / "sparse"
+    code, found = world.runs.run("stream", {**world.given(target), "source": half, "method": "wanda"})
+    assert code == 1
+    assert found["error"].startswith(f"ValueError: {NOT_FINITE}"), found
+    assert assert_plain(world, target) == 0
+
+
+# two at once ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_of_two_runs_on_one_target_is_refused(world, target):
+    """The first is held still while the second tries, and then ends as if nothing had been."""
+    first = world.runs.start("stream", world.given(target))
+    while not (partial_of(target) / "block-00000.json").exists():
+        pass
+    os.kill(first, signal.SIGSTOP)
+    for overwrite in (False, True):
+        code, found = world.runs.run("stream", {**world.given(target), "overwrite": overwrite})
+        assert code == 1
+        assert "is being written to by another run: wait for it, or give another target" in found["error"]
+    os.kill(first, signal.SIGCONT)
+    assert world.runs.wait(first)[0] == 0
+    assert_same_folders(target, world.undisturbed()[0])
+
+
+# no memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_does_not_fit_into_memory_is_solved_in_pieces(world):
+    """For real: the process gets 100 MiB of address space more than it has, and a layer whose solver takes more."""
+    layer = {"method": "sparsegpt", "rows": 8192, "columns": 512, "pattern": "2:4"}
+    code, whole = world.runs.run("solve", {**layer, "room": None})
+    assert (code, whole["notes"]) == (0, [])
+    code, pieces = world.runs.run("solve", {**layer, "room": 100 * 2**20})
+    assert code == 0, pieces
+    (note,) = pieces["notes"]
+    assert note.startswith("solved ")
+    assert note.endswith(" rows at a time, because memory ran out")
+    assert pieces["mask"] == whole["mask"]
+    assert pieces["norm"] == pytest.approx(whole["norm"], rel=1e-6)
+
+
+def test_a_layer_for_which_there_is_no_memory_at_all(world):
+    layer = {"method": "alps", "rows": 8192, "columns": 512, "pattern": "2:4"}
+    code, found = world.runs.run("solve", {**layer, "room": 70 * 2**20})
+    assert code == 1
+    assert found["error"].startswith("MemoryError: layer '0' [8192, 512]: out of memory (")
+    assert "bytes more were asked for)" in found["error"]
+    assert "DefaultCPUAllocator: can't allocate memory" in found["because"][0]

@@ -1,0 +1,76 @@
+"""Models that are stored under other names than they have in memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import modelopt_sparse as mts
+from tests.checkpoint.folders import relist
+from tests.helpers import assert_bits, assert_same_state, refused, state_of, token_batches
+from tests.models.tiny import tiny_mixtral
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def mixtral(tmp_path) -> tuple[nn.Module, Path]:
+    model = mts.sparsify(tiny_mixtral(), "magnitude", pattern="2:4", include="*self_attn*")
+    expert = "model.layers.1.mlp.experts.gate_up_proj"  # fused weights can carry a mask as well
+    weight = model.get_parameter(expert)
+    mts.set_mask(model, expert, mts.NM(2, 4).mask(weight.detach().abs()))
+    mts.save(model, tmp_path / "mixtral")
+    stored = set(load_file(tmp_path / "mixtral" / "model.safetensors"))
+    assert stored.isdisjoint({expert})
+    assert "model.layers.1.self_attn.q_proj.weight" in stored
+    return model, tmp_path / "mixtral"
+
+
+def test_names_that_differ_on_disk(mixtral):
+    model, folder = mixtral
+    restored = tiny_mixtral()
+    with torch.no_grad():
+        for parameter in restored.parameters():
+            parameter.fill_(7)
+    for again in (mts.restore(restored, folder), mts.load(folder)):
+        assert_same_state(again, state_of(model))
+        assert_bits(again(token_batches(1)[0]).logits, model(token_batches(1)[0]).logits)
+    assert len(mts.verify(folder, "2:4").layers) == 8
+
+
+def test_names_that_differ_on_disk_and_a_model_that_does_not_fit(mixtral):
+    _, folder = mixtral
+    refused(
+        mts.restore,
+        tiny_mixtral(num_hidden_layers=3),
+        folder,
+        parts=["'model.layers.2.mlp.experts.down_proj' of the model is not in"],
+    )
+    refused(
+        mts.restore,
+        tiny_mixtral(num_hidden_layers=1),
+        folder,
+        parts=["mask 'model.layers.1.mlp.experts.gate_up_proj' fits no parameter"],
+    )
+    refused(
+        mts.restore,
+        tiny_mixtral(intermediate_size=64),
+        folder,
+        parts=["has shape [4, 96, 32] there and [4, 128, 32] in the model"],
+    )
+
+
+def test_names_that_differ_on_disk_and_an_expert_that_is_missing(mixtral):
+    """transformers would fill it with random values."""
+    _, folder = mixtral
+    weights = load_file(folder / "model.safetensors")
+    gone = [key for key in weights if key.startswith("model.layers.1.") and "experts" in key]
+    assert len(gone) == 12
+    save_file({k: v for k, v in weights.items() if k not in gone}, folder / "model.safetensors", {"format": "pt"})
+    relist(folder, "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    refused(mts.restore, tiny_mixtral(), folder, parts=[f"'{name}' of the model is not in the folder"])
+    with pytest.raises(ValueError, match=f"'{name}' of the model is not in the folder"):
+        mts.load(folder)

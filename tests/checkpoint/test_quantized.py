@@ -1,0 +1,467 @@
+"""Checkpoints in fp8 and MXFP4: dequantized as their formats say when the user asks, else refused by name."""
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+from transformers.utils.quantization_config import Mxfp4Config
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.streaming import stream
+from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
+from tests.helpers import assert_bits, tiny_llama, token_batches
+
+# Some versions of transformers warn of the flags that they set on a model when it is saved.
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.*RoPE scaling:UserWarning")]
+
+TRANSFORMERS = Version(transformers.__version__)
+MERGES = Version("5.1")  # 5.0 does not dequantize experts that are single on disk and fused in memory; 5.23 does
+BLOCK = 128
+VOCAB = 97
+# the 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa: OCP Microscaling Formats, table 11
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP4 += [-value for value in FP4]
+
+needs_triton = pytest.mark.skipif(
+    Version("5.1") > TRANSFORMERS and importlib.util.find_spec("triton") is None,
+    reason="transformers 5.0 imports triton to dequantize fp8, and it is not installed",
+)
+
+
+def tiny_deepseek(rope: int = 64) -> nn.Module:
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, n_routed_experts=4, n_group=1,
+            topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=128, kv_lora_rank=64,
+            qk_rope_head_dim=rope, qk_nope_head_dim=64, v_head_dim=64, max_position_embeddings=64,
+            initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def tiny_gpt_oss() -> nn.Module:
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+            max_position_embeddings=64, initializer_range=0.2, rope_parameters={"rope_type": "default",
+            "rope_theta": 10000.0}, pad_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def llama_of_whole_blocks() -> nn.Module:
+    return tiny_llama(hidden_size=128, intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=False)
+
+
+# folders in fp8 and MXFP4, and what they stand for ------------------------------------------------------------------
+
+
+def fp8(weight: Tensor, scales_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and a scale for each block of 128 x 128, the last ones smaller."""
+    rows, columns = (-(-size // BLOCK) for size in weight.shape)
+    codes, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns, dtype=scales_dtype)
+    for i in range(rows):
+        for j in range(columns):
+            at = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scales[i, j] = weight[at].float().abs().max() / 448
+            codes[at] = (weight[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def of_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """The oracle: each code times the scale of the block that it lies in."""
+    rows = torch.arange(codes.shape[0]) // BLOCK
+    columns = torch.arange(codes.shape[1]) // BLOCK
+    return codes.float() * scales.float()[rows][:, columns]
+
+
+def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The oracle: [E, R, G, 16] bytes, each two codes, the low half first, and an exponent for each of the G groups
+    -> [E, C, R], as GPT-OSS holds it."""
+    values = torch.tensor([[FP4[byte % 16], FP4[byte // 16]] for byte in range(256)])[blocks.long()]
+    scaled = values.flatten(-2) * 2.0 ** (scales.float() - 127)[..., None]
+    return scaled.flatten(-2).mT.contiguous()
+
+
+def is_fp8_weight(name: str, weight: Tensor) -> bool:
+    dense = ("lm_head", "embed_tokens", "mlp.gate.")
+    return weight.dim() == 2 and not any(part in name for part in dense)
+
+
+def quantized(folder: Path, make: Callable[[], nn.Module], method: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """``folder``/quantized, made of a random model, and ``folder``/dense: the same weights, dequantized by the oracle
+    to ``dtype``."""
+    for name in ("dense", "quantized"):
+        saved(folder / name, make, torch.bfloat16)
+    file = folder / "quantized" / "model.safetensors"
+    codes: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    torch.manual_seed(5)
+    for name, weight in read(file).items():
+        if method == "fp8" and is_fp8_weight(name, weight):
+            codes[name], codes[f"{name}_scale_inv"] = fp8(weight)
+            dense[name] = of_fp8(codes[name], codes[f"{name}_scale_inv"])
+        elif method == "mxfp4" and weight.dim() == 3:
+            experts, columns, rows = weight.shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+            codes[f"{name}_blocks"], codes[f"{name}_scales"] = blocks, scales
+            dense[name] = of_mxfp4(blocks, scales)
+        else:
+            codes[name] = dense[name] = weight
+    assert len(codes) > len(dense)
+    save_file(codes, file, metadata={"format": "pt"})
+    made = {name: weight.to(dtype) for name, weight in dense.items()}
+    save_file(made, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
+    settings = {"fp8": {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}}
+    edit(folder / "quantized", quantization_config={"quant_method": method, **settings.get(method, {})})
+    edit(folder / "dense", dtype=str(dtype).removeprefix("torch."))
+    return folder / "quantized"
+
+
+def read(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file that is written anew: older versions of safetensors map it into memory."""
+    return {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def calibration() -> list[Tensor]:
+    return token_batches(4, length=12, vocab=VOCAB)
+
+
+FORMATS = {
+    "llama": (llama_of_whole_blocks, "fp8"),
+    "deepseek": (tiny_deepseek, "fp8"),
+    "gpt-oss": (tiny_gpt_oss, "mxfp4"),
+}
+LOADED = [
+    pytest.param("llama", marks=needs_triton),
+    pytest.param("deepseek", marks=pytest.mark.skipif(TRANSFORMERS < MERGES, reason="refused by that version")),
+    "gpt-oss",
+]
+TINY_FP8 = pytest.param("llama", marks=needs_triton)
+
+
+# dequantized ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, name):
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method)
+    before = bytes_of(source)
+    report = streamed(source, tmp_path / "streamed", "sparsegpt", data_loader=calibration(), dequantize=True)
+    in_memory(tmp_path / "dense", tmp_path / "whole", "sparsegpt", data_loader=calibration())
+    assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
+    assert bytes_of(source) == before
+    (note,) = [note for note in report.notes if "dequantized" in note]
+    assert re.fullmatch(rf"dequantized from {method} to bfloat16: \d\.\d MiB instead of \d\.\d MiB", note)
+    assert note in mts.report(tmp_path / "streamed").notes
+    assert not (tmp_path / "streamed.partial").exists()
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_folder_is_a_dense_one(tmp_path, name):
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method)
+    streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    config = json.loads((tmp_path / "sparse" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization" not in json.dumps(config)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    model, found = loaded
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    written, dense = weights(tmp_path / "sparse"), load_file(tmp_path / "dense" / "model.safetensors")
+    assert written.keys() == dense.keys()
+    for key, value in written.items():
+        kept = value != 0
+        assert_bits(value[kept], dense[key].to(value.dtype)[kept])  # some stay float32 in a model of bfloat16
+    mts.verify(tmp_path / "sparse", "2:4")
+
+
+@pytest.mark.parametrize("name", [TINY_FP8, "gpt-oss"])
+def test_in_another_dtype(tmp_path, name):
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method, torch.float32)
+    options = {"dequantize": True, "dtype": "float32"}
+    report = streamed(source, tmp_path / "streamed", "magnitude", **options)
+    assert any(f"from {method} to float32" in note for note in report.notes)
+    in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
+    assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
+    """The plan states dtype and sizes; both ways write what `sparsify` and `save` make of the dense folder."""
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method)
+    flags = ("--method", "magnitude", "--dequantize")
+    plan = run("plan", source, *flags, "--json")
+    size = sum(tensor.nbytes for tensor in load_file(tmp_path / "dense" / "model.safetensors").values())
+    note = f"dequantized from {method} to bfloat16: {size / 2**20:.1f} MiB instead of {size_of(source) / 2**20:.1f} MiB"
+    assert json.loads(plan.out)["notes"] == [note]
+    assert f"Note: {note}." in run("plan", source, *flags).out
+    in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
+    for way in ([], ["--stream"]):
+        out = tmp_path / f"sparse{len(way)}"
+        done = run("sparsify", source, "--out", out, *flags, *way)
+        assert (done.code, "note: " + note in done.out) == (0, True)
+        assert_same_folders(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_that_the_user_dequantized_is_saved_dense(tmp_path, name):
+    """transformers would write codes again, under a config that says nothing of them, or fail."""
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method)
+    settings = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
+    mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False)
+    mts.save(model, tmp_path / "saved")
+    in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
+    saved_, whole = weights(tmp_path / "saved"), weights(tmp_path / "whole")
+    assert saved_.keys() == whole.keys()
+    for key in whole:
+        assert_bits(saved_[key], whole[key].to(torch.bfloat16))
+
+
+@needs_triton
+def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path, monkeypatch):
+    source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
+    finish = stream._finish
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream, "_finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    monkeypatch.setattr(stream, "_finish", finish)
+    with pytest.raises(ValueError, match=r"quantized source: dequantized from fp8 to bfloat16: .* there, .* float32"):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float32")
+    streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
+    assert_same_folders(tmp_path / "sparse", tmp_path / "whole")
+
+
+# refused --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_being_asked_it_is_refused(tmp_path, run, name):
+    make, method = FORMATS[name]
+    source = quantized(tmp_path, make, method)
+    before = bytes_of(source)
+    expected = (
+        rf"is quantized \({method}\): give dequantize=True \(--dequantize\) to have it dequantized from {method} "
+    )
+    expected += r"to bfloat16: \d\.\d MiB instead of \d\.\d MiB"
+    with pytest.raises(ValueError, match=expected):
+        streamed(source, tmp_path / "sparse", "magnitude")
+    for command in (["plan"], ["sparsify", "--out", tmp_path / "sparse"], ["sparsify", "--stream", "--out", "sparse"]):
+        done = run(*command, source, "--method", "magnitude")
+        assert (done.code, done.out) == (2, "")
+        assert re.search(expected, done.err)
+    assert bytes_of(source) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "quantized"]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "unheard-of"])
+def test_other_methods_are_refused_by_name(tmp_path, method):
+    source = saved(tmp_path / "dense", llama_of_whole_blocks)
+    edit(source, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(ValueError, match=rf"is quantized \({method}\); fp8 and mxfp4 are dequantized here"):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+
+
+def test_what_is_not_quantized_is_not_dequantized(tmp_path, run):
+    source = saved(tmp_path / "dense", llama_of_whole_blocks)
+    with pytest.raises(ValueError, match=r"dense' is not quantized: leave out dequantize"):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    assert run("plan", source, "--dequantize").code == 2
+
+
+def test_blocks_that_do_not_fill_their_matrix_are_refused(tmp_path):
+    """DeepSeek-V3 itself: 576 rows of kv_a_proj_with_mqa, in blocks of 128. Of 192 rows and two scales transformers
+    makes two blocks of 96 and says nothing."""
+    source = quantized(tmp_path, lambda: tiny_deepseek(rope=128), "fp8")
+    shapes = {name: tensor.shape for name, tensor in weights(source).items() if "layers.0.self_attn.kv_a_proj" in name}
+    assert set(shapes.values()) == {(192, 128), (2, 1)}
+    with pytest.raises(
+        ValueError,
+        match=r"would not dequantize all of it rightly: 'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' has shape "
+        r"\[192, 128\], no multiple of its blocks of \[128, 128\]",
+    ):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    assert not (tmp_path / "sparse.partial").exists()
+
+
+@pytest.mark.skipif(TRANSFORMERS >= MERGES, reason="that version dequantizes them")
+def test_experts_that_transformers_cannot_dequantize_are_refused(tmp_path):
+    source = quantized(tmp_path, tiny_deepseek, "fp8")
+    with pytest.raises(ValueError, match=rf"transformers {TRANSFORMERS} .*\(fp8\).*a newer one may"):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"q_proj.weight_scale_inv": None}, r"'model.layers.0.self_attn.q_proj.weight' has no floating point"),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(2, 1)}, r"has scales of shape \[2, 1\], not \[1, 1\]"),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(1)}, r"has shape \[128, 128\] and scales of shape \[1\]"),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"is U8, not float8_e4m3fn"),
+        ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"is I8, not float8_e4m3fn"),
+        ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks' has no scales beside it"),
+        ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales' has no blocks beside it"),
+        ("gpt-oss", {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)}, r"does not go with its fellow's"),
+        ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"is U8, and neither blocks nor scales"),
+    ],
+)
+def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, change, message):
+    source = quantized(tmp_path, *FORMATS[name])
+    tensors = read(source / "model.safetensors")
+    for end, value in change.items():
+        (key,) = [key for key in tensors if "layers.0." in key and key.endswith(end)]
+        tensors.pop(key) if value is None else tensors.update({key: value})
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+
+
+def test_weights_are_not_dequantized_to_codes(tmp_path):
+    source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
+    with pytest.raises(ValueError, match=r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
+
+
+def test_weights_that_cannot_be_looked_at_are_not_dequantized(tmp_path, run):
+    source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    flags = ("--method", "magnitude", "--dequantize")
+    assert "instead" not in json.loads(run("plan", source, *flags, "--json").out)["notes"][0]
+    done = run("sparsify", source, "--out", tmp_path / "sparse", *flags)
+    assert done.code == 2
+    assert "is quantized (fp8) and does not hold all of its safetensors files" in done.err
+
+
+# quantized models in memory -------------------------------------------------------------------------------------------
+
+
+class CodedLinear(nn.Linear):
+    """What transformers' FP8Linear is: a Linear whose weight is codes, and scales beside it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows, bias=False)
+        codes, scales = fp8(self.weight.detach())
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+
+
+class CodedTensor(Tensor):
+    """A tensor that says float32 and holds int8, as torchao's do."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> "CodedTensor":
+        found = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        found.codes = codes
+        return found
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> "CodedTensor":
+        return cls(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise AssertionError(f"{func} is called on codes")
+
+
+class Coded(nn.Module):
+    """What Mxfp4GptOssExperts is: a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 64, 32, dtype=torch.uint8), requires_grad=False)
+
+
+def test_a_model_of_fp8_linears_is_refused_by_name():
+    model: Any = llama_of_whole_blocks()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
+    match = (
+        r"layer 'model.layers.1.mlp.up_proj' holds torch.float8_e4m3fn codes, this LlamaForCausalLM is quantized "
+        r"\(fp8\): load the model dequantized, exclude the layer"
+    )
+    with pytest.raises(ValueError, match=match):
+        mts.sparsify(model, "magnitude", progress=False)
+    assert not list(mts.named_masks(model))
+    plan = mts.make_plan(model, "magnitude", exclude=["model.layers.1.mlp.up_proj"])
+    assert len(plan.layers) == 13
+    (scales,) = [item for item in plan.skipped if item.name.endswith("weight_scale_inv")]
+    assert scales.reason == "quantized (fp8): load the model dequantized to prune it"
+
+
+def test_tensors_that_hide_codes_are_refused_by_name():
+    model: Any = llama_of_whole_blocks()
+    codes = CodedTensor(torch.ones(128, 128, dtype=torch.int8))
+    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(ValueError, match=r"layer 'model.layers.0.self_attn.q_proj' holds CodedTensor codes"):
+        mts.sparsify(model, "magnitude", progress=False)
+
+
+def test_experts_of_codes_stay_as_they_are_and_the_plan_says_why():
+    model: Any = tiny_gpt_oss()
+    model.config.quantization_config = Mxfp4Config()
+    model.model.layers[0].mlp.experts = Coded()
+    skipped = {item.name: item.reason for item in mts.make_plan(model, "magnitude").skipped}
+    reason = "quantized (mxfp4): load the model dequantized to prune it"
+    assert skipped["model.layers.0.mlp.experts.gate_up_proj"] == reason
+
+
+def test_a_model_whose_codes_are_all_buffers_is_refused_by_name():
+    model: Any = llama_of_whole_blocks()
+    model.config.quantization_config = {"quant_method": "gptq"}
+    for block in model.model.layers:
+        block.mlp, block.self_attn = nn.Identity(), nn.Identity()
+    with pytest.raises(ValueError, match=r"nothing to prune .*: quantized \(gptq\): load the model dequantized"):
+        mts.make_plan(model, "magnitude")

@@ -1,0 +1,290 @@
+"""Streaming runs that were stopped: what is reused, what is refused, and targets that exist. Kills: test_faults.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AlbertConfig, AlbertForMaskedLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.streaming import stream
+from modelopt_sparse.methods.wanda import Wanda
+from tests.checkpoint.streams import Stopping, assert_same_folders, saved
+from tests.helpers import tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+
+
+def assert_incomplete(target: Path) -> None:
+    """Nothing can take what is there for a model."""
+    assert not target.exists()
+    with pytest.raises(ValueError, match="is not a folder"):
+        mts.verify(target)
+    partial = target.with_name(f"{target.name}.partial")
+    assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
+
+
+# stopped, and started with something else -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path) -> tuple[Path, Path, dict[str, Any]]:
+    """A source, a target of which one of three blocks is done, and the arguments of the run that was stopped."""
+    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
+    given: dict[str, Any] = {"method": Stopping(10), "data_loader": token_batches(3), "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", **given)
+    assert_incomplete(tmp_path / "sparse")
+    return source, tmp_path / "sparse", given
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def other_weights(source: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_config(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"pattern": "1:4"}, ["layer model.layers.0.self_attn.q_proj: stopping 2:4 there, stopping 1:4 now"]),
+        ({"seed": 7}, ["seed: 0 there, 7 now"]),
+        ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, none now"]),
+        ({"sequential": "none"}, ["sequential: block there, none now"]),
+        ({"enforce": False}, ["enforce: true there, false now"]),
+        ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 17 more"]),
+        ({"dtype": torch.bfloat16}, ["dtype: auto there, torch.bfloat16 now"]),
+        ({"method": "wanda"}, ["stopping 2:4 there, wanda 2:4 now"]),
+        ({"data_loader": token_batches(3, seed=5)}, ["calibration data: ", " there, "]),
+        (other_weights, ["source file model.safetensors: ", " there, "]),
+        (other_config, ["source file config.json: "]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or " ".join(map(str, value))[:40],
+)
+def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, changes, parts):
+    source, target, given = stopped
+    before = content(target.with_name("sparse.partial"))
+    if callable(changes):
+        changes(source)
+        changes = {}
+    else:
+        changes = {**changes}
+    again = {**given, **changes}
+    with pytest.raises(ValueError, match="holds a run that was started with something else") as caught:
+        mts.sparsify_checkpoint(source, target, **again)
+    for part in [*parts, "give another target, or overwrite=True (--overwrite)"]:
+        assert part in str(caught.value)
+    assert content(target.with_name("sparse.partial")) == before
+    mts.sparsify_checkpoint(source, target, overwrite=True, **again)
+    fresh = mts.sparsify_checkpoint(source, target.with_name("fresh"), **again)
+    assert_same_folders(target, target.with_name("fresh"))
+    assert mts.report(target).notes == fresh.notes == []
+
+
+def test_started_again_it_goes_on(stopped):
+    source, target, given = stopped
+    given["method"].left = 0
+    report = mts.sparsify_checkpoint(source, target, **given)
+    assert given["method"].left == -14  # two blocks
+    assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
+    assert [layer.name for layer in report.layers] == [
+        f"model.layers.{i}.{name}"
+        for i in range(3)
+        for name in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
+    ]
+    mts.sparsify_checkpoint(source, target.with_name("fresh"), **given)
+    assert_same_folders(target, target.with_name("fresh"))
+
+
+def test_overwrite_goes_on_with_a_run_of_the_same_arguments(stopped):
+    source, target, given = stopped
+    given["method"].left = 0
+    report = mts.sparsify_checkpoint(source, target, overwrite=True, **given)
+    assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
+
+
+def test_data_is_compared_after_the_last_block_as_well(stopped, monkeypatch):
+    """A run that was stopped while it finished solves nothing again, and still takes no other data."""
+    source, target, given = stopped
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            mts.sparsify_checkpoint(source, target, **given)
+    with pytest.raises(ValueError, match="calibration data: "):
+        mts.sparsify_checkpoint(source, target, **{**given, "data_loader": token_batches(3, seed=5)})
+    left = given["method"].left
+    report = mts.sparsify_checkpoint(source, target, **given)
+    assert given["method"].left == left
+    assert len(report.layers) == 21
+    mts.sparsify_checkpoint(source, target.with_name("fresh"), **given)
+    assert_same_folders(target, target.with_name("fresh"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_a_finished_block_that_has_changed_is_refused(stopped, damage):
+    source, target, given = stopped
+    (shard,) = target.with_name("sparse.partial").glob("folder/model-00002-of-*")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(data if damage == "flipped" else data[:-1])
+    with pytest.raises(ValueError, match=r"is damaged: 'folder/model-00002-of-00004.safetensors' is not as block"):
+        mts.sparsify_checkpoint(source, target, **given)
+    report = mts.sparsify_checkpoint(source, target, overwrite=True, **given)
+    assert len(report.layers) == 21
+    assert not report.notes
+
+
+def test_other_versions_are_refused(stopped):
+    source, target, given = stopped
+    started = target.with_name("sparse.partial") / "started.json"
+    started.write_text(started.read_text().replace(f'"{torch.__version__}"', '"2.0.0"'))
+    with pytest.raises(ValueError, match=rf"version of torch: 2\.0\.0 there, {torch.__version__.split('+')[0]}"):
+        mts.sparsify_checkpoint(source, target, **given)
+
+
+def test_what_stands_in_the_way_is_left_alone(tmp_path):
+    source = saved(tmp_path / "dense", tiny_llama)
+    partial = tmp_path / "sparse.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="something else is there"):
+            mts.sparsify_checkpoint(source, tmp_path / "sparse", "magnitude", overwrite=overwrite)
+    assert [path.name for path in partial.iterdir()] == ["thesis.txt"]
+
+
+# a target that exists -------------------------------------------------------------------------------------------------
+
+
+def test_overwrite_replaces_a_model_and_leaves_other_files(tmp_path):
+    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
+    old = saved(tmp_path / "sparse", lambda: tiny_llama(num_hidden_layers=4), max_shard_size=20_000)
+    (old / "notes.txt").write_text("mine")
+    before = content(old)
+    with pytest.raises(ValueError, match="exists: give another target, or overwrite=True"):
+        mts.sparsify_checkpoint(source, old, "magnitude")
+    assert content(old) == before
+    mts.sparsify_checkpoint(source, old, "magnitude", overwrite=True)
+    mts.sparsify_checkpoint(source, tmp_path / "fresh", "magnitude")
+    assert_same_folders(old, tmp_path / "fresh")
+    assert (old / "notes.txt").read_text() == "mine"
+    assert {path.name for path in old.iterdir()} - {"notes.txt"} == {p.name for p in (tmp_path / "fresh").iterdir()}
+
+
+def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
+    source = saved(tmp_path / "dense", tiny_llama)
+    target = tmp_path / "sparse"
+
+    class Rival(Wanda):
+        name = "rival"
+
+        def solve(self, weight, state, pattern, options):
+            target.mkdir(exist_ok=True)
+            (target / "config.json").write_text("{}")
+            return super().solve(weight, state, pattern, options)
+
+    given = {"data_loader": token_batches(2), "progress": False}
+    with pytest.raises(ValueError, match="has come into being since the run started"):
+        mts.sparsify_checkpoint(source, target, Rival(), **given)
+    assert (target / "config.json").read_text() == "{}"
+    shutil.rmtree(target)
+    report = mts.sparsify_checkpoint(source, target, Rival(), **given)
+    assert len(report.layers) == len(mts.verify(target, "2:4").layers) == 14
+
+
+# what cannot be streamed ----------------------------------------------------------------------------------------------
+
+
+def test_refused_before_any_work_with_what_to_do(tmp_path):
+    source = saved(tmp_path / "dense", tiny_llama)
+    data = {"data_loader": token_batches(2)}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"pattern": 0.5, "allocation": "search", **data}, r"allocation='search' measures the whole dense model"),
+        ({"pattern": 0.5, "quality": "balanced", "method": None, **data}, r"allocation='block'.*allocation='uniform'"),
+        ({"forward_loop": lambda model: None}, "forward_loop runs the whole model .* give data_loader= or data="),
+        ({"include": ["lm_head"], **data}, "nothing to prune|lm_head"),
+        ({"pattern": "2:4", "dampin": 1}, "option 'dampin' is not known"),
+        ({}, "needs calibration data"),
+    ]
+    for options, text in refused:
+        with pytest.raises(ValueError, match=text):
+            mts.sparsify_checkpoint(source, tmp_path / "sparse", **{"method": "sparsegpt", **options})
+    assert not (tmp_path / "sparse").exists()
+
+
+def test_an_output_head_takes_a_run_of_its_own_and_is_refused(tmp_path):
+    source = saved(tmp_path / "dense", lambda: tiny_llama(tie_word_embeddings=False, vocab_size=96))
+    with pytest.raises(ValueError, match=r"layer 'lm_head' is not in one block.*exclude it, or load the model"):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", include=["lm_head"], data_loader=token_batches(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+def test_sources_that_are_refused(tmp_path):
+    source = saved(tmp_path / "dense", tiny_llama)
+    target = tmp_path / "sparse"
+    with pytest.raises(ValueError, match="is the source"):
+        mts.sparsify_checkpoint(source, source, "magnitude", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        mts.sparsify_checkpoint(tmp_path / "empty", target, "magnitude")
+    with pytest.raises(ValueError, match=r"looks like a pickle file"):
+        mts.sparsify_checkpoint(source, tmp_path / "model.pth", "magnitude")
+    for name in ("quantized", "pickled", "holed", "infinite"):
+        shutil.copytree(source, tmp_path / name)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "quantized" / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(ValueError, match=r"is quantized \(fp8\): give dequantize=True"):
+        mts.sparsify_checkpoint(tmp_path / "quantized", target, "magnitude")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no 'model.safetensors': streaming reads safetensors files"):
+        mts.sparsify_checkpoint(tmp_path / "pickled", target, "magnitude")
+    assert not (tmp_path / "sparse.partial").exists()
+    weights = load_file(source / "model.safetensors")
+    some = {name: x for name, x in weights.items() if "layers.1.mlp.up_proj" not in name}
+    save_file(some, tmp_path / "holed" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"does not hold a whole LlamaForCausalLM: 'model.layers.1.mlp.up_proj"):
+        mts.sparsify_checkpoint(tmp_path / "holed", target, "magnitude", overwrite=True)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = float("inf")
+    save_file(weights, tmp_path / "infinite" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf"):
+        mts.sparsify_checkpoint(tmp_path / "infinite", target, "magnitude", overwrite=True)
+    assert not target.exists()
+
+
+def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
+    """ALBERT calls one block several times."""
+    config = AlbertConfig(
+        vocab_size=97,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    source = saved(tmp_path / "dense", lambda: AlbertForMaskedLM(config))
+    with pytest.raises(ValueError, match=r"stack 'albert\..*not called once each, in order: streaming would read all"):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", data_loader=token_batches(2), progress=False)
+    assert not (tmp_path / "sparse").exists()

@@ -1,0 +1,228 @@
+"""What save writes, and what restore and load bring back."""
+
+import copy
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from tests.checkpoint.folders import MODELS, PRUNED, describe, outputs, scrambled, sparse
+from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+
+
+IN_A_NEW_PROCESS = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+import modelopt_sparse as mts
+from tests.checkpoint.folders import MODELS, outputs, scrambled
+for name in MODELS:
+    folder = Path(sys.argv[1]) / name
+    made = {"restored": mts.restore(scrambled(name), folder)}
+    if (folder / "config.json").is_file():
+        made["loaded"] = mts.load(folder)
+    for how, model in made.items():
+        found = {f"mask {key}": mask for key, mask in mts.named_masks(model)}
+        save_file({**found, "outputs": outputs(name, model.eval())}, Path(sys.argv[1]) / f"{name}.{how}")
+"""
+
+
+@pytest.fixture(scope="module")
+def other_process(tmp_path_factory):
+    """Every model made sparse and saved here, restored and loaded by another process."""
+    root = tmp_path_factory.mktemp("process")
+    here = {}
+    for name in MODELS:
+        here[name] = sparse(name)
+        mts.save(here[name], root / name)
+    done = run_python("-c", IN_A_NEW_PROCESS, root)
+    assert done.returncode == 0, done.stderr
+    return root, here
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_new_process_gets_bit_equal_outputs_and_masks(other_process, name):
+    root, here = other_process
+    model = here[name]
+    masks = dict(mts.named_masks(model))
+    assert len({id(model.get_parameter(key)) for key in masks}) == PRUNED[name]
+    for how in ["restored"] if name == "net" else ["restored", "loaded"]:
+        found = load_file(root / f"{name}.{how}")
+        assert_bits(found.pop("outputs"), outputs(name, model))
+        assert {key.removeprefix("mask "): tensor.tolist() for key, tensor in found.items()} == {
+            key: mask.tolist() for key, mask in masks.items()
+        }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_restore_brings_back_every_tensor_tie_class_and_the_report(saved, name):
+    model, reference = scrambled(name), sparse(name)
+
+    def places():
+        return {key: (id(p), p.data_ptr()) for key, p in model.named_parameters(remove_duplicate=False)}
+
+    before = places()
+    assert mts.restore(model, saved(name)) is model
+    assert_same_state(model, state_of(reference))
+    assert places() == before  # a live optimizer, and whoever holds a view, sees the new values
+    found, made = mts.report(model).as_dict(), mts.report(saved(name)).as_dict()
+    assert found == made
+    assert len(found["layers"]) == PRUNED[name]
+
+
+def test_restore_replaces_the_masks_that_a_model_has(saved):
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern="1:4")
+    mts.set_mask(model, "lm_head.weight", torch.zeros(97, 32, dtype=torch.bool))
+    mts.restore(model, saved("llama"))
+    assert_same_state(model, state_of(sparse("llama")))
+    assert {layer.pattern for layer in mts.report(model).layers} == {"2:4"}
+    assert mts.report(model).earlier == []
+
+
+def test_the_report_of_several_runs_is_saved_whole(tmp_path):
+    model = sparse("llama", include="*mlp*")
+    mts.sparsify(model, "wanda", include="*self_attn*", data_loader=token_batches())
+    mts.save(model, tmp_path / "out")
+    made = mts.report(model).as_dict()
+    assert made["earlier"][0]["layers"]
+    assert made["calibration"]["sha256"]
+    assert mts.report(tmp_path / "out").as_dict() == made
+    assert mts.report(mts.load(tmp_path / "out")).as_dict() == made
+
+
+def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):
+    model = tiny_llama()
+    keep = torch.rand(64, 32) < 0.3
+    mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", keep)
+    mts.save(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="carries no report"):
+        mts.report(tmp_path / "out")
+    restored = mts.restore(sparse("llama"), tmp_path / "out")  # its own masks and report are gone
+    assert_same_state(restored, state_of(model))
+    with pytest.raises(ValueError, match="carries no report"):
+        mts.report(restored)
+
+
+def test_models_without_masks_keep_their_report(tmp_path):
+    """enforce=False, and export, leave plain modules: the folder says what was done and holds the zeros."""
+    plain = sparse("llama", enforce=False)
+    exported = mts.export(sparse("llama"))
+    for name, model in (("plain", plain), ("exported", exported)):
+        mts.save(model, tmp_path / name)
+        assert load_file(tmp_path / name / MASKS) == {}
+        assert len(mts.verify(tmp_path / name).layers) == 14
+        again = mts.restore(scrambled("llama"), tmp_path / name)
+        assert_same_state(again, state_of(model))
+        assert dict(mts.named_masks(again)) == {}
+        assert len(mts.report(again).layers) == 14
+        assert_same_state(mts.load(tmp_path / name), state_of(model))
+
+
+def test_a_model_that_is_itself_a_layer(tmp_path):
+    model = nn.Linear(8, 4)
+    dense = copy.deepcopy(model)
+    mts.set_mask(model, "weight", torch.tensor([[True, False] * 4] * 4))
+    mts.save(model, tmp_path / "out")
+    assert describe(tmp_path / "out")["model_class"] == "Linear"
+    assert_same_state(mts.restore(dense, tmp_path / "out"), state_of(model))
+
+
+def test_save_writes_an_ordinary_folder(saved, tmp_path):
+    """Plain from_pretrained reads it with nothing missing, and config.json is what save_pretrained writes."""
+    model = sparse("llama")
+    model.save_pretrained(tmp_path / "plain")
+    folder = saved("llama")
+    assert (folder / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
+    assert "spars" not in (folder / "config.json").read_text()
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "plain").iterdir()} | {
+        DESCRIPTION,
+        MASKS,
+    }
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert_bits(outputs("llama", loaded), outputs("llama", model))
+    assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_save_writes_no_masks_among_the_weights(saved):
+    for name in MODELS:
+        with safe_open(saved(name) / "model.safetensors", framework="pt") as file:
+            keys = set(file.keys())
+        assert not [key for key in keys if "mask" in key]
+        assert "scratch" not in keys
+
+
+def test_files_are_as_readable_as_any_new_file(saved, tmp_path):
+    (tmp_path / "any").touch()
+    modes = {path.name: path.stat().st_mode for path in saved("llama").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "any").stat().st_mode}, modes
+
+
+def test_save_zeroes_what_was_written_to_pruned_places(tmp_path):
+    model = sparse("llama")
+    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    mask = dict(mts.named_masks(model))["model.layers.0.mlp.up_proj.weight"]
+    with torch.no_grad():
+        weight.copy_(torch.where(mask, weight, -5.0))
+    mts.save(model, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert_bits(stored[~mask], torch.zeros(int((~mask).sum())))
+
+
+def test_companions_travel_with_the_model(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    mts.save(sparse("llama"), tmp_path / "out", companions=[tokenizer])
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("import os")["input_ids"] == tokenizer("import os")["input_ids"]
+    assert again.chat_template == tokenizer.chat_template
+
+
+def test_sharded_folders_restore_load_and_verify(tmp_path):
+    model = sparse("llama")
+    mts.save(model, tmp_path / "out", max_shard_size="20KB")
+    shards = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert set(describe(tmp_path / "out")["files"]) == {path.name for path in shards} | {
+        "model.safetensors.index.json",
+        MASKS,
+    }
+    assert_same_state(mts.restore(scrambled("llama"), tmp_path / "out"), state_of(model))
+    assert_same_state(mts.load(tmp_path / "out"), state_of(model))
+    assert len(mts.verify(tmp_path / "out", "2:4").layers) == 14
+
+
+def test_a_shard_size_is_refused_for_other_modules(tmp_path):
+    with pytest.raises(ValueError, match="max_shard_size is for transformers' models; a Net goes into one file"):
+        mts.save(sparse("net"), tmp_path / "out", max_shard_size="1GB")
+
+
+def test_load_hands_options_to_from_pretrained(saved):
+    half = mts.load(saved("llama"), dtype=torch.bfloat16, device_map="cpu")
+    assert isinstance(half, LlamaForCausalLM)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    full = sparse("llama")
+    assert {k: v.tolist() for k, v in mts.named_masks(half)} == {k: v.tolist() for k, v in mts.named_masks(full)}
+    for name, mask in mts.named_masks(half):
+        weight = half.get_parameter(name)
+        assert_bits(weight, full.get_parameter(name).bfloat16())
+        assert not weight[~mask].any()
+    plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16)
+    assert_bits(outputs("llama", half), outputs("llama", plain))
+
+
+def test_load_keeps_the_stored_dtype_unless_told_otherwise(saved):
+    assert {parameter.dtype for parameter in mts.load(saved("bfloat16")).parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in mts.load(saved("llama")).parameters()} == {torch.float32}
+
+
+def test_load_needs_a_hugging_face_folder(saved):
+    with pytest.raises(ValueError, match=r"holds no config\.json to build its Net from: .*restore\(model, folder\)"):
+        mts.load(saved("net"))

@@ -1,0 +1,199 @@
+"""Saving where something is, and saving that fails or is stopped."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import save as checkpoint
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from tests.checkpoint.folders import outputs, scrambled, sparse
+from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
+from tests.models.net import Net, net
+
+pytestmark = pytest.mark.core
+
+
+def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
+    """One file over shards and back: nothing of the old model is read again, other people's files stay."""
+    first, second = sparse("llama"), mts.sparsify(tiny_llama(), "magnitude", pattern="1:4")
+    out = tmp_path / "out"
+    for model, options in ((first, {}), (second, {"max_shard_size": "20KB"}), (first, {})):
+        mts.save(model, out, **options)
+        (out / "notes.txt").write_text("mine")
+        assert len(list(out.glob("model-*"))) == 0 or options
+        assert (out / "model.safetensors").exists() == (not options)
+        assert (out / "model.safetensors.index.json").exists() == bool(options)
+        assert_same_state(mts.load(out), state_of(model))
+        assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
+    assert (out / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_can_be_saved_over_the_folder_that_it_was_loaded_from(saved, broken):
+    folder = broken("llama")
+    mts.save(mts.load(folder), folder)
+    assert_same_state(mts.load(folder), state_of(sparse("llama")))
+
+
+def test_sparsity_json_leaves_first_and_comes_last_in_an_existing_folder(broken, monkeypatch):
+    folder = broken("llama")
+    (folder / "model-00001-of-00009.safetensors").write_bytes(b"stale")
+    seen = []
+
+    def watch(name):
+        original = getattr(Path, name)
+
+        def watched(self, *args, **kwargs):
+            if folder in (self.parent, *(Path(arg).parent for arg in args)):
+                changed = Path(args[0]) if args else self
+                seen.append((name, changed.name, (folder / DESCRIPTION).exists()))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, name, watched)
+
+    watch("replace")
+    watch("unlink")
+    mts.save(sparse("llama"), folder)
+    assert seen[0][:2] == ("unlink", DESCRIPTION)
+    assert seen[-1][:2] == ("replace", DESCRIPTION)
+    assert {item[1] for item in seen} >= {"model.safetensors", MASKS, "model-00001-of-00009.safetensors"}
+    assert not any(there for _, _, there in seen[1:])
+
+
+class Interruption(BaseException):
+    """Stands in for Ctrl-C."""
+
+
+@pytest.mark.parametrize("step", ["save_file", "size_and_hash", "library_versions"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, step, existing):
+    folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()} if existing else None
+
+    def stop(*_args, **_kwargs):
+        raise Interruption
+
+    monkeypatch.setattr(checkpoint, step, stop)
+    with pytest.raises(Interruption):
+        mts.save(sparse("net"), folder)
+    if existing:
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["net"]
+    else:
+        assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    mts.save(sparse("net"), folder)
+    mts.restore(scrambled("net"), folder)
+
+
+def test_a_save_that_is_stopped_while_files_are_replaced_leaves_no_description(broken, monkeypatch):
+    folder = broken("net")
+
+    def stop(self, target):
+        del self, target
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(OSError, match=r"has no sparsity\.json now .*save again.*Input/output error"):
+        mts.save(sparse("net"), folder)
+    assert not (folder / DESCRIPTION).exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["net"]
+
+
+ON_A_FULL_DISK = """
+import resource, sys
+import modelopt_sparse as mts
+from tests.checkpoint.folders import sparse
+models = {name: sparse(name) for name in ("llama", "net")}
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # config.json fits, the weights do not
+for folder in sys.argv[1:]:
+    try:
+        mts.save(models[folder.rpartition("/")[2]], folder)
+    except OSError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(broken, tmp_path):
+    existing = [broken("llama"), broken("net")]
+    before = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in existing]
+    (tmp_path / "new").mkdir()
+    folders = [*existing, tmp_path / "new" / "llama", tmp_path / "new" / "net"]
+    done = run_python("-c", ON_A_FULL_DISK, *folders)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(folders)
+    for folder, line in zip(folders, lines):
+        kept = "what was there before is complete" if folder in existing else "nothing is left of it"
+        assert line.startswith(f"OSError '{folder}' could not be written ({kept}): ")
+        assert "File too large" in line
+        assert line.endswith("; the disk is full: free space and save again")
+    assert [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in existing] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "net", "new"]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_an_oserror_with_its_name(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match=r"out' could not be written .*Permission denied"):
+        mts.save(sparse("net"), tmp_path / "out")
+
+
+def test_saving_to_a_relative_path_and_into_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mts.save(sparse("net"), "some/where")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    mts.save(sparse("net"), ".")
+    for folder in (tmp_path / "some" / "where", tmp_path / "here"):
+        mts.restore(scrambled("net"), folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "some"]
+
+
+@pytest.mark.parametrize("name", ["model.pth", "model.pt", "pytorch_model.bin", "model.pkl", "model.ckpt"])
+def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
+    path = tmp_path / name
+    advice = f"looks like a pickle file.*give a folder, for example '{tmp_path / path.stem}'"
+    with pytest.raises(ValueError, match=advice):
+        mts.save(sparse("net"), path)
+    assert list(tmp_path.iterdir()) == []
+    torch.save({}, path)
+    for read in (lambda: mts.restore(net(), path), lambda: mts.load(path), lambda: mts.report(path)):
+        with pytest.raises(ValueError, match=advice):
+            read()
+
+
+def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"something of yours")
+    with pytest.raises(ValueError, match="is a file: save writes a folder, give another path"):
+        mts.save(sparse("net"), path)
+    assert path.read_bytes() == b"something of yours"
+    with pytest.raises(ValueError, match=r"weights\.safetensors' is not a folder"):
+        mts.restore(net(), path)
+
+
+def test_what_has_no_values_cannot_be_saved(tmp_path):
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ValueError, match=r"'first\.weight' is on the meta device.*load the model before saving"):
+        mts.save(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_is_no_tensor_cannot_be_saved(tmp_path):
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {"anything": 1}
+
+        def set_extra_state(self, state):
+            del state
+
+    with pytest.raises(ValueError, match=r"'0\._extra_state' is a dict: only tensors can be saved without pickle"):
+        mts.save(nn.Sequential(Odd(8, 4)), tmp_path / "out")

@@ -1,0 +1,198 @@
+"""What verify finds in models and in folders."""
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.format import MASKS
+from tests.checkpoint.folders import PRUNED, WEIGHT, sparse
+from tests.helpers import tiny_llama
+from tests.models.tiny import tiny_gpt2
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(params=["model", "folder"])
+def judged(request, tmp_path):
+    """A function that verifies a model as it is, or through the folder that it is saved to."""
+
+    def judge(model: nn.Module, pattern: object = None, plain: bool = False) -> mts.Verification:
+        if request.param == "model":
+            return mts.verify(model, pattern)
+        if plain:
+            model.save_pretrained(tmp_path / "out")
+        else:
+            mts.save(model, tmp_path / "out")
+        return mts.verify(tmp_path / "out", pattern)
+
+    return judge
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bfloat16"])
+def test_verify_finds_the_pattern_in_every_layer(judged, name):
+    found = judged(sparse(name), "2:4")
+    assert len(found.layers) == PRUNED[name]
+    assert {item.pattern for item in found.layers} == {"2:4"}
+    assert all(item.zeros * 2 == item.size and item.problem == "" for item in found.layers)
+    assert "All" in str(found)
+
+
+def test_verify_uses_the_patterns_in_the_report(judged):
+    model = mts.sparsify(
+        tiny_llama(), "magnitude", pattern="50%", rules={"*down_proj": {"pattern": "4:8"}, "*q_proj": None}
+    )
+    found = {item.name.rpartition(".")[2]: item.pattern for item in judged(model).layers}
+    assert found["down_proj"] == "4:8"
+    assert found["up_proj"] == "50% per matrix"
+    assert "q_proj" not in found
+
+
+@pytest.mark.parametrize(("pattern", "kept"), [("1:4", "4 hold"), ("75%", "matrix holds")])
+def test_verify_refuses_a_stricter_pattern(judged, pattern, kept):
+    with pytest.raises(ValueError, match=rf"^14 of 14 layers do not hold their pattern: model\..*{kept} more nonzeros"):
+        judged(sparse("llama"), pattern)
+
+
+def test_verify_accepts_a_looser_pattern(judged):
+    assert len(judged(sparse("llama"), "3:4").layers) == 14
+    assert len(judged(sparse("llama", pattern="1:4"), "2:4").layers) == 14
+
+
+def test_verify_counts_an_unstructured_pattern_in_the_scope_that_it_was_made_with():
+    """Rows of 5 have 2 zeros each at 50 %, for round(2.5) = 2: half of each row, not half of the matrix."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
+    mts.sparsify(model, "magnitude", pattern=mts.Unstructured(0.5, scope="row"))
+    assert int((model[0].weight == 0).sum()) == 8
+    mts.verify(model, "50%")
+    with pytest.raises(ValueError, match="0: 1 matrix holds more nonzeros than 50% per matrix allows"):
+        mts.verify(model, "50% per matrix")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_verify_finds_a_single_nonzero_too_many(name, tmp_path):
+    """On the model itself, and in a folder whose weights were changed by somebody who kept the files valid."""
+    model = mts.export(sparse(name))
+    key = {"llama": "model.layers.1.mlp.down_proj", "gpt2": "transformer.h.1.mlp.c_proj"}[name]
+    weight = model.get_parameter(f"{key}.weight")
+    place = tuple((weight == 0).nonzero()[5])
+    with torch.no_grad():
+        weight[place] = 1e-30
+    problem = rf"1 of {PRUNED[name]} layers do not hold their pattern: {key}: 1 group of 4 holds more nonzeros than 2:4"
+    with pytest.raises(ValueError, match=problem):
+        mts.verify(model, "2:4")
+    model.save_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match=problem):
+        mts.verify(tmp_path / "out", "2:4")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_verify_takes_negative_zero_for_a_nonzero(name):
+    model = mts.export(sparse(name))
+    layer = mts.verify(model, "2:4").layers[-1].name
+    weight = model.get_parameter(f"{layer}.weight")
+    with torch.no_grad():
+        weight[tuple((weight == 0).nonzero()[3])] = -0.0
+    problem = f"{layer}: 1 group of 4 holds more nonzeros than 2:4 allows, with -0.0 counted as one"
+    with pytest.raises(ValueError, match=problem):
+        mts.verify(model, "2:4")
+
+
+def test_verify_accepts_negative_zero_among_the_kept():
+    model = sparse("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[tuple(weight.nonzero()[0])] = -0.0
+    assert len(mts.verify(model, "2:4").layers) == 14
+
+
+def test_verify_knows_the_axis_of_transposed_weights(tmp_path):
+    """GPT-2 keeps weights as [in, out]: 2:4 along the wrong axis is not 2:4, in memory and on disk."""
+    model = tiny_gpt2()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for module in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+                module.weight[:, 0::4] = 0
+                module.weight[:, 1::4] = 0
+    model.save_pretrained(tmp_path / "out")
+    for judged in (model, tmp_path / "out"):
+        with pytest.raises(
+            ValueError, match=r"8 of 8 layers do not hold their pattern: transformer\.h\.0\.attn\.c_attn"
+        ):
+            mts.verify(judged, "2:4")
+
+
+def test_verify_of_weights_that_disagree_with_their_mask():
+    model = sparse("llama")
+    name = "model.layers.0.mlp.up_proj"
+    mask = dict(mts.named_masks(model))[f"{name}.weight"]
+    weight = model.get_parameter(f"{name}.weight")
+    with torch.no_grad():  # move one kept weight of a group to a pruned place: still 2:4
+        group, allowed = weight[0, :4], mask[0, :4]
+        kept, pruned = int(allowed.nonzero()[0]), int((~allowed).nonzero()[0])
+        group[pruned] = group[kept].clone()
+        group[kept] = 0
+    assert int((weight[0, :4] != 0).sum()) == 2
+    with pytest.raises(ValueError, match=rf"{name}: 1 entry is not \+0\.0 where the mask is False"):
+        mts.verify(model, "2:4")
+
+
+def test_verify_of_a_mask_that_lets_more_grow_than_the_pattern_allows(judged):
+    model = sparse("llama")
+    mts.set_mask(model, WEIGHT, torch.ones(32, 32, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"q_proj: 256 groups of 4 hold more entries kept by the mask than 2:4 allows"):
+        judged(model)
+
+
+def test_verify_of_masks_set_by_hand(judged):
+    """Without a report the layers that carry masks are the pruned ones."""
+    model = tiny_llama()
+    mts.set_mask(model, WEIGHT, torch.tensor([True, False] * 16).repeat(32, 1))
+    assert [item.name for item in judged(model, "2:4").layers] == [WEIGHT.removesuffix(".weight")]
+
+
+def test_verify_of_plain_weights_looks_at_every_default_target(judged):
+    exported = mts.export(sparse("gpt2"))
+    del exported.sparsity_report
+    assert len(judged(exported, "2:4", plain=True).layers) == 8
+    with pytest.raises(ValueError, match="8 of 8 layers do not hold their pattern"):
+        judged(tiny_gpt2(), "2:4", plain=True)
+
+
+def test_verify_of_a_plain_export_with_save_pretrained(tmp_path):
+    mts.export(sparse("gpt2")).save_pretrained(tmp_path / "out")
+    assert len(mts.verify(tmp_path / "out", "2:4").layers) == 8
+
+
+def test_verify_without_report_and_pattern_is_an_error(judged):
+    with pytest.raises(
+        ValueError, match="no report that says which pattern to look for: give pattern=, for example '2:4'"
+    ):
+        judged(tiny_llama(), plain=True)
+
+
+def test_verify_of_a_pattern_that_does_not_fit():
+    model = mts.sparsify(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 8)), "magnitude", pattern="50%")
+    with pytest.raises(ValueError, match="0: 6 input channels are not a multiple of 4, so 2:4 does not fit"):
+        mts.verify(model, "2:4")
+
+
+def test_verify_of_a_folder_that_does_not_say_what_its_model_is(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json.*restore it into its model and verify that"):
+        mts.verify(saved("net"), "2:4")
+    with pytest.raises(ValueError, match="nowhere' is not a folder"):
+        mts.verify(tmp_path / "nowhere", "2:4")
+
+
+def test_verify_of_a_folder_with_damaged_masks(broken):
+    folder = broken("llama")
+    (folder / MASKS).write_bytes(b"junk")
+    with pytest.raises(ValueError, match=f"has damaged masks: file '{MASKS}' cannot be read"):
+        mts.verify(folder)
+
+
+def test_verify_names_layers_of_a_report_that_are_not_there():
+    model = sparse("llama")
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ValueError, match=r"layer 'model\.layers\.1\..*' of the report is not in this LlamaForCausalLM"):
+        mts.verify(model)

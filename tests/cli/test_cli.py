@@ -1,0 +1,569 @@
+"""The command line, run in this process except where a process of its own is the point."""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import typer
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.cli import commands as cli
+from modelopt_sparse.cli import inputs as cli_input
+from modelopt_sparse.runtime.settings import Settings
+from tests.cli.conftest import TEMPLATE
+from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
+from tests.runtime.unpacking import installed, place_for
+
+pytestmark = pytest.mark.core
+
+COMMANDS = ("sparsify", "plan", "eval", "verify", "report", "speed")
+
+
+def by_the_api(work: Path, method: str = "sparsegpt", text: str = "text.txt", **options) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
+    if method != "magnitude":
+        options |= {"data": work / text, "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
+    return mts.sparsify(model, method, options)
+
+
+# sparsify -----------------------------------------------------------------------------------------------------------
+
+
+def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run, work, tmp_path):
+    out = tmp_path / "new" / "out"
+    data = ("--data", work / "text.txt", "--num-samples", 8, "--seq-len", 32)
+    done = run("sparsify", work / "llama", "--out", out, *data, "--eval", work / "held.txt", "--no-progress")
+    assert (done.code, done.err) == (0, "")
+    assert "model.layers.0.mlp.up_proj" in done.out
+    assert "7 layers pruned, 50.00% zeros" in done.out
+    assert f"Written to {out}: load it with transformers" in done.out
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert_same_state(mts.load(out), state_of(by_the_api(work, num_samples=8, seq_len=32)))
+    tokenizer, original = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(work / "llama")
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer("import os\n")["input_ids"] == original("import os\n")["input_ids"]
+    assert model.generation_config.max_new_tokens == 7
+    assert json.loads((out / "config.json").read_text()) == json.loads((work / "llama" / "config.json").read_text())
+
+    held = torch.tensor(original((work / "held.txt").read_text(), add_special_tokens=False)["input_ids"])
+    dense = AutoModelForCausalLM.from_pretrained(work / "llama")
+    expected = mts.evaluate(model, held, seq_len=32, reference=dense, progress=False)
+    assert f"dense {expected.reference_perplexity:.3f}, sparse {expected.perplexity:.3f}; " in done.out
+    assert f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens" in done.out
+
+
+def test_streaming_writes_the_same_model(run, work, tmp_path):
+    data = ("--data", work / "text.txt", "--num-samples", 8, "--seq-len", 32, "--no-progress")
+    whole = run("sparsify", work / "llama", "--out", tmp_path / "whole", *data)
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--spill")
+    assert (done.code, done.err) == (whole.code, whole.err) == (0, "")
+    assert "7 layers pruned, 50.00% zeros" in done.out
+    assert f"Written to {tmp_path / 'out'}: load it with transformers" in done.out
+    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
+    again = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream")
+    assert again.code == 2
+    assert "exists: give another target, or overwrite=True (--overwrite)" in again.err
+    assert run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--overwrite").code == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--stream", "--eval", "held.txt"), "--eval holds the whole model"),
+        (("--spill",), "--spill goes with --stream"),
+        (("--stream", "--method", "wanda"), "needs calibration text: give --data FILE"),
+    ],
+)
+def test_what_streaming_does_not_do(run, work, tmp_path, flags, part):
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", *flags)
+    assert done.code == 2
+    assert part in done.err
+    assert not list(tmp_path.iterdir())
+
+
+EVERY_FLAG = ["--method=wanda", "--pattern=1:4", "--num-samples=4", "--seq-len=16", "--batch-size=3", "--seed=5"]
+EVERY_FLAG += [
+    "--sequential=stage",
+    "--include=*mlp*",
+    "--include=*self_attn*",
+    "--exclude=*gate*",
+    "--exclude=*.k_proj",
+]
+EVERY_FLAG += ["--device=cpu", "--dtype=float32"]
+EVERY_OPTION = {
+    "method": "wanda",
+    "pattern": "1:4",
+    "num_samples": 4,
+    "seq_len": 16,
+    "batch_size": 3,
+    "seed": 5,
+    "sequential": "stage",
+    "include": ["*mlp*", "*self_attn*"],
+    "exclude": ["*gate*", "*.k_proj"],
+    "device": "cpu",
+}
+
+
+@pytest.mark.parametrize("how", ["flags", "config", "set"])
+def test_every_option_reaches_the_api(run, work, tmp_path, how):
+    (tmp_path / "options.yaml").write_text(yaml.dump(EVERY_OPTION))
+    given = {
+        "flags": EVERY_FLAG,
+        "config": ["--config", tmp_path / "options.yaml"],
+        "set": [part for key, value in EVERY_OPTION.items() for part in ("--set", f"{key}={json.dumps(value)}")],
+    }[how]
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "text.txt", *given)
+    assert done.code == 0, done.err
+    expected = by_the_api(work, **EVERY_OPTION)
+    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
+    found, made = mts.report(tmp_path / "out"), mts.report(expected)
+    assert len(found.layers) == 5
+    assert found.settings == made.settings
+    assert found.calibration == made.calibration
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "options"),
+    [
+        (["--set", "damping=1e-1", "--set", "block_size=8"], "sparsegpt", {"damping": 0.1, "block_size": 8}),
+        (
+            ["--set", "hessian_damp=0.3", "--set", "max_iter_data_loader=1"],
+            "sparsegpt",
+            {"damping": 0.3, "max_batches": 1},
+        ),
+        (["--set", "pattern=1:4", "--set", "alpha=0.9", "--method", "ria"], "ria", {"pattern": "1:4", "alpha": 0.9}),
+        (["--pattern", "2:4 sparsity", "--method", "sparse_magnitude"], "magnitude", {"pattern": "2:4"}),
+        (["--pattern", "60%", "--method", "magnitude"], "magnitude", {"pattern": 0.6}),
+        (
+            ["--set", 'rules={"*down_proj": null, "*up_proj": {pattern: 1:4}}', "--method", "magnitude"],
+            "magnitude",
+            {"rules": {"*down_proj": None, "*up_proj": {"pattern": "1:4"}}},
+        ),
+        (["--set", "enforce=false", "--method", "magnitude"], "magnitude", {"enforce": False}),
+        (["--set", "hardware_only=true", "--method", "magnitude"], "magnitude", {"hardware_only": True}),
+    ],
+)
+def test_options_without_a_flag(run, work, tmp_path, given, method, options):
+    data = [] if method == "magnitude" else ["--data", work / "text.txt", "--num-samples", "6", "--seq-len", "32"]
+    sampling = {} if method == "magnitude" else {"num_samples": 6, "seq_len": 32}
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", *given, *data)
+    assert done.code == 0, done.err
+    assert_same_state(mts.load(tmp_path / "out"), state_of(by_the_api(work, method, **sampling, **options)))
+
+
+def test_flags_win_over_set_which_wins_over_the_file(run, work, tmp_path):
+    (tmp_path / "options.yaml").write_text("method: magnitude\npattern: 1:4\nexclude: ['*k_proj', '*q_proj']\n")
+    plan = ("plan", work / "llama", "--json", "--config", tmp_path / "options.yaml")
+    layers = json.loads(run(*plan).out)["layers"]
+    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("magnitude", "1:4")}
+    assert len(layers) == 5
+    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--set", "exclude=null").out)["layers"]
+    assert {layer["pattern"] for layer in layers} == {"2:8"}
+    assert len(layers) == 7
+    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--pattern", "4:8", "--method", "wanda").out)["layers"]
+    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("wanda", "4:8")}
+
+
+def test_data_may_stand_in_the_file_and_may_be_jsonl(run, work, tmp_path):
+    text = work / "text.jsonl"
+    (tmp_path / "options.yaml").write_text(f"data: {text}\nnum_samples: 4\nseq_len: 32\n")
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--config", tmp_path / "options.yaml")
+    assert done.code == 0, done.err
+    expected = by_the_api(work, text="text.jsonl", num_samples=4, seq_len=32)
+    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
+
+
+VALUES = {
+    "pattern": "2:4",
+    "include": "['*mlp*']",
+    "exclude": "['*gate*']",
+    "rules": "{'*up_proj': null}",
+    "hardware_only": "true",
+    "max_batches": "3",
+    "num_samples": "3",
+    "seq_len": "16",
+    "batch_size": "2",
+    "count_padding": "true",
+    "min_tokens": "5",
+    "experts": "all_tokens",
+    "memory_limit": "8GB",
+    "sequential": "stage",
+    "device": "cpu",
+    "autocast": "bfloat16",
+    "enforce": "false",
+    "seed": "1",
+    "progress": "false",
+    "distributed": "false",
+    "split_data": "false",
+    "deterministic": "true",
+    "update": "true",
+    "permute": "true",
+    "refine": "false",
+    "polish": "5",
+    "reconstruct": "{epochs: 2, target: sparse}",
+    "allocation": "uniform",
+    "quality": "best",
+}
+
+
+def test_there_is_a_value_for_every_option_of_the_api():
+    """An option that is added later must be thought of here as well."""
+    names = {item.name for item in fields(mts.SparsifyConfig)} - {"options", "data", *cli_input.PYTHON_ONLY}
+    assert names == VALUES.keys()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_is_taken_by_set(run, work, name):
+    assert run("plan", work / "llama", "--set", f"{name}={VALUES[name]}", "--json").code == 0
+
+
+@pytest.mark.parametrize("name", cli_input.PYTHON_ONLY)
+def test_options_that_are_python_objects_are_refused(run, work, name):
+    done = run("plan", work / "llama", "--set", f"{name}=x")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"modelopt-sparse: option '{name}' is a Python object; on the command line use --data FILE\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(run, work, tmp_path, dtype):
+    out = tmp_path / "out"
+    assert run("sparsify", work / "llama", "--method=magnitude", "--out", out, "--dtype", dtype).code == 0
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {getattr(torch, dtype)}
+    assert len(mts.verify(out, "2:4").layers) == 7
+
+
+def test_an_existing_folder_needs_overwrite(run, work, tmp_path):
+    command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out")
+    assert run(*command).code == 0
+    before = (tmp_path / "out" / "sparsity.json").read_bytes()
+    done = run(*command, "--pattern", "1:4")
+    assert done.code == 2
+    assert done.err == f"modelopt-sparse: '{tmp_path / 'out'}' exists: give another --out, or --overwrite\n"
+    assert (tmp_path / "out" / "sparsity.json").read_bytes() == before
+    assert run(*command, "--pattern", "1:4", "--overwrite").code == 0
+    assert {layer.pattern for layer in mts.report(tmp_path / "out").layers} == {"1:4"}
+
+
+def test_the_plan_is_checked_before_weights_are_read(run, work, tmp_path):
+    """With config.json and no weights, what is wrong with the options is what is reported."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(work / "llama" / name, work / "only-config")
+    command = ("sparsify", work / "only-config", "--out", tmp_path / "out")
+    data = ("--data", work / "text.txt")
+    assert "'*fc1*' matches no prunable layer" in run(*command, *data, "--include", "*fc1*").err
+    assert "option 'dampin' is not known, did you mean 'damping'?" in run(*command, *data, "--set", "dampin=1").err
+    assert "method 'sparsegpt' needs calibration text: give --data FILE" in run(*command).err
+    assert "data 'nowhere.txt' is not a file" in run(*command, "--data", "nowhere.txt").err
+    assert "model.safetensors" in run(*command, *data).err  # only then
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(run, work, tmp_path):
+    command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "held.txt", "--seq-len", "64")
+    done = run(*command)
+    assert done.code == 0
+    (line,) = done.err.splitlines()
+    assert line.startswith("modelopt-sparse: warning: the text gives ")
+
+
+def test_bars_of_other_libraries_are_hidden_unless_asked_for(run, work, tmp_path):
+    enabled = transformers.utils.logging.is_progress_bar_enabled
+    command = ("eval", work / "llama", "--data", work / "held.txt", "--seq-len", "256")
+    try:
+        transformers.utils.logging.enable_progress_bar()
+        assert run(*command, "--no-progress").err == ""
+        assert not enabled()
+        assert "evaluate" in run(*command, "--progress").err
+        assert enabled()
+        assert run("plan", work / "llama").err == ""
+        assert not enabled()
+    finally:
+        transformers.utils.logging.disable_progress_bar()
+
+
+# the other commands -------------------------------------------------------------------------------------------------
+
+
+def test_plan_needs_no_weights(run, work):
+    done = run("plan", work / "only-config", "--pattern", "50%", "--exclude", "*gate*")
+    assert (done.code, done.err) == (0, "")
+    assert "6 layers with" in done.out
+    made = mts.make_plan(tiny_llama(vocab_size=2048, num_hidden_layers=1), pattern="50%", exclude="*gate*")
+    assert done.out == f"{made}\n"
+    as_json = run("plan", work / "only-config", "--pattern", "50%", "--exclude", "*gate*", "--json")
+    assert json.loads(as_json.out) == json.loads(made.to_json())
+    assert as_json.err == ""
+
+
+def test_plan_takes_the_device_of_another_machine(run, work):
+    done = run("plan", work / "llama", "--device", "cuda:63", "--json")
+    assert set(json.loads(done.out)["streamed_memory_bytes"]) == {"host", "cuda:63"}
+
+
+def test_plan_estimates_memory_in_the_dtype_of_the_run(run, work):
+    def cached(*options):
+        done = run("plan", work / "llama", "--json", "--data", work / "text.txt", "--num-samples", 4, *options)
+        return json.loads(done.out)["memory_bytes"]["cached_activations"]
+
+    assert cached("--seq-len", 32) == 4 * 32 * 32 * 4
+    assert cached("--seq-len", 32, "--dtype", "bfloat16") == 4 * 32 * 32 * 2
+
+
+def test_plan_takes_the_options_of_sparsify():
+    """So that a command can be tried by changing one word."""
+    command = typer.main.get_command(cli.app)
+    options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
+    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill"}
+    assert options["sparsify"] - writes == options["plan"]
+
+
+def test_eval(run, work, sparse):
+    tokenizer = AutoTokenizer.from_pretrained(work / "llama")
+    tokens = torch.tensor(tokenizer((work / "held.txt").read_text(), add_special_tokens=False)["input_ids"])
+    model, dense = (AutoModelForCausalLM.from_pretrained(folder) for folder in (sparse, work / "llama"))
+    expected = mts.evaluate(model, tokens, seq_len=32, reference=dense, progress=False)
+    command = ("eval", sparse, "--data", work / "held.txt", "--seq-len", 32)
+    assert run(*command, "--reference", work / "llama").out == f"{expected}\n"
+    found = json.loads(run(*command, "--reference", work / "llama", "--json").out)
+    assert found == pytest.approx(expected.as_dict())
+    alone = run(*command)
+    assert alone.out.startswith(f"perplexity {expected.perplexity:.3f} (of the dense model: not known")
+    found = json.loads(run(*command, "--json", "--batch-size", 3).out)
+    assert found["perplexity"] == pytest.approx(expected.perplexity)
+    assert found["reference_perplexity"] is None
+    assert found["kl"] is None
+
+
+def test_verify_exit_codes(run, work, sparse):
+    done = run("verify", sparse, "--pattern", "2:4")
+    assert (done.code, done.err) == (0, "")
+    assert "All 7 layers hold their pattern." in done.out
+    assert run("verify", sparse).code == 0
+    assert [layer["problem"] for layer in json.loads(run("verify", sparse, "--json").out)] == [""] * 7
+    done = run("verify", sparse, "--pattern", "1:4")
+    assert done.code == 1
+    assert done.err.startswith("modelopt-sparse: 7 of 7 layers do not hold their pattern: model.layers.0.self_attn.")
+    assert "7 of 7 layers do not hold their pattern." in done.out
+    done = run("verify", sparse, "--pattern", "1:4", "--json")
+    assert done.code == 1
+    assert all("more nonzeros than 1:4" in layer["problem"] for layer in json.loads(done.out))
+    assert run("verify", work / "llama", "--pattern", "2:4").code == 1
+    for wrong in (["nowhere"], [work / "llama"], [sparse, "--pattern", "2-4"], [work]):
+        done = run("verify", *wrong)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("modelopt-sparse: ")
+
+
+def test_report(run, work, sparse):
+    assert run("report", sparse).out == f"{mts.report(sparse)}\n"
+    assert json.loads(run("report", sparse, "--json").out) == mts.report(sparse).as_dict()
+    done = run("report", work / "llama")
+    assert (done.code, done.out) == (2, "")
+    assert "holds no sparsity.json" in done.err
+
+
+def test_sparsify_with_json_prints_json_alone(run, work, tmp_path):
+    command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--json")
+    done = run(*command, "--eval", work / "held.txt", "--seq-len", 32)
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert found.keys() == {"out", "evaluation", "report"}
+    assert found["report"] == mts.report(tmp_path / "out").as_dict()
+    assert found["evaluation"]["seq_len"] == 32
+    assert found["evaluation"]["kl"] > 0
+    assert json.loads(run(*command, "--overwrite").out)["evaluation"] is None
+
+
+def test_verify_accepts_its_own_output_on_a_plain_folder(run, work, sparse, tmp_path):
+    """A folder that only transformers wrote has no report; its weights are looked at all the same."""
+    mts.export(mts.load(sparse)).save_pretrained(tmp_path / "plain")
+    assert run("verify", tmp_path / "plain", "--pattern", "2:4").code == 0
+    assert run("verify", tmp_path / "plain").code == 2
+
+
+# wrong input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan {llama} --method sparsgpt", "method 'sparsgpt' is not known, did you mean 'sparsegpt'?"),
+        ("plan {llama} --pattern 2-4", "pattern '2-4' is not known: write '2:4'"),
+        ("plan {llama} --set pattern", "--set 'pattern': write KEY=VALUE"),
+        ("plan {llama} --set =3", "--set '=3': write KEY=VALUE"),
+        ("plan {llama} --set [=3", "option '[' is not known"),
+        ("plan {llama} --set exclude=[", "--set 'exclude=[' is not YAML: while parsing a flow node"),
+        ("plan {llama} --set patern=2:4", "option 'patern' is not known, did you mean 'pattern'?; allowed are"),
+        ("plan {llama} --dtype int4", "--dtype int4: allowed are auto, float32, bfloat16, float16"),
+        ("plan {llama} --device nonsense", "device 'nonsense' is not known: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --set device=nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' is not a file"),
+        ("plan {llama} --config {unknown}", "option 'dampin' is not known, did you mean 'damping'?"),
+        ("plan {llama} --config {list}", "must hold a mapping of options"),
+        ("plan {llama} --config {broken}", "broken.yaml' is not YAML: mapping values are not allowed here"),
+        ("plan {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file: give a .txt or .jsonl file"),
+        ("plan nowhere/", "'nowhere/' is neither a folder nor a model that the hub gives"),
+        ("plan ./nowhere", "'./nowhere' is neither a folder nor a model that the hub gives"),
+        ("plan no/where", "'no/where' is neither a folder nor a model that the hub gives"),
+        ("plan {root}", "holds no config.json: it is not a folder of a transformers model"),
+        ("plan {llama}/config.json", "config.json' is neither a folder nor a model that the hub gives"),
+        ("sparsify no/where --out x", "'no/where' is neither a folder"),
+        ("sparsify {llama} --out {root}/never", "method 'sparsegpt' needs calibration text: give --data FILE"),
+        ("sparsify {llama} --method magnitude --out {root}/model.pth", "looks like a pickle file"),
+        ("eval {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file"),
+        ("eval no/where --data {text}", "'no/where' is neither a folder"),
+        ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
+        ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),
+        ("verify nowhere", "'nowhere' is not a folder"),
+        ("verify {llama}", "no report that says which pattern to look for"),
+        ("report nowhere", "'nowhere' is not a folder"),
+        ("report {llama}/model.bin", "looks like a pickle file"),
+    ],
+)
+def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, message):
+    places = {"root": work, "llama": work / "llama", "text": work / "text.txt"}
+    for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n"}.items():
+        places[name] = work / f"{name}.yaml"
+        places[name].write_text(content)
+    done = run(*arguments.format(**places).split())
+    assert done.code == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("modelopt-sparse: ")
+    assert message in line
+    assert not (work / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan {llama} --metod wanda", "No such option"),
+        ("plan", "Missing argument 'MODEL'"),
+        ("sparsify {llama}", "Missing option '--out'"),
+        ("eval {llama}", "Missing option '--data'"),
+        ("plan {llama} --num-samples many", "Invalid value for '--num-samples'"),
+        ("prune {llama}", "No such command 'prune'"),
+        ("plan {llama} extra", "unexpected extra argument"),
+    ],
+)
+def test_wrong_arguments_show_the_usage_and_exit_with_2(run, work, arguments, message):
+    done = run(*arguments.format(llama=work / "llama").split())
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("Usage: ")
+    assert message in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+
+
+def test_a_folder_with_broken_weights_is_no_traceback(run, work, tmp_path):
+    shutil.copytree(work / "llama", tmp_path / "llama")
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"junk")
+    done = run("eval", tmp_path / "llama", "--data", work / "held.txt", "--seq-len", 32)
+    assert done.code == 2
+    assert done.err.startswith("modelopt-sparse: ")
+
+
+def test_mistakes_of_our_own_keep_their_traceback(run, work, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(mts, "make_plan", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("plan", work / "llama")
+
+
+def test_interruption_is_exit_code_130(run, work, monkeypatch):
+    def pressed(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mts, "make_plan", pressed)
+    done = run("plan", work / "llama")
+    assert (done.code, done.out) == (130, "")
+    assert done.err.strip() == "modelopt-sparse: interrupted"
+
+
+# speed --------------------------------------------------------------------------------------------------------------
+
+
+def test_speed_needs_a_gpu_and_says_so_in_one_line(run, sparse, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("speed", sparse, "--tokens", "1,64")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "modelopt-sparse: semi_structured packs layers for a CUDA device and there is none here: load the model dense"
+    ]
+
+
+@pytest.mark.parametrize("tokens", ["1,,64", "1;64", "-1", "many"])
+def test_speed_refuses_what_is_no_number_of_tokens(run, sparse, tokens):
+    done = run("speed", sparse, f"--tokens={tokens}")
+    assert done.code == 2
+    assert f"--tokens {tokens}: " in done.err
+    assert "is no number of tokens; write for example 1,64,2048" in done.err
+
+
+def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monkeypatch):
+    """On the CPU, with a stand-in for the kernels and for the clock: dense takes 3 us, 2:4 takes 2."""
+    model: Any = tiny_llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4)
+    mts.save(mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False), tmp_path / "sparse")
+    backend = installed(monkeypatch)
+    asked = []
+
+    def loading_place(device_map, options):
+        asked.append((device_map, options))
+        place = place_for(backend, lambda calls: 3e-6 if calls[0].func is torch.nn.functional.linear else 2e-6)
+        return Settings.of(options), place
+
+    monkeypatch.setattr(checkpoint, "loading_place", loading_place)
+    command = ("speed", tmp_path / "sparse", "--tokens", "1, 64", "--device", "cuda:1", "--timing", "graph")
+    done = run(*command)
+    assert (done.code, done.err) == (0, "")
+    assert "us at 1     us at 64" in done.out
+    assert "3.0 -> 2.0" in done.out
+    assert "14 of 15 layers run 2:4 on a CPU" in done.out
+    found = json.loads(run(*command, "--json").out)
+    assert len(found["layers"]) == 15
+    assert asked == [("cuda:1", {"tune": (1, 64), "timing": "graph", "quantize": None, "cache": None})] * 2
+
+
+# help, and processes ------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_exit_code(run):
+    done = run("--help")
+    assert (done.code, done.err) == (0, "")
+    for part in (*COMMANDS, "Exit codes: 0", "1 verify", "2 wrong", "3 another process", "130 Ctrl-C"):
+        assert part in " ".join(done.out.split())
+    assert "..." not in done.out.replace("[ARGS]...", "")  # the commands' first sentences fit
+    for command in COMMANDS:
+        done = run(command, "--help")
+        assert done.code == 0
+        assert "--json" in done.out
+
+
+def test_the_module_runs_like_the_command(sparse):
+    done = run_python("-m", "modelopt_sparse", "verify", sparse, "--pattern", "2:4", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)) == 7
+
+
+def test_a_name_that_the_hub_does_not_know_is_not_asked_for_again_and_again():
+    """Without HF_HUB_OFFLINE and without a hub to reach: one line, no retries."""
+    nobody = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = run_python("-m", "modelopt_sparse", "plan", "no/where", **nobody)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("modelopt-sparse: 'no/where' is neither a folder nor a model that the hub gives")

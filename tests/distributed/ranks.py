@@ -1,0 +1,451 @@
+"""What processes of a group do in test_distributed.py.
+
+As a program, `python -m tests.distributed.ranks FOLDER`, it runs the scenarios in one process, in two and in four,
+which leave what they found in FOLDER; hanging ones are killed. The processes are forked from one that has imported
+everything, which makes them cheap.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import modelopt_sparse as mts
+from modelopt_sparse import distributed
+from modelopt_sparse.calibration.inputs import Group, walk
+from modelopt_sparse.distributed import RankError, Team
+from modelopt_sparse.methods.base import Method, Stats
+from modelopt_sparse.methods.magnitude import Magnitude
+from modelopt_sparse.oneshot import _calibrating
+from modelopt_sparse.plan.config import resolve
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report
+from tests.helpers import tiny_llama, token_batches
+from tests.models import expert_models
+from tests.models.architectures import ARCHITECTURES
+from tests.models.changing import Choosing, Sharing
+
+SIZES = (1, 2, 4)
+LIMIT = 100.0  # seconds
+Found = dict[str, Any]
+
+
+def llama() -> nn.Module:
+    return tiny_llama()
+
+
+def mixtral() -> nn.Module:
+    return expert_models.MODELS["mixtral"]()
+
+
+BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
+HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def result(name: str, model: nn.Module) -> Found:
+    with torch.no_grad():
+        loss = float(model(HELD_OUT[name], labels=HELD_OUT[name]).loss)
+    report = mts.report(model).as_dict()
+    return {"state": state(model), "loss": loss, "report": report}
+
+
+def sparse(name: str, method: Any, **options: Any) -> Found:
+    name, double = ("llama", True) if name == DOUBLE else (name, False)
+    model = MODELS[name]().double() if double else MODELS[name]()
+    mts.sparsify(model, method, **{"data_loader": BATCHES[name], "progress": False, "min_tokens": 8, **options})
+    return result(name, model)
+
+
+class Failing(Magnitude):
+    """Magnitude that fails in one process at the first layer that it is given after some others."""
+
+    name = "failing"
+
+    def __init__(self, *, where: int, after: int) -> None:
+        self.where, self.left = where, after
+
+    def solve(self, weight, state, pattern, options):
+        if rank() == self.where:
+            if self.left == 0:
+                raise ArithmeticError("this layer is too hard")
+            self.left -= 1
+        return super().solve(weight, state, pattern, options)
+
+
+# scenarios: run in every process of a group, give back what the tests look at ----------------------------------------
+
+
+def methods() -> Found:
+    return {method: sparse("llama", method) for method in ("magnitude", "wanda", "sparsegpt")}
+
+
+def modes() -> Found:
+    return {mode: sparse("llama", "sparsegpt", sequential=mode) for mode in ("stage", "none")}
+
+
+def experts() -> Found:
+    return {
+        "sparsegpt": sparse("mixtral", "sparsegpt"),
+        "wanda": sparse("mixtral", "wanda", pattern=0.5),
+        "magnitude": sparse("mixtral", "magnitude"),
+        "few at a time": sparse("mixtral", "sparsegpt", memory_limit=100_000, min_tokens=90),
+        "all tokens": sparse("mixtral", "sparsegpt", experts="all_tokens", min_tokens=90),
+    }
+
+
+def in_order() -> Found:
+    more: dict[str, Any] = {"deterministic": True}
+    return {
+        "block": sparse("llama", "sparsegpt", **more),
+        "float64": sparse(DOUBLE, "sparsegpt", **more),
+        "experts": sparse("mixtral", "sparsegpt", **more),
+        "five batches": sparse("llama", "sparsegpt", max_batches=5, **more),
+    }
+
+
+def more_in_order() -> Found:
+    more: dict[str, Any] = {"deterministic": True}
+    every: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
+    search: dict[str, Any] = {"pattern": 0.5, "allocation": "search"}
+    return {
+        "stage": sparse("llama", "sparsegpt", sequential="stage", **more),
+        "none": sparse("llama", "wanda", sequential="none", **more),
+        "everything": sparse("llama", "sparsegpt", **every, **more),
+        "search": sparse("llama", "wanda", **search, **more),
+        "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
+    }
+
+
+def architectures() -> Found:
+    """A decoder behind an encoder; blocks that cannot be run one by one; layers outside of the blocks. With padding."""
+    found = {}
+    for name in ("t5", "albert"):
+        model = ARCHITECTURES[name].build()
+        batches = ARCHITECTURES[name].batches("right")
+        options: dict[str, Any] = {"sequential": "stage", "deterministic": True, "progress": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what calibration through the whole model costs
+            mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=batches, **options)
+        found[name] = {"state": state(model), "report": mts.report(model).as_dict()}
+    return found
+
+
+def loop(model: nn.Module) -> None:
+    """This process's share of the batches."""
+    for batch in BATCHES["llama"][rank() :: size()]:
+        model(batch)
+
+
+def more_options() -> Found:
+    own = BATCHES["llama"][rank() :: size()]
+    return {
+        "five batches": sparse("llama", "sparsegpt", max_batches=5),
+        "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
+        "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
+        "owl": sparse("llama", "wanda", pattern=0.5, allocation="owl"),
+    }
+
+
+def by_themselves() -> Found:
+    """Each process for itself, with its own data and its own method."""
+    return sparse(
+        "llama", ("wanda", "sparsegpt")[rank() % 2], distributed=False, data_loader=BATCHES["llama"][rank() :]
+    )
+
+
+def gram_matrices() -> Found:
+    found: Found = {}
+    for name, make in MODELS.items():
+        model = make()
+        options = {"data_loader": BATCHES[name], "progress": False, "min_tokens": 1}
+        method, config = resolve("sparsegpt", None, options)
+        plan, team = plan_for(model, method, config), Team.of(None)
+        with _calibrating(model), closing(walk(model, plan, config, Report(), team=team)) as walked:
+            for item in walked:
+                assert isinstance(item, Group)
+                assert isinstance(item.stats, Stats)
+                found[f"{name} {item.targets[0].name}"] = (item.stats.tokens, item.stats.gram)
+        team.end()
+        team.close()
+    return found
+
+
+def sharing() -> Found:
+    batches = torch.randn(6, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    batches[:, 0, 0, 0] = 1
+    batches[3, 0, 0, 0] = -1  # one batch of one process
+    found = {}
+    for deterministic in (False, True):
+        model = mts.sparsify(
+            Sharing(), "sparsegpt", data_loader=list(batches), deterministic=deterministic, progress=False
+        )
+        found[deterministic] = state(model)
+    return found
+
+
+def choosing() -> Found:
+    """With two processes the second one never comes to the first and the last layer."""
+    batches = torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    for batch, chosen in zip(batches, (2, 1, 0, 1)):
+        batch[0, 0, 0] = chosen
+    found = {}
+    for deterministic in (False, True):
+        more: dict[str, Any] = {"deterministic": deterministic, "progress": False}
+        model = mts.sparsify(Choosing(), "sparsegpt", data_loader=list(batches), **more)
+        report = mts.report(model)
+        found[deterministic] = {"state": state(model), "order": [layer.name for layer in report.layers]}
+        found[deterministic]["tokens"] = [layer.tokens for layer in report.layers]
+    return found
+
+
+class Counting(Method):
+    """Counts the Gram matrices that are alive while layers are prepared."""
+
+    name = "counting"
+    needs = "gram"
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref] = []
+        self.most = 0
+
+    def prepare(self, stats: Stats | None, options: Any) -> Stats | None:
+        assert stats is not None
+        self.alive.append(weakref.ref(stats.gram))
+        self.most = max(self.most, sum(gram() is not None for gram in self.alive))
+        return stats
+
+    def solve(self, weight, state, pattern, options):
+        return mts.masked_solution(weight, pattern.mask(weight.abs()), state)
+
+
+def memory() -> Found:
+    """How many Gram matrices of one process were alive at once, with four in each of six blocks."""
+    method = Counting()
+    mts.sparsify(tiny_llama(num_hidden_layers=6), method, data_loader=BATCHES["llama"], progress=False)
+    return {"most": method.most, "prepared": len(method.alive)}
+
+
+def saved(folder: Path) -> Found:
+    torch.manual_seed(0)
+    model = mts.sparsify(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), "magnitude", include="*", progress=False)
+    for _ in range(4):  # the first time it is a new folder
+        mts.save(model, folder / f"saved-{size()}")
+    sparse_llama = mts.sparsify(llama(), "magnitude", progress=False)
+    return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
+
+
+# failures ------------------------------------------------------------------------------------------------------------
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def failing(model: nn.Module | None = None, method: Any = "wanda", **options: Any) -> Found:
+    """What is raised, and whether the model is as it was; a call that works follows, or the processes have lost each
+    other."""
+    model = llama() if model is None else model
+    before = state(model)
+    given = {"data_loader": BATCHES["llama"], "progress": False, **options}
+    began = time.monotonic()
+    text = error_of(lambda: mts.sparsify(model, method, **given))
+    seconds = time.monotonic() - began
+    masks = [name for name, _ in mts.named_masks(model)]
+    same = all(torch.equal(value, before[name]) for name, value in state(model).items() if name in before)
+    mts.sparsify(llama(), "magnitude", progress=False)
+    return {"error": text, "masks": masks, "same": same and not masks, "seconds": seconds, "state": state(model)}
+
+
+ALSO_OF_FOUR = ("weights", "batch", "solve")
+
+
+def failures() -> Found:
+    other = rank() == 1
+    changed = llama()
+    with torch.no_grad():
+        changed.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 3] += 1e-6 if other else 0
+    shuffled = BATCHES["llama"] if not other else BATCHES["llama"][::-1]
+    holed: list[Any] = [
+        {"inputs_embeds": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(i))} for i in range(6)
+    ]
+    holed[1]["inputs_embeds"][0, 3, 3] = float("nan")  # the second process's first batch
+    too_large = [batch.clone() for batch in BATCHES["llama"]]
+    too_large[1][0, 0] = 97  # no such token
+    cases: dict[str, Callable[[], Found]] = {
+        "weights": lambda: failing(changed),
+        "data": lambda: failing(data_loader=shuffled),
+        "pattern": lambda: failing(pattern="2:4" if other else "1:4"),
+        "rule": lambda: failing(rules={"*.0.*": {"pattern": "1:4"} if other else {"pattern": "2:8"}}),
+        "typo": lambda: failing(patern=2) if other else failing(),
+        "not finite": lambda: failing(data_loader=holed),
+        "batch": lambda: failing(data_loader=too_large),
+        "few batches": lambda: failing(max_batches=size() - 1),
+        "solve": lambda: failing(method=Failing(where=1, after=3)),
+        "loop": lambda: failing(data_loader=None, forward_loop=loop_that_fails),
+        "kept tokens": lambda: failing(
+            mixtral(), "sparsegpt", data_loader=BATCHES["mixtral"], memory_limit=100_000, deterministic=True
+        ),
+        "write": lambda: {"error": error_of(failing_to_write)},
+        "stream": lambda: {"error": error_of(lambda: mts.sparsify_checkpoint("nowhere", "anywhere"))},
+    }
+    found = {name: run() for name, run in cases.items() if size() == 2 or name in ALSO_OF_FOUR}
+    if size() > 2:
+        return found
+    shards = llama()
+    for layer in shards.get_submodule("model.layers").children():
+        fully_shard(layer)
+    fully_shard(shards)
+    found["shards"] = {"error": error_of(lambda: mts.sparsify(shards, "magnitude", progress=False))}
+    return found
+
+
+def failing_to_write() -> None:
+    with distributed.while_others_wait(None) as writes:
+        if writes:
+            raise OSError("the disk is full")
+
+
+def loop_that_fails(model: nn.Module) -> None:
+    loop(model)
+    if rank() == 1:
+        raise OSError("this process's data is gone")
+
+
+def interrupted() -> Found:
+    """Ctrl-C in one process."""
+
+    class Interrupted(Failing):
+        def solve(self, weight, state, pattern, options):
+            try:
+                return super().solve(weight, state, pattern, options)
+            except ArithmeticError:
+                raise KeyboardInterrupt from None
+
+    return lost(Interrupted(where=1, after=2))
+
+
+def late() -> Found:
+    """One process does not come in time."""
+    distributed.TIMEOUT = timedelta(seconds=2)
+    method = Late(where=1, after=1)
+    return {"error": error_of(lambda: mts.sparsify(llama(), method, progress=False))}
+
+
+class Late(Failing):
+    name = "late"
+
+    def solve(self, weight, state, pattern, options):
+        try:
+            return super().solve(weight, state, pattern, options)
+        except ArithmeticError:
+            self.left = 1000
+            time.sleep(4)
+            return super().solve(weight, state, pattern, options)
+
+
+class Killed(Failing):
+    name = "killed"
+
+    def solve(self, weight, state, pattern, options):
+        try:
+            return super().solve(weight, state, pattern, options)
+        except ArithmeticError:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+
+def killed() -> Found:
+    return lost(Killed(where=1, after=2))
+
+
+def lost(method: Any) -> Found:
+    """What is raised in the processes that are left, and when."""
+    model = llama()
+    began = time.monotonic()
+    try:
+        mts.sparsify(model, method, progress=False)
+    except (RankError, KeyboardInterrupt) as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+    return {"error": "nothing was raised", "seconds": time.monotonic() - began}
+
+
+# the groups ----------------------------------------------------------------------------------------------------------
+
+BASIC = (memory, choosing, methods, experts, in_order, gram_matrices, sharing)
+WORKING = (*BASIC, architectures, modes, more_in_order, more_options)
+GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
+    "alone": (1, WORKING),
+    "two": (2, (*WORKING, by_themselves, saved, failures, late)),
+    "four": (4, (*BASIC, saved, failures)),
+    "interrupted": (2, (interrupted,)),
+    "killed": (4, (killed,)),
+}
+
+
+def work(number: int, group: str, folder: Path) -> None:
+    count, scenarios = GROUPS[group]
+    torch.set_num_threads(1)
+    if count > 1:
+        store = dist.FileStore(str(folder / f"{group}.store"), count)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
+    found: Found = {}
+    for scenario in scenarios:
+        began = time.monotonic()
+        try:
+            found[scenario.__name__] = scenario(folder) if scenario is saved else scenario()
+        except BaseException:
+            found[scenario.__name__] = traceback.format_exc()
+        found[f"{scenario.__name__} took"] = time.monotonic() - began
+    torch.save(found, folder / f"{group}-{number}.pt")
+    os._exit(0)  # after a failure, nobody may wait at the end
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    chosen = sys.argv[2:] or list(GROUPS)
+    for group in chosen:
+        started: Any = mp.start_processes(
+            work, (group, folder), nprocs=GROUPS[group][0], join=False, start_method="fork"
+        )
+        end = time.monotonic() + LIMIT
+        for process in started.processes:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.is_alive():
+                print(f"{group}: a process hangs", file=sys.stderr)
+                process.kill()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,461 @@
+"""Several processes (gloo, on the CPU) make one model sparse: the same bits in all of them, and what one process makes.
+
+The scenarios are in ranks.py, which one subprocess runs in a group of one, two and four processes, and in groups of
+which a process dies.
+"""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+import modelopt_sparse as mts
+from modelopt_sparse.distributed import Team, processes
+from modelopt_sparse.plan.identity import checksum
+from modelopt_sparse.plan.planner import make_plan
+from modelopt_sparse.solving.sharing import Shares
+from tests.distributed import ranks
+from tests.helpers import TESTBED, run_python, tiny_llama, trained_model
+
+GROUPS = {"two": 2, "four": 4}
+MASKS_ALIKE = 0.999
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the processes have left what they found. Where pytest itself runs in several, the first to come starts
+    them, and the others wait."""
+    shared = "PYTEST_XDIST_TESTRUNUID" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if shared else base) / "ranks"
+    printed = folder / "printed.txt"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + 300
+        while not printed.exists():
+            assert time.monotonic() < end, "the processes were started elsewhere, and do not end"
+            time.sleep(0.2)
+    else:
+        ran = run_python("-m", "tests.distributed.ranks", folder, HF_HUB_OFFLINE="1")
+        (folder / "printing.txt").write_text(f"exit code {ran.returncode}\n{ran.stderr}")
+        (folder / "printing.txt").rename(printed)
+    assert printed.read_text().startswith("exit code 0\n")
+    assert "hangs" not in printed.read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """(group, scenario) -> what each rank of the group found; None for one that died."""
+    loaded: dict[str, list[Any]] = {}
+
+    def of(group: str, scenario: Callable[..., Any]) -> list[Any]:
+        if group not in loaded:
+            paths = [folder / f"{group}-{rank}.pt" for rank in range(ranks.GROUPS[group][0])]
+            loaded[group] = [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+        found = [None if of_rank is None else of_rank[scenario.__name__] for of_rank in loaded[group]]
+        broken = [text for text in found if isinstance(text, str)]
+        assert not broken, broken[0]
+        return found
+
+    return of
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """The same names, and the same bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        as_bytes = [x[name].contiguous().flatten().view(torch.uint8) for x in (a, b)]
+        assert torch.equal(*as_bytes), name
+
+
+def masks_alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The share of mask entries that are the same."""
+    names = [name for name in a if name.endswith("_mask")]
+    assert names
+    assert names == [name for name in b if name.endswith("_mask")]
+    same = sum(int((a[name] == b[name]).sum()) for name in names)
+    return same / sum(a[name].numel() for name in names)
+
+
+SCENARIOS = [
+    *((group, scenario) for group in GROUPS for scenario in (ranks.methods, ranks.experts, ranks.in_order)),
+    ("two", ranks.modes),
+    ("two", ranks.architectures),
+    ("two", ranks.more_options),
+    ("two", ranks.more_in_order),
+]
+NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
+pytestmark = pytest.mark.core
+slow = pytest.mark.slow
+
+
+# working together -----------------------------------------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize(("group", "scenario"), SCENARIOS, ids=NAMES)
+def test_all_ranks_end_with_the_same_bits_and_the_same_report(results, group, scenario):
+    first, *others = results(group, scenario)
+    for other in others:
+        assert other.keys() == first.keys()
+        for name, found in first.items():
+            assert_equal(found["state"], other[name]["state"])
+            assert found["report"]["calibration"] == other[name]["report"]["calibration"]
+            assert found["report"]["layers"] == other[name]["report"]["layers"]
+
+
+@slow
+@pytest.mark.parametrize(("group", "scenario"), SCENARIOS, ids=NAMES)
+def test_several_processes_make_what_one_makes(results, group, scenario):
+    """Masks to 99.9 %, perplexity to 0.1 %; calibrated with the same data."""
+    (alone,), (together, *_) = results("alone", scenario), results(group, scenario)
+    assert alone.keys() == together.keys()
+    for name, one in alone.items():
+        several = together[name]
+        assert masks_alike(one["state"], several["state"]) >= MASKS_ALIKE, name
+        if scenario is not ranks.architectures:
+            assert math.exp(several["loss"]) == pytest.approx(math.exp(one["loss"]), rel=1e-3), name
+        if name not in ("own data", "loop"):  # one process's data is another thing than several processes' shares
+            assert one["report"]["calibration"] == several["report"]["calibration"], name
+        for layer, other in zip(one["report"]["layers"], several["report"]["layers"], strict=True):
+            for key in ("name", "recipe", "zeros", "tokens", "expert_tokens", "notes"):
+                assert layer[key] == other[key], (name, key)
+            assert other["error"] == pytest.approx(layer["error"], rel=1e-3)
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_gram_matrices_are_those_of_one_process(results, group):
+    (alone,), together = results("alone", ranks.gram_matrices), results(group, ranks.gram_matrices)
+    for name, (tokens, gram) in alone.items():
+        assert tokens > 0
+        for of_rank in together:
+            assert of_rank[name][0] == tokens
+            error = float((of_rank[name][1] - gram).norm() / gram.norm())
+            assert error <= 1e-6, name
+            assert torch.equal(of_rank[name][1], together[0][name][1])
+    assert len(alone) == 2 * 4 + 2 * 4  # two blocks, with four inputs each
+
+
+@slow
+@pytest.mark.parametrize(
+    ("group", "scenario"),
+    [
+        ("two", ranks.in_order),
+        ("four", ranks.in_order),
+        ("two", ranks.more_in_order),
+        ("two", ranks.architectures),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_in_order_any_number_of_processes_gives_the_bits_of_one(results, group, scenario):
+    """Masks and weights, with every method step; five batches do not go evenly into two or four."""
+    (alone,), (together, *_) = results("alone", scenario), results(group, scenario)
+    for name, one in alone.items():
+        if name != "loop":
+            assert_equal(one["state"], together[name]["state"])
+        for layer, other in zip(one["report"]["layers"], together[name]["report"]["layers"], strict=True):
+            assert layer["error"] == other["error"]
+
+
+@slow
+def test_bits_would_differ_otherwise(results):
+    """The comparison above is worth something: sums over another order have other bits."""
+    (alone,), (together, *_) = results("alone", ranks.methods), results("two", ranks.methods)
+    one, several = (found["sparsegpt"]["state"] for found in (alone, together))
+    assert any(not torch.equal(one[name], several[name]) for name in one)
+
+
+@slow
+def test_a_loop_in_order_is_the_batches_in_turn(results):
+    """Rank r of N calls the model with the batches r, r + N, ..., which is how batches are dealt out."""
+    (alone,) = results("alone", ranks.in_order)
+    (together, *_) = results("two", ranks.more_in_order)
+    assert_equal(alone["block"]["state"], together["loop"]["state"])
+
+
+@slow
+def test_data_of_each_process_is_the_same_as_one_that_is_split(results):
+    (found, *_) = results("two", ranks.more_options)
+    (split, *_) = results("two", ranks.methods)
+    assert_equal(found["own data"]["state"], split["sparsegpt"]["state"])
+    assert found["own data"]["report"]["calibration"]["calls"] == 6
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_that_share_an_input_in_one_process_only(results, group):
+    """All of them collect again, each layer by itself."""
+    (alone,), (first, *others) = results("alone", ranks.sharing), results(group, ranks.sharing)
+    assert_equal(alone[True], first[True])
+    assert masks_alike(alone[False], first[False]) >= MASKS_ALIKE
+    for other in others:
+        for deterministic in (False, True):
+            assert_equal(first[deterministic], other[deterministic])
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_that_some_processes_never_come_to(results, group):
+    """They are solved in the order in which one process comes to them, with the tokens of those that do."""
+    (alone,), (first, *others) = results("alone", ranks.choosing), results(group, ranks.choosing)
+    for deterministic in (False, True):
+        one, several = alone[deterministic], first[deterministic]
+        assert one["tokens"] == several["tokens"] == [12, 24, 12] * 2
+        assert one["order"] == several["order"] == [f"blocks.{i}.choices.{j}" for i in (0, 1) for j in (2, 1, 0)]
+        assert masks_alike(one["state"], several["state"]) >= MASKS_ALIKE
+        for other in others:
+            assert_equal(several["state"], other[deterministic]["state"])
+    assert_equal(alone[True]["state"], first[True]["state"])
+
+
+@slow
+def test_processes_that_work_by_themselves(results):
+    """distributed=False: each of them has its own method and data, and none waits for another."""
+    for rank, (method, found) in enumerate(zip(("wanda", "sparsegpt"), results("two", ranks.by_themselves))):
+        expected = ranks.sparse("llama", method, data_loader=ranks.BATCHES["llama"][rank:])
+        assert found["report"]["calibration"] == expected["report"]["calibration"]
+        assert masks_alike(found["state"], expected["state"]) >= MASKS_ALIKE
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_folder_that_all_processes_write_at_once_is_whole(results, folder, group):
+    results(group, ranks.saved)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
+    mts.restore(model, folder / f"saved-{GROUPS[group]}")
+    assert len(mts.verify(model, "2:4").layers) == 2
+    assert not list(folder.glob(".*"))  # nothing is left beside it
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
+    first, *others = results(group, ranks.saved)
+    assert first["error"] == "nothing was raised"
+    alone = hasattr(PreTrainedModel, "should_save_on_this_rank")  # the first releases of transformers 5 write in all
+    for rank, other in enumerate(others if alone else (), start=1):
+        assert other["error"].startswith("ValueError: transformers writes a model in rank 0 of a process group alone,")
+        assert f"and this is rank {rank}: call save there" in other["error"]
+    target = folder / f"llama-{GROUPS[group]}"
+    assert len(mts.verify(target, "2:4").layers) == 14
+    mts.restore(tiny_llama(), target)
+
+
+@slow
+@pytest.mark.parametrize("group", ["alone", *GROUPS])
+def test_only_one_block_s_statistics_are_alive(results, group):
+    for found in results(group, ranks.memory):
+        assert 6 <= found["prepared"] <= 24
+        assert found["most"] <= 4
+
+
+@slow
+def test_the_command_line_under_torchrun_writes_what_one_process_makes(tmp_path):
+    """One process prints and writes; nothing is left of the others."""
+    out = tmp_path / "sparse"
+    text: dict[str, Any] = {"data": TESTBED / "calibration.txt"}
+    flags = ["--method", "sparsegpt", "--data", text["data"], "--num-samples", 5, "--seq-len", 32, "--batch-size", 1]
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command = ["-m", "modelopt_sparse", "sparsify", TESTBED / "tiny-llama", *flags, "--deterministic"]
+    ran = run_python(*launched, *command, "--set", "include=['*.layers.0.*']", "--out", out)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("Written to") == 1
+    assert ran.stdout.count("layers pruned") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+    text["tokenizer"] = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    torch.set_num_threads(1)
+    expected = trained_model(torch.bfloat16)
+    options = {"num_samples": 5, "seq_len": 32, "batch_size": 1, "include": "*.layers.0.*", "deterministic": True}
+    mts.sparsify(expected, "sparsegpt", **text, **options, progress=False)
+    found = mts.load(out)
+    assert_equal(ranks.state(found), ranks.state(expected))
+    report = mts.report(out)
+    assert report.settings["processes"] == 2
+    assert report.calibration == mts.report(expected).calibration
+
+
+# errors ---------------------------------------------------------------------------------------------------------------
+
+FAILING = [  # what fails, what rank 1 says, what the others say
+    ("typo", r"ValueError: option 'patern' is not known", r"RankError: rank 1 stopped: ValueError: option 'patern'"),
+    (
+        "batch",
+        r"ValueError: LlamaForCausalLM cannot take calibration batch 1,",
+        r"RankError: rank 1 stopped: ValueError",
+    ),
+    ("solve", r"ArithmeticError: this layer is too hard", r"RankError: rank 1 stopped: ArithmeticError: this layer is"),
+    ("write", r"RankError: rank 0 stopped: OSError: the disk is full", r"(OSError|RankError: rank 0 stopped: OSError)"),
+    ("loop", r"OSError: this process's data is gone", r"RankError: rank 1 stopped: OSError: this process's data"),
+]
+REFUSED = [
+    ("weights", r"ValueError: parameter 'model.layers.1.mlp.up_proj.weight' is not the same in all processes: rank 0 "),
+    ("data", r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False"),
+    (
+        "pattern",
+        r"ValueError: the pattern of layer 'model.layers.0.self_attn.q_proj' is not the same in all processes:",
+    ),
+    (
+        "rule",
+        r"ValueError: the pattern of layer 'model.layers.0.self_attn.q_proj' .*rank 0 has 2:8, rank 1 has 1:4; give",
+    ),
+    ("not finite", r"ValueError: layer 'model.layers.0.self_attn.q_proj': its input holds NaN or inf"),
+    ("few batches", r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller"),
+    ("kept tokens", r"ValueError: layer 'model.layers.0.mlp.experts.gate_up_proj': memory_limit keeps.*deterministic="),
+    ("stream", r"ValueError: checkpoints are streamed by one process, and this group has \d: start one"),
+    ("shards", r"ValueError: layer 'model.layers.0.self_attn.q_proj' is sharded over processes \(DTensor\): sparsify"),
+]
+
+
+def for_groups(cases: list[tuple[str, ...]]) -> list[Any]:
+    """Each case for two processes, and some of them for four."""
+    return [
+        pytest.param(group, *case, id=f"{group}-{case[0]}")
+        for group in GROUPS
+        for case in cases
+        if group == "two" or case[0] in ranks.ALSO_OF_FOUR
+    ]
+
+
+@slow
+@pytest.mark.parametrize(("group", "what", "own", "others"), for_groups(FAILING))
+def test_a_process_that_fails_stops_the_others_with_its_error(results, group, what, own, others):
+    """At once, and a call that follows works: `failing` makes one."""
+    for rank, found in enumerate(results(group, ranks.failures)):
+        assert re.match(own if rank == 1 else others, found[what]["error"]), found[what]["error"]
+        assert found[what].get("seconds", 0) < 10
+        assert found[what].get("same", True) or what == "solve"
+
+
+@slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_that_were_finished_before_a_failure_are_sparse_in_all_processes(results, group):
+    first, *others = [found["solve"] for found in results(group, ranks.failures)]
+    for other in others:
+        assert_equal(first["state"], other["state"])
+    assert len(first["masks"]) in (0, 7)  # none, or the first block's
+
+
+@slow
+@pytest.mark.parametrize(("group", "what", "error"), for_groups(REFUSED))
+def test_what_does_not_go_together_is_refused_in_all_processes(results, group, what, error):
+    for found in results(group, ranks.failures):
+        assert re.match(error, found[what]["error"]), found[what]["error"]
+        assert found[what].get("same", True)
+
+
+@slow
+def test_a_process_that_is_killed_stops_the_others(results):
+    found = results("killed", ranks.killed)
+    assert [rank for rank, of_rank in enumerate(found) if of_rank is None] == [1]
+    for of_rank in (found[0], *found[2:]):
+        assert of_rank["error"].startswith("RankError: another process of this run died or left, as rank ")
+        assert of_rank["seconds"] < 10
+
+
+@slow
+def test_an_interrupted_process_stops_the_others(results):
+    first, second = results("interrupted", ranks.interrupted)
+    assert second["error"].startswith("KeyboardInterrupt")
+    assert first["error"].startswith("RankError: another process of this run died or left, as rank 0 noticed")
+    assert first["seconds"] < 10
+
+
+@slow
+def test_a_process_that_does_not_come_is_not_waited_for_forever(results):
+    first, second = results("two", ranks.late)
+    assert first["error"].startswith("RankError: another process of this run did not come within 2 seconds")
+    assert second["error"].startswith("RankError: another process of this run died or left")
+
+
+# what needs no group --------------------------------------------------------------------------------------------------
+
+
+def test_alone_everything_is_as_it_was():
+    team = Team.of(None)
+    assert (team.rank, team.size) == (0, 1)
+    assert team.meet("anything", 3) == [3]
+    tensor = torch.arange(3.0)
+    team.add_up("anything", [tensor])
+    team.give("anything", [tensor], 0)
+    team.same({"a": 1}, "nothing can differ")
+    team.fail(ValueError("nobody hears"))
+    team.end()
+    team.close()
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_working_together_without_a_group_is_refused():
+    with pytest.raises(ValueError, match=r"distributed=True needs a process group: start the program with torchrun"):
+        mts.sparsify(tiny_llama(), "magnitude", distributed=True)
+    with pytest.raises(ValueError, match=r"distributed='yes': must be True, False or None"):
+        mts.sparsify(tiny_llama(), "magnitude", {"distributed": "yes"})
+    assert processes(None) == processes(False) == 1
+
+
+def test_statistics_in_order_are_nearly_those_that_are_summed_as_they_come():
+    found = ranks.sparse("llama", "sparsegpt", deterministic=True)
+    usual = ranks.sparse("llama", "sparsegpt")
+    assert masks_alike(found["state"], usual["state"]) >= MASKS_ALIKE
+    assert found["loss"] == pytest.approx(usual["loss"], rel=1e-3)
+    assert found["report"]["calibration"] == usual["report"]["calibration"]
+
+
+def test_checksums_tell_bits_and_rows_apart():
+    values = torch.randn(5, 7)
+    assert checksum(values) == checksum(values.clone())
+    assert checksum(values.T) == checksum(values.T.contiguous())
+    others = [values[[1, 0, 2, 3, 4]], -values, values + 1e-6, values.view(7, 5), values.double(), values.bfloat16()]
+    assert len({checksum(x) for x in [values, *others]}) == 7
+    for dtype in (torch.bool, torch.int64, torch.float16, torch.complex64, torch.uint8):
+        assert checksum(torch.ones(3, dtype=dtype)) != checksum(torch.zeros(3, dtype=dtype))
+    assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(-2.0))
+    assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
+
+
+# dealing out ----------------------------------------------------------------------------------------------------------
+
+
+def team(size: int) -> Team:
+    return Team(0, size)
+
+
+def test_layers_are_dealt_out_by_cost():
+    plan = make_plan(tiny_llama(), "wanda")
+    layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers[:7]}
+    groups = [
+        [layers["q_proj"], layers["k_proj"], layers["v_proj"]],
+        [layers["o_proj"]],
+        [layers["gate_proj"], layers["up_proj"]],
+        [layers["down_proj"]],
+    ]
+    for size in (2, 3, 4, 8):
+        shares = Shares.of(groups, team(size), whole_layers=True)
+        assert {name for name, _ in shares.owners} == {layer.name for layer in layers.values()}
+        down, gate = (shares.owners[layers[name].name, 0] for name in ("down_proj", "gate_proj"))
+        assert down != gate  # the two that cost most
+        assert shares == Shares.of(groups, team(size), whole_layers=True)
+        if size >= 7:
+            assert len(set(shares.owners.values())) >= 4
+    assert Shares.of(groups, team(1), whole_layers=True).owners == {}
+
+
+def test_experts_are_dealt_out_in_ranges():
+    plan = make_plan(ranks.mixtral(), "wanda")
+    (layer,) = [layer for layer in plan.layers if layer.name == "model.layers.0.mlp.experts.down_proj"]
+    shares = Shares.of([[layer]], team(3), whole_layers=False)
+    assert shares.pieces(layer) == [range(2), range(2, 4)]
+    assert sorted(shares.owners.values()) == [0, 1]
+    whole = Shares.of([[layer]], team(3), whole_layers=True)
+    assert whole.pieces(layer) == [range(4)]
+    assert whole.owners == {(layer.name, 0): 0}

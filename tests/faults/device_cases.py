@@ -1,0 +1,325 @@
+"""Models on an accelerator, and models whose blocks go there one at a time (``device=``): on a pretend device, where
+whatever must lie on one device together does, or raises, and on a GPU if there is one. Results are those of the CPU."""
+
+import copy
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.checkpoint.streaming import storage as blocks
+from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.model.offload import stored
+from modelopt_sparse.runtime.settings import Settings
+from modelopt_sparse.solving import cpu_matmul as products
+from tests.checkpoint.streams import Stopping
+from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device
+from tests.helpers import tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
+from tests.models.expert_models import MODELS
+from tests.runtime.unpacking import installed, packed_by, place_for
+
+PLACES = ["on it", "device="]
+CPU = torch.device("cpu")
+DEVICES = ["pretend", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = {
+    "magnitude": ("magnitude", {}),
+    "wanda": ("wanda", {"sequential": "none"}),
+    "ria": ("ria", {}),
+    "sparsegpt": ("sparsegpt", {}),
+    "sparsegpt by stages": ("sparsegpt", {"sequential": "stage"}),
+    "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%", "allocation": "owl"}),
+    "alps": ("alps", {}),
+    "permuted, refined and polished": ("wanda", {"permute": True, "polish": True, "refine": True}),
+    "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),
+    "reconstructed to the dense model": ("sparsegpt", {"reconstruct": {"target": "dense", "epochs": 2}}),
+}
+
+
+@pytest.fixture
+def device():
+    with pretend_device() as device:
+        yield device
+
+
+def a_device(name: str) -> AbstractContextManager[torch.device]:
+    return pretend_device() if name == "pretend" else nullcontext(torch.device(name, 0))
+
+
+def sparse(
+    model: nn.Module, data: list, method: str = "sparsegpt", place: str = "", device: torch.device = CPU, **options
+) -> nn.Module:
+    """The model made sparse on the CPU, or at a place of PLACES; on the CPU again, if it was moved."""
+    if place == "on it":
+        model.to(device)
+    if place == "device=":
+        options["device"] = device
+    before = {name: (id(p), p.device) for name, p in model.named_parameters()}
+    mts.sparsify(model, method, data_loader=data, progress=False, **options)
+    assert {name: (id(p), p.device) for name, p in model.named_parameters()} == before
+    assert {buffer.device for buffer in model.buffers()} <= {p.device for p in model.parameters()}
+    return model.to("cpu")
+
+
+def assert_same(found: nn.Module, expected: nn.Module, atol: float) -> None:
+    for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_pretend_device_is_none_of_the_cpu(device):
+    here, there = torch.ones(2, 2), torch.ones(2, 2, device=device)
+    assert isinstance(there, Pretended)
+    assert (there.device, (there @ there).device) == (device, device)
+    with pytest.raises(RuntimeError, match=AS_ON_A_GPU):
+        here @ there
+    with pytest.raises(RuntimeError, match=AS_ON_A_GPU):
+        there.masked_fill(here > 0, 0)
+    assert torch.equal((there @ here.to(device)).cpu(), here @ here)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_sparsify(way, name, place):
+    """In float64, so that no rounding decides about a mask."""
+    method, options = WAYS[way]
+    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(4)
+    expected = sparse(copy.deepcopy(model), data, method, **options)
+    with a_device(name) as device:
+        found = sparse(model, data, method, place, device, **options)
+    in_float32 = "reconstruct" in options  # its loss
+    assert_same(found, expected, atol=1e-5 if in_float32 else 1e-10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("name", ["t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention"])
+@pytest.mark.filterwarnings("ignore:.*runs of the model over the data")  # of those that are not run block by block
+def test_architectures_with_padding(name, device_name, place):
+    model = ARCHITECTURES[name].build().double()
+    data = [
+        {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+        for batch in ARCHITECTURES[name].batches("right")
+    ]
+    expected = sparse(copy.deepcopy(model), data)
+    with a_device(device_name) as device:
+        found = sparse(model, data, place=place, device=device)
+    assert_same(found, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"memory_limit": "200KB", "min_tokens": 4}], ids=["", "a few at a time"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_mixtures_of_experts(name, options, place):
+    model, data = MODELS[name](), token_batches(vocab=53)
+    expected = sparse(copy.deepcopy(model), data, **options)
+    with pretend_device() as device:
+        found = sparse(model, data, place=place, device=device, **options)
+    assert_same(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+def test_streaming(method, spill, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    options = {"data_loader": token_batches(), "progress": False}
+    mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "cpu", method, **options)
+    with pretend_device() as device:
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "device", method, device=device, spill=spill, **options)
+    assert_same(mts.load(tmp_path / "device"), mts.load(tmp_path / "cpu"), atol=1e-5)
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
+    """A block of which an earlier run has made the weights takes them where it is now."""
+    tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+    method = Stopping(10)
+    given = {"method": method, "sequential": sequential, "data_loader": token_batches(), "progress": False}
+    for left, name in ((10, "stopped"), (0, "stopped"), (0, "at once")):
+        method.left = left
+        with pytest.raises(KeyboardInterrupt) if left else nullcontext():
+            report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / name, device=device, **given)
+            assert report.notes == (["1 of 3 blocks were reused from a stopped run"] if name == "stopped" else [])
+    assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
+
+
+def places(model: nn.Module, data: list, free: int, monkeypatch, **options) -> set[str]:
+    """Types of the devices from which the second block is given its inputs, where ``free`` bytes are left."""
+    monkeypatch.setattr(BACKEND, "free", free)
+    seen: set[str] = set()
+    # before the hook that moves them
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
+    with pretend_device() as device:
+        sparse(model, data, place="device=", device=device, **options)
+    return seen
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 16), (8, 64)])
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [({}, 1), ({"sequential": "none"}, 2), ({"reconstruct": {"target": "dense", "epochs": 1}}, 3)],
+)
+def test_activations_stay_where_they_take_half_and_leave_enough(batch, length, options, states, monkeypatch):
+    """They are three hidden states; a mask, two rotary tables and positions are the same for all of them."""
+    model, data = tiny_llama(attn_implementation="eager"), token_batches(3, batch, length)
+    held = states * (4 * (3 * batch * length * 32 + batch * length**2 + 2 * length * 8) + 8 * length)
+    with pretend_device() as device:
+        stated = mts.make_plan(model, "sparsegpt", device=device, data_loader=data, **options).streamed
+        beside = sum(stated[str(device)].values())  # a loader's data are not known, so no activations are in it
+    assert (held > beside) == (length == 64)
+    enough = max(2 * held, held + beside)
+    expected = sparse(copy.deepcopy(model), data, **options)
+    found = copy.deepcopy(model)
+    assert places(found, data, enough, monkeypatch, **options) == {"cpu", NAME}  # the whole model runs at home
+    assert_same(found, expected, atol=1e-5)
+    assert places(model, data, enough - 1, monkeypatch, **options) == {"cpu"}
+    assert_same(model, expected, atol=1e-5)
+
+
+def test_what_torch_holds_and_nothing_uses_is_free(monkeypatch):
+    monkeypatch.setattr(BACKEND, "reserved", 1 << 30)
+    assert places(tiny_llama(), token_batches(), 0, monkeypatch) == {"cpu", NAME}
+    monkeypatch.setattr(BACKEND, "allocated", 1 << 30)
+    assert places(tiny_llama(), token_batches(), 0, monkeypatch) == {"cpu"}
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])
+def test_weights_move_there_and_back_once_in_a_turn(options):
+    """And once for the first batch of the survey, and once for the check that blocks run by themselves."""
+    model = tiny_llama(attn_implementation="eager", intermediate_size=72)
+    with pretend_device() as device:
+        sparse(model, token_batches(), place="device=", device=device, enforce=False, **options)
+    up_and_gate = 2 * len(model.model.layers)
+    assert (BACKEND.came.count((72, 32)), BACKEND.went.count((72, 32))) == (3 * up_and_gate, 3 * up_and_gate)
+
+
+@pytest.mark.parametrize(("padded", "each"), [(False, 0), (True, 4)])  # a block has four distinct inputs
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_statistics_of_a_batch_wait_for_nothing_but_padding(method, padded, each, device):
+    model = tiny_llama(attn_implementation="eager").to(device)
+    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_batches(6)]
+    for batch in data:
+        batch["attention_mask"][0, : 3 * padded] = 0
+    waits = []
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: waits.append(BACKEND.waits))
+    mts.sparsify(model, method, data_loader=data, progress=False)
+    collected = waits[2:]  # after the survey and the self-check; and nothing comes after the last block
+    assert [after - before for before, after in itertools.pairwise(collected)] == [each] * 5
+
+
+def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(BACKEND, "free", 1 << 40)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    placed = []
+    monkeypatch.setattr(blocks, "spilled", lambda x, folder: placed.append(x.device.type) or spilled(x, folder))
+    with pretend_device() as device:
+        mts.sparsify_checkpoint(
+            tmp_path / "dense",
+            tmp_path / "sparse",
+            "sparsegpt",
+            data_loader=token_batches(),
+            device=device,
+            spill=True,
+            progress=False,
+        )
+    assert set(placed) == {"cpu"}
+
+
+THERE = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"]
+
+
+@pytest.mark.parametrize("options", [{}, {"permute": True}, {"sequential": "none"}], ids=str)
+@pytest.mark.parametrize("how", ["offloaded", "spread"])
+def test_models_that_accelerate_runs_on_the_device(how, options):
+    """All weights come from the CPU for each call, or those of the last block do."""
+    model = tiny_llama(attn_implementation="eager", tie_word_embeddings=False)
+    expected = sparse(copy.deepcopy(model), token_batches(), **options)
+    with pretend_device() as device:
+        if how == "offloaded":
+            cpu_offload(model, execution_device=device)
+        else:
+            spread = {**dict.fromkeys(THERE, device), "model.layers.1": "cpu", "model.norm": "cpu"}
+            dispatch_model(model, spread, main_device=device, force_hooks=True)
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, **options)
+        assert BACKEND.came
+        for layer in mts.report(model).layers:
+            path, _, name = layer.parameter.rpartition(".")
+            values = stored(model.get_submodule(path), name).cpu()
+            torch.testing.assert_close(values, expected.get_parameter(layer.parameter).detach(), rtol=0, atol=1e-5)
+
+
+def test_after_an_error_everything_is_at_home(device):
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.register_forward_pre_hook(lambda module, args: (args[0] * float("inf"),))
+    with pytest.raises(ValueError, match="NaN or inf"):
+        sparse(model, token_batches(), place="device=", device=device)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert [len(block._forward_hooks) for block in model.model.layers] == [0, 0]
+
+
+class Failing(mts.Method):
+    needs = "gram"
+
+    def solve(self, weight, state, pattern, options):
+        raise ValueError("cannot be solved")
+
+
+def test_a_permutation_is_undone_at_home(device):
+    model = tiny_llama()
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="cannot be solved"):
+        sparse(model, token_batches(), Failing(), "device=", device, permute=True)
+    assert_same(model, before, atol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_products_on_the_cpu_are_not_timed_for_another_device(place, device, monkeypatch):
+    monkeypatch.setattr(products, "WORTH_ASKING", 1)
+    monkeypatch.setattr(products, "onednn_is_much_faster", lambda threads: pytest.fail("timed"))
+    sparse(tiny_llama(), token_batches(), place=place, device=device)
+
+
+def test_masks_hold_on_the_device(device):
+    model = tiny_llama().to(device)
+    mts.sparsify(model, "magnitude", progress=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mts.attach_optimizer(optimizer, model)
+    ids = token_batches(1)[0].to(device)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    assert mts.verify(model, pattern="2:4").layers
+    masks = dict(mts.named_masks(model))
+    assert {mask.device for mask in masks.values()} == {device}
+    again = tiny_llama()
+    mts.sparsify(again, masks=masks, device=device, progress=False)  # masks from the device for a model that is not
+    for name, mask in mts.named_masks(again):
+        assert torch.equal(mask, masks[name].cpu())
+    mts.set_mask(model, *next((name, mask.cpu()) for name, mask in masks.items()))
+    mts.export(model)
+    mts.verify(model, pattern="2:4")
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["", "int8"])
+def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(options, tmp_path, monkeypatch):
+    """They are packed there while the rest of the model, their biases with it, is still on the CPU."""
+    model = tiny_llama(hidden_size=64, intermediate_size=128, attention_bias=True, mlp_bias=True).to(torch.bfloat16)
+    mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "sparse")
+    backend, eager = installed(monkeypatch), {"attn_implementation": "eager"}
+    expected = packed_by(backend, mts.export(mts.load(tmp_path / "sparse", **eager)), **options)
+    ids = token_batches(1)[0]
+    with pretend_device() as device, torch.no_grad():
+        place = replace(place_for(backend), device=device)
+        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of(options), place))
+        found = mts.load(tmp_path / "sparse", semi_structured=True, **eager)
+        logits = found(input_ids=ids.to(device), use_cache=False).logits
+    assert {x.device for x in (*found.parameters(), *found.buffers())} == {device}
+    assert torch.equal(logits.cpu(), expected(input_ids=ids, use_cache=False).logits)
+    reports = mts.semi_structured_report(found), mts.semi_structured_report(expected)
+    assert reports[0].packed
+    assert [vars(layer) for layer in reports[0].layers] == [vars(layer) for layer in reports[1].layers]

@@ -1,0 +1,332 @@
+"""Runs in processes of their own, for the tests of faults: killed, short of disk or memory, with files that go.
+
+``python -m tests.faults.faulty`` imports everything once and forks for each run, which then has nothing to import any
+more. A line of JSON on its input is {"start": job}, answered by the number of the process, or {"wait": number},
+answered by {"code": exit code, "result": what the run has written}. `Runs` is the other end.
+
+A job: ``do`` is a key of ``DO`` with its arguments in ``given``; ``files``: prefix of the paths
+whose operations are counted; ``at``: the operation before which ``fault`` strikes, a number or a part of a path.
+"""
+
+import ctypes
+import fnmatch
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod")
+
+
+# the tests' end -------------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Starts runs, and waits for them or kills them."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.faulty"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._ask({"ready": True}) == "yes"
+
+    def _ask(self, line: dict[str, Any]) -> Any:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(line, default=str) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def start(self, do: str, given: dict[str, Any], **job: Any) -> int:
+        return self._ask({"start": {"do": do, "given": given, **job}})
+
+    def wait(self, pid: int) -> tuple[int, dict[str, Any]]:
+        """-> (exit code, negative for the signal that killed it; what the run has to say)."""
+        answer = self._ask({"wait": pid})
+        return answer["code"], answer["result"]
+
+    def run(self, do: str, given: dict[str, Any], **job: Any) -> tuple[int, dict[str, Any]]:
+        return self.wait(self.start(do, given, **job))
+
+    def run_killed(self, when: Callable[[], bool], do: str, given: dict[str, Any]) -> int:
+        """-> the exit code of a run that is killed as soon as ``when`` holds, if it is not faster."""
+        pid = self.start(do, given)
+        while not when():
+            try:
+                # a zombie until it is waited for
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    break
+            except FileNotFoundError:
+                break
+        os.kill(pid, signal.SIGKILL)
+        return self.wait(pid)[0]
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+# the process that forks -----------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    running: dict[int, int] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "start" in asked:
+            read, write = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.close(read)
+                code = 3
+                try:
+                    code = _run(asked["start"], write)
+                finally:
+                    os._exit(code)
+            os.close(write)
+            running[pid] = read
+            answer: Any = pid
+        elif "wait" in asked:
+            with os.fdopen(running.pop(asked["wait"]), encoding="utf-8") as pipe:
+                said = pipe.read()
+            code = os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
+            answer = {"code": code, "result": json.loads(said) if said else {}}
+        else:
+            answer = "yes"
+        print(json.dumps(answer), flush=True)
+
+
+def _run(job: dict[str, Any], pipe: int) -> int:
+    """One run, in its own process -> its exit code."""
+    counted = _Operations(job)
+    if "files" in job:
+        sys.addaudithook(counted)
+    result: dict[str, Any] = {}
+    began = time.perf_counter()
+    try:
+        code, found = DO[job["do"]](**job["given"])
+        result.update(found)
+    except BaseException as error:
+        chain: list[str] = []
+        link: BaseException | None = error
+        while link is not None:
+            chain.append(f"{type(link).__name__}: {link}")
+            link = link.__cause__ or link.__context__
+        code, result = 1, {"error": chain[0], "because": chain[1:]}
+    result.update(operations=counted.number, seconds=time.perf_counter() - began)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.write(pipe, json.dumps(result).encode())
+    return code
+
+
+class _Operations:
+    """An audit hook that counts operations on files, and lets the fault strike."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._prefix, self._at, self._fault = str(job.get("files")), job.get("at"), job.get("fault")
+        self.number = 0
+
+    def __call__(self, event: str, args: tuple) -> None:
+        if event not in OPERATIONS:
+            return
+        paths = [os.fsdecode(arg) for arg in args[:2] if isinstance(arg, (str, bytes, os.PathLike))]
+        inside = any(path.startswith(self._prefix) for path in paths)
+        if not inside and not (event in ("os.remove", "os.rmdir") and args[-1] != -1):  # rmtree goes by descriptors
+            return
+        self.number += 1
+        if self._fault is None:
+            return
+        now = self._at == self.number if isinstance(self._at, int) else fnmatch.fnmatch(paths[-1], str(self._at))
+        if now:
+            fault, self._fault = self._fault, None
+            FAULTS[fault["what"]](**{key: value for key, value in fault.items() if key != "what"})
+
+
+# faults ---------------------------------------------------------------------------------------------------------------
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fill_disk(left: int = 0) -> None:
+    """No file can grow beyond ``left`` bytes any more."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
+
+
+def remove(file: str) -> None:
+    os.remove(file)
+
+
+def truncate(file: str) -> None:
+    os.truncate(file, os.path.getsize(file) - 5)
+
+
+def flip(file: str, place: float = 0.5) -> None:
+    """Flip a bit of a file, in place; ``place`` is a share of its length, or a number of bytes from 1 on."""
+    with open(file, "r+b") as opened:
+        at = int(place if place >= 1 else place * os.path.getsize(file))
+        opened.seek(at)
+        byte = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "kill": _kill,
+    "full": _fill_disk,
+    "remove": remove,
+    "truncate": truncate,
+    "flip": flip,
+}
+
+
+# what runs do ---------------------------------------------------------------------------------------------------------
+
+
+def overflowing() -> Any:
+    """Wanda whose 21st layer, the last of block 2 of a Llama, comes out as large as float16 can be."""
+    from modelopt_sparse import Solution
+    from modelopt_sparse.methods import Wanda
+
+    class Overflowing(Wanda):
+        name = "overflowing"
+        solved = 0
+
+        def solve(self, weight, state, pattern, options):
+            found = super().solve(weight, state, pattern, options)
+            self.solved += 1
+            return Solution(found.weight.sign() * 6e4, found.mask, found.error) if self.solved == 21 else found
+
+    return Overflowing()
+
+
+def _stream(batches: Any, **given: Any) -> tuple[int, dict[str, Any]]:
+    import torch
+
+    import modelopt_sparse as mts
+
+    data = [torch.tensor(batch) for batch in batches]
+    if given["method"] == "overflowing":
+        given["method"] = overflowing()
+    report = mts.sparsify_checkpoint(data_loader=data, progress=False, **given)
+    return 0, {"notes": report.notes}
+
+
+def _on_a_small_disk(disk: str, room: int, copy: str, **given: Any) -> tuple[int, dict[str, Any]]:
+    """Stream to a file system in memory that has ``room`` bytes left, then to one that has enough, and ``copy`` what
+    came of it: the file system is gone with the process."""
+    if problem := _mount(disk, 4 * 2**20):
+        return 0, {"skipped": problem}
+    ballast = Path(disk) / "ballast"
+    with ballast.open("wb") as file:
+        file.write(bytes(4 * 2**20 - room))
+    first = ""
+    try:
+        _stream(**given)
+    except OSError as error:
+        first = str(error)
+    ballast.unlink()
+    code, found = _stream(**given)
+    left = sorted(path.name for path in Path(disk).iterdir())
+    shutil.copytree(given["target"], copy, dirs_exist_ok=True)
+    return code, {**found, "first": first, "left": left}
+
+
+def _mount(folder: str, size: int) -> str:
+    """A file system of ``size`` bytes for this process alone -> why there can be none, or ""."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_user, private = 0x00020000, 0x10000000, (1 << 18) | (1 << 14)
+    if libc.unshare(new_mounts | (0 if os.geteuid() == 0 else new_user)):
+        return f"no mounts of its own: {os.strerror(ctypes.get_errno())}"
+    failed = libc.mount(b"none", b"/", None, private, None)
+    options = f"size={size}".encode()
+    if failed or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, options):
+        return f"cannot mount: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Save the sparse model of one folder to another."""
+    import modelopt_sparse as mts
+
+    mts.save(mts.load(model), folder, max_shard_size=40_000)
+    return 0, {}
+
+
+def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    from modelopt_sparse.cli.commands import main
+
+    sys.argv = ["modelopt-sparse", *arguments]
+    out, err = StringIO(), StringIO()
+    code: Any = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as done:
+            code = done.code or 0
+    return code, {"out": out.getvalue(), "err": err.getvalue()}
+
+
+def _solve(method: str, rows: int, columns: int, room: int | None, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Make one layer sparse with ``room`` bytes of address space more than it takes to hold it."""
+    import hashlib
+
+    import torch
+    from torch import nn
+
+    import modelopt_sparse as mts
+
+    small = nn.Sequential(nn.Linear(64, 64))  # so that what is set up at the first use has been
+    mts.sparsify(small, method, data_loader=[torch.randn(8, 64)], include="0", progress=False, **options)
+    torch.manual_seed(0)
+    dense = nn.Linear(columns, rows, bias=False)
+    model = nn.Sequential(dense)
+    data = [torch.randn(64, columns)]
+    if room is not None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    try:
+        mts.sparsify(model, method, data_loader=data, include="0", progress=False, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (layer,) = mts.report(model).layers
+    mask = dict(mts.named_masks(model))["0.weight"]
+    return 0, {
+        "notes": layer.notes,
+        "mask": hashlib.sha256(mask.numpy().tobytes()).hexdigest(),
+        "norm": float(dense.weight.detach().double().norm()),
+    }
+
+
+DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
+    "stream": _stream,
+    "small disk": _on_a_small_disk,
+    "save": _save,
+    "cli": _cli,
+    "solve": _solve,
+}
+
+
+if __name__ == "__main__":
+    import torch
+
+    for name in ("modelopt_sparse", "transformers.models.llama.modeling_llama"):  # once, for all that are forked
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    serve()

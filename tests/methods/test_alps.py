@@ -1,0 +1,71 @@
+"""ALPS: its values against the optimum on their support, the order of the methods' errors, what its loop promises."""
+
+import pytest
+import torch
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import relative_error
+from modelopt_sparse.methods.patterns import parse_pattern
+from tests.oracles.layer_problem import damped, exact_refit, objective, problem, solved
+
+PATTERNS = ["2:4", "4:8", "50%", "70%"]
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_within_two_percent_of_the_optimum_on_their_support(pattern, seed):
+    weight, stats = problem(seed)
+    solution = solved("alps", weight, stats, pattern)
+    gram = damped(stats)
+    best = objective(weight, exact_refit(weight, solution.mask, gram), gram).sum()
+    assert objective(weight, solution.weight, gram).sum() <= 1.02 * best
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_error_is_below_that_of_sparsegpt_even_when_its_values_are_refitted_exactly(pattern, seed):
+    """ALPS chooses the better support, not only the better values: the order of the paper's table 1."""
+    weight, stats = problem(seed)
+    alps, sparsegpt = solved("alps", weight, stats, pattern), solved("sparsegpt", weight, stats, pattern)
+    refitted = exact_refit(weight, sparsegpt.mask, damped(stats))
+    assert alps.error < relative_error(weight, refitted, stats) < sparsegpt.error
+
+
+def test_a_loop_that_is_cut_short_is_still_refitted_to_the_optimum_on_its_support():
+    weight, stats = problem(3)
+    method = METHODS["alps"]
+    options = {**method.options, "iterations": 3, "refit_iterations": 500}
+    solution = method.solve(weight, method.prepare(stats, options), parse_pattern("2:4"), options)
+    best = exact_refit(weight, solution.mask, damped(stats))
+    torch.testing.assert_close(solution.weight, best, rtol=1e-5, atol=1e-5)
+
+
+def test_more_iterations_than_it_takes_to_settle_change_nothing():
+    weight, stats = problem(2)
+    method = METHODS["alps"]
+    found = [
+        method.solve(weight, method.prepare(stats, method.options), parse_pattern("2:4"), {**method.options, **more})
+        for more in ({"iterations": 300}, {"iterations": 1000})
+    ]
+    assert torch.equal(found[0].weight, found[1].weight)
+    short = method.solve(
+        weight, method.prepare(stats, method.options), parse_pattern("2:4"), {**method.options, "iterations": 3}
+    )
+    assert not torch.equal(short.mask, found[0].mask)
+    assert found[0].error < short.error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0}, r"damping=0 of alps: must be a number in \(0, 1\]"),
+        ({"damping": "1e-2"}, "damping='1e-2' of alps: must be a number"),
+        ({"iterations": 0}, "iterations=0 of alps: a positive whole number"),
+        ({"refit_iterations": True}, "refit_iterations=True of alps: a positive whole number"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        METHODS["alps"].check({**METHODS["alps"].options, **options})

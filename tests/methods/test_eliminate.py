@@ -1,0 +1,372 @@
+"""The fused sweep of SparseGPT against the plain one, one weight at a time, and literals.
+
+The kernel runs in Triton's interpreter where there is no GPU, and compiled where there is one.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods import sweep as eliminate
+from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.sweep import takes
+from tests.helpers import correlated_inputs, run_python
+from tests.oracles import reference
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with the extra 'test' on Linux")
+from modelopt_sparse.methods import sweep_triton as eliminate_triton
+
+INTERPRETED = not torch.cuda.is_available()
+SPARSEGPT = METHODS["sparsegpt"]
+PATTERNS = ["2:4", "4:8", "1:4", "3:4", "1:3", "5:16", "1:1", "50% per row", "70% per row", "50% per matrix", "29%"]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def through_kernel(monkeypatch, device) -> str:
+    """Sends what the kernel is written for through it, on the CPU too; the device to put tensors on."""
+    monkeypatch.setattr(eliminate, "has_kernels", lambda where: where.type == device)
+    return device
+
+
+def factor(columns: int, *lead: int, seed: int = 0) -> Tensor:
+    """R with H^-1 = R^T R of correlated inputs, float32 ``[*lead, columns, columns]``."""
+    found = []
+    for i in range(torch.Size(lead).numel()):
+        x = correlated_inputs(4 * columns, columns, seed + i)
+        gram = x.T @ x / len(x)
+        gram.diagonal().add_(0.01 * gram.diagonal().mean())
+        found.append(torch.linalg.cholesky(torch.linalg.inv(gram), upper=True))
+    return torch.stack(found).view(*lead, columns, columns).float()
+
+
+def plain(current: Tensor, inverse: Tensor, pattern: Pattern, start: int = 0) -> tuple[Tensor, Tensor]:
+    """The torch path, on the CPU."""
+    return eliminate.eliminate(current.cpu(), inverse.cpu(), pattern, start)
+
+
+def fused(current: Tensor, inverse: Tensor, pattern: Pattern, device: str) -> tuple[Tensor, Tensor]:
+    """The kernel; an unstructured mask is the torch path's."""
+    choice = pattern if isinstance(pattern, NM) else plain(current, inverse, pattern)[1].to(device)
+    pruned, mask = eliminate_triton.sweep(current.to(device), inverse.to(device), choice)
+    return pruned.cpu(), mask.cpu()
+
+
+# against the torch path ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_kernel_is_the_torch_path(pattern, device):
+    """A number of rows that fills no tile; of 2:4, more than one tile."""
+    columns = 24 if pattern == "1:3" else 32
+    current = torch.randn(67 if pattern == "2:4" else 5, columns)
+    inverse, spelled = factor(columns), parse_pattern(pattern)
+    pruned, mask = fused(current, inverse, spelled, device)
+    expected, expected_mask = plain(current, inverse, spelled)
+    assert torch.equal(mask, expected_mask)
+    assert not pruned[~mask].any()
+    torch.testing.assert_close(pruned, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((1,), (1,))], ids=["shared", "own", "two", "one"]
+)
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_stacks_share_a_factor_or_have_their_own(pattern, lead, own, device):
+    current, inverse, spelled = torch.randn(*lead, 5, 16), factor(16, *own), parse_pattern(pattern)
+    pruned, mask = fused(current, inverse, spelled, device)
+    for i, matrix in enumerate(current.view(-1, 5, 16)):
+        each = inverse.view(-1, 16, 16)[i] if own else inverse
+        expected, expected_mask = plain(matrix, each, spelled)
+        assert torch.equal(mask.view(-1, 5, 16)[i], expected_mask)
+        torch.testing.assert_close(pruned.view(-1, 5, 16)[i], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((2, 2), ())], ids=["shared", "own", "two", "one"]
+)
+@pytest.mark.parametrize("pattern", ["2:4", "1:3", "50% per row", "50% per matrix"])
+def test_the_torch_path_gives_stacks_what_it_gives_each_matrix(pattern, lead, own):
+    current, inverse, spelled = torch.randn(*lead, 5, 24), factor(24, *own), parse_pattern(pattern)
+    pruned, mask = plain(current, inverse, spelled)
+    for i, matrix in enumerate(current.view(-1, 5, 24)):
+        expected, expected_mask = plain(matrix, inverse.view(-1, 24, 24)[i] if own else inverse, spelled)
+        assert torch.equal(mask.view(-1, 5, 24)[i], expected_mask)
+        torch.testing.assert_close(pruned.view(-1, 5, 24)[i], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 3), (5, 8), (1, 13), (19, 40), (2, 130)])
+def test_blocks_of_any_width(rows, columns, device):
+    current, inverse = torch.randn(rows, columns), factor(columns)
+    pruned, mask = fused(current, inverse, Unstructured(0.5, "row"), device)
+    expected, expected_mask = plain(current, inverse, Unstructured(0.5, "row"))
+    assert torch.equal(mask, expected_mask)
+    torch.testing.assert_close(pruned, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_input_gives_the_same_bits(device):
+    current, inverse = torch.randn(33, 16), factor(16)
+    first, again = (fused(current, inverse, NM(2, 4), device) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
+def test_the_torch_path_leaves_its_inputs_alone(pattern, rows):
+    current, inverse = torch.randn(rows, 16), factor(16)
+    before = current.clone(), inverse.clone()
+    plain(current, inverse, parse_pattern(pattern))
+    assert torch.equal(current, before[0])
+    assert torch.equal(inverse, before[1])
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:3", "50% per row"])
+def test_whole_numbers_are_equal_to_the_bit(pattern, device):
+    """Where no operation rounds, no order of them makes a difference."""
+    generator = torch.Generator().manual_seed(3)
+    current = torch.randint(-8, 9, (19, 24), generator=generator).float()
+    beside = torch.randint(-1, 2, (24, 24), generator=generator) * (torch.rand(24, 24, generator=generator) < 0.2)
+    inverse = beside.triu(1).float() + torch.diag(2.0 ** torch.randint(-1, 2, (24,), generator=generator))
+    spelled = parse_pattern(pattern)
+    pruned, mask = fused(current, inverse, spelled, device)
+    expected, expected_mask = plain(current, inverse, spelled)
+    assert torch.equal(expected.double(), plain(current.double(), inverse.double(), spelled)[0])  # nothing rounded
+    assert torch.equal(mask, expected_mask)
+    assert torch.equal(pruned, expected)
+    assert (pruned != current.masked_fill(~mask, 0)).any()
+
+
+def test_inputs_are_left_alone_whatever_their_strides(device):
+    """Slices of larger tensors, R_bb as torch's triangular solver lays it out, and what stands below its diagonal."""
+    current, inverse = torch.randn(9, 40)[:, 8:24], factor(16)
+    expected = fused(current.contiguous(), inverse, NM(2, 4), device)
+    strided = inverse.mT.contiguous().mT
+    before = current.clone(), strided.clone()
+    for factor_ in (strided, inverse + torch.full((16, 16), 7.0).tril(-1)):
+        found = fused(current, factor_, NM(2, 4), device)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert torch.equal(current, before[0])
+    assert torch.equal(strided, before[1])
+
+
+def test_no_rows_are_no_work(device):
+    pruned, mask = fused(torch.empty(0, 16), factor(16), NM(2, 4), device)
+    assert pruned.shape == mask.shape == (0, 16)
+
+
+# ties ----------------------------------------------------------------------------------------------------------------
+
+
+TIES = [  # weights of a group, which of them 2:4 keeps
+    ([1, 1, 1, 1], [0, 1]),
+    ([0, 0, 0, 0], [0, 1]),
+    ([1, -1, 2, -2], [2, 3]),
+    ([1, 1, 2, 1], [0, 2]),
+    ([1, 2, 1, -1], [0, 1]),
+    ([-3, 0, 0, 0], [0, 1]),
+    ([0, 0, 0, -3], [0, 3]),
+    ([2, 1, 2, 2], [0, 2]),
+]
+
+
+def test_of_equal_scores_the_lower_index_is_kept(device):
+    """Literals; each group in every place of a row, and again as what is left after all groups before it."""
+    current = torch.tensor([weights for weights, _ in TIES]).float()
+    kept = torch.zeros(len(TIES), 4, dtype=torch.bool)
+    for row, (_, indices) in enumerate(TIES):
+        kept[row, indices] = True
+    turned = [torch.roll(torch.arange(len(TIES)), i) for i in range(5)]
+    current, kept = (torch.cat([x[order] for order in turned], 1) for x in (current, kept))
+    pruned, mask = fused(current, torch.eye(20), NM(2, 4), device)
+    assert torch.equal(mask, kept)
+    assert torch.equal(pruned, current.masked_fill(~kept, 0))
+    assert torch.equal(mask, plain(current, torch.eye(20), NM(2, 4))[1])
+
+
+def test_ties_that_compensation_makes(device):
+    """Pruning 1 and 1 (columns 2, 3) adds 1 and 2 to the group after it, whose 3 2 1 0 become ties: 3 3 3 0."""
+    inverse = torch.eye(8)
+    inverse[2, 5], inverse[3, 6] = -1, -2
+    pruned, mask = fused(torch.tensor([[5.0, 4, 1, 1, 3, 2, 1, 0]]), inverse, NM(2, 4), device)
+    assert mask.tolist() == [[True, True, False, False, True, True, False, False]]
+    assert pruned.tolist() == [[5, 4, 0, 0, 3, 3, 0, 0]]
+
+
+@pytest.mark.parametrize("pattern", ["1:2", "2:4", "4:8", "1:8", "3:5", "9:16"])
+def test_ties_go_as_in_the_pattern_itself(pattern, device):
+    """Random weights of few different values, and pivots that make equal scores of different weights."""
+    nm = parse_pattern(pattern)
+    assert isinstance(nm, NM)
+    current = torch.randint(-2, 3, (37, 3 * nm.m)).float()
+    pivots = 2.0 ** torch.randint(-1, 2, (3 * nm.m,))
+    _, mask = fused(current * pivots, torch.diag(pivots), nm, device)
+    assert torch.equal(mask, nm.mask(current.square()))
+
+
+# through the method, against one weight at a time --------------------------------------------------------------------
+
+
+def solve(weight: Tensor, gram: Tensor, pattern: Pattern, device: str, **options) -> Solution:
+    options = {**SPARSEGPT.options, **options}
+    gram = gram.to(device)
+    stats = Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+    state = SPARSEGPT.prepare(stats, options)
+    return SPARSEGPT.solve(weight.to(device), state, pattern.with_scope("matrix"), options)
+
+
+def one_at_a_time(weight: Tensor, gram: Tensor, pattern: Pattern, block_size: int) -> tuple[Tensor, Tensor]:
+    if isinstance(pattern, NM):
+        return reference.sparsegpt(weight, gram, nm=(pattern.n, pattern.m))
+    scope = pattern.scope or "matrix"
+    return reference.sparsegpt(weight, gram, sparsity=pattern.sparsity, scope=scope, block_size=block_size)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "50% per row", "50% per matrix", "70% per matrix"])
+def test_solving_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, block_size, through_kernel):
+    """40 columns: with blocks of 16 the last one is short."""
+    inputs, spelled = correlated_inputs(160, 40), parse_pattern(pattern)
+    gram, weight = inputs.T @ inputs, torch.randn(7, 40, dtype=torch.float64)
+    pruned, mask = one_at_a_time(weight, gram, spelled, block_size)
+    found = solve(weight.float(), gram.float(), spelled, through_kernel, block_size=block_size)
+    assert torch.equal(found.mask.cpu(), mask)
+    torch.testing.assert_close(found.weight.cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared factor", "own factors"])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_a_stack_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, shared, through_kernel):
+    spelled, weight = parse_pattern(pattern), torch.randn(3, 5, 24, dtype=torch.float64)
+    inputs = [correlated_inputs(96, 24, seed=0 if shared else i) for i in range(3)]
+    grams = torch.stack([x.T @ x for x in inputs])
+    found = solve(weight.float(), (grams[0] if shared else grams).float(), spelled, through_kernel, block_size=16)
+    for i in range(3):
+        pruned, mask = one_at_a_time(weight[i], grams[i], spelled, 16)
+        assert torch.equal(found.mask[i].cpu(), mask)
+        torch.testing.assert_close(found.weight[i].cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", ["2:4", "50%"])
+def test_half_precision_weights_are_solved_in_float32(pattern, dtype, through_kernel):
+    inputs, spelled = correlated_inputs(160, 40), parse_pattern(pattern)
+    gram, weight = inputs.T @ inputs, torch.randn(7, 40).to(dtype)
+    pruned, mask = one_at_a_time(weight.double(), gram, spelled, 128)
+    found = solve(weight, gram.float(), spelled, through_kernel)
+    assert found.weight.dtype == dtype
+    assert torch.equal(found.mask.cpu(), mask)
+    torch.testing.assert_close(found.weight.cpu().double(), pruned, rtol=0.01, atol=1e-3)
+
+
+def test_dead_channels_through_the_kernel(through_kernel):
+    inputs, weight = correlated_inputs(96, 24), torch.randn(5, 24)
+    inputs[:, [0, 5, 8, 9, 10, 11]] = 0
+    gram = inputs.T @ inputs
+    pruned, mask = one_at_a_time(weight.double(), gram, NM(2, 4), 128)
+    found = solve(weight, gram.float(), NM(2, 4), through_kernel)
+    assert torch.equal(found.mask.cpu(), mask)
+    torch.testing.assert_close(found.weight.cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
+    assert not found.weight[:, [0, 5, 8, 9, 10, 11]].any()
+
+
+# which path ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "columns", "taken"),
+    [
+        (NM(2, 4), torch.float32, 128, True),
+        (NM(8, 16), torch.float32, 256, True),
+        (Unstructured(0.5, "row"), torch.float32, 250, True),
+        (NM(8, 17), torch.float32, 34, False),
+        (NM(2, 4), torch.float64, 128, False),
+        (Unstructured(0.5, "row"), torch.float64, 128, False),
+        (NM(2, 4), torch.float32, 260, False),
+        (Unstructured(0.5, "row"), torch.float32, 257, False),
+    ],
+)
+def test_the_path_goes_by_dtype_pattern_and_width(monkeypatch, pattern, dtype, columns, taken):
+    """What the kernel is not written for goes through torch even where kernels run; on a CPU, everything does."""
+    current, inverse = torch.randn(2, columns, dtype=dtype), torch.eye(columns, dtype=dtype)
+    assert takes(current, pattern) is taken
+    calls = []
+    monkeypatch.setattr(
+        eliminate_triton, "sweep", lambda *given: calls.append(given) or plain(current, inverse, pattern)
+    )
+    eliminate.eliminate(current, inverse, pattern, 0)
+    assert not calls
+    answers = iter([True, False])  # the second is asked for in the stand-in for the kernel
+    monkeypatch.setattr(eliminate, "has_kernels", lambda device: next(answers))
+    eliminate.eliminate(current, inverse, pattern, 0)
+    assert len(calls) == taken
+
+
+def test_the_widest_block_of_the_kernel(device):
+    current, inverse = torch.randn(3, eliminate.WIDEST_BLOCK), torch.eye(eliminate.WIDEST_BLOCK)
+    inverse[0, -1] = 0.5
+    for pattern in (NM(8, eliminate.WIDEST_GROUP), Unstructured(0.5, "row")):
+        found = fused(current, inverse, pattern, device)
+        for a, b in zip(found, plain(current, inverse, pattern)):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+WITHOUT_KERNEL = """
+import sys
+sys.modules["triton"] = None  # every import of it fails
+import torch
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.patterns import NM
+sparsegpt = METHODS["sparsegpt"]
+state = sparsegpt.prepare(Stats(8, torch.ones(8), torch.eye(8)), sparsegpt.options)
+sparsegpt.solve(torch.randn(4, 8), state, NM(2, 4), sparsegpt.options)
+assert "modelopt_sparse.methods.sweep_triton" not in sys.modules
+"""
+
+
+def test_the_cpu_needs_no_triton():
+    done = run_python("-c", WITHOUT_KERNEL)
+    assert done.returncode == 0, done.stderr
+
+
+# compiled, without a GPU ---------------------------------------------------------------------------------------------
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from modelopt_sparse.methods.sweep_triton import TILE, _sweep
+kinds = dict.fromkeys(("current", "inverse", "pruned"), "*fp32") | {"flags": "*u8"}
+kinds |= dict.fromkeys(("rows", "columns", "tiles", "factor_size"), "i32")
+kinds |= dict.fromkeys("KEPT M T G S".split(), "constexpr")
+for capability, kept, m, slots, groups in ((80, 2, 4, 4, 32), (90, 2, 4, 4, 32), (90, 4, 8, 8, 16), (90, 0, 8, 8, 16)):
+    sizes = {"KEPT": kept, "M": m, "T": TILE // (slots * groups), "G": groups, "S": slots}
+    found = triton.compile(ASTSource(_sweep, kinds, sizes), target=GPUTarget("cuda", capability, 32))
+    code = found.asm["ptx"]
+    assert found.asm["cubin"] and "div.rn.f32" in code, (capability, sizes)
+    assert "div.full" not in code and ".ftz" not in code and ".f64" not in code, (capability, sizes)
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+def test_the_kernel_compiles_for_ampere_and_hopper(tmp_path):
+    """To machine code, with divisions that round as torch's, in float32 alone; needs no GPU."""
+    done = run_python("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "compiled\n"

@@ -1,0 +1,310 @@
+"""One contract for every method, pattern, dtype and shape; and the formulas against loops."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import STRIP, Method, Solution, Stats, relative_error
+from modelopt_sparse.methods.patterns import NM, parse_pattern
+from tests.helpers import correlated_inputs
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+
+# method -> (options, kept weights stay as they were)
+METHOD_CASES = {
+    "magnitude": ({}, True),
+    "wanda": ({}, True),
+    "ria": ({"alpha": 0.5}, True),
+    "sparsegpt": ({"damping": 0.01, "block_size": 128}, False),
+    "alps": ({"damping": 0.01, "iterations": 300, "refit_iterations": 10}, False),
+}
+MASK_ONLY = [name for name, (_, mask_only) in METHOD_CASES.items() if mask_only]
+PATTERNS = ["2:4", "1:4", "4:8", "8:16", "50% per row", "50% per matrix", "70%"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Leading dimensions, rows and columns of a weight; ``shared``: one Gram matrix for all leading indices."""
+
+    lead: tuple[int, ...]
+    rows: int
+    columns: int
+    shared: bool = False
+    dead: tuple[int, ...] = ()
+
+
+SHAPES = {
+    "matrix": Shape((), 12, 32),
+    "one row": Shape((), 1, 32),
+    "odd rows": Shape((), 7, 48),
+    "more than one block": Shape((), 4, 144),
+    "stack": Shape((3,), 5, 16),
+    "stack with one input": Shape((3,), 5, 16, shared=True),
+    "dead channels": Shape((), 6, 32, dead=(0, 5, 16, 17, 18, 19, 31)),
+}
+every_method = pytest.mark.parametrize("name", METHOD_CASES)
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@functools.cache
+def weight_and_inputs(shape: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight [..., R, C] and inputs [..., T, C] in float64."""
+    size = SHAPES[shape]
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(*size.lead, size.rows, size.columns, generator=generator, dtype=torch.float64)
+    count = 1 if size.shared or not size.lead else math.prod(size.lead)
+    inputs = torch.stack([correlated_inputs(3 * size.columns, size.columns, seed + i) for i in range(count)])
+    inputs[..., list(size.dead)] = 0
+    return weight, inputs if size.lead and not size.shared else inputs[0]
+
+
+def sums(inputs: Tensor) -> Stats:
+    gram = (inputs.mT @ inputs).float()
+    return Stats(inputs.shape[-2], gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+
+
+def solve(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
+    method, options = METHODS[name], METHOD_CASES[name][0]
+    spelled = parse_pattern(pattern).with_scope(method.scope)
+    return method.solve(weight, method.prepare(stats, options), spelled, options)
+
+
+def test_every_registered_method_goes_through_the_contract():
+    assert set(METHOD_CASES) == set(METHODS)
+    for name, (options, _) in METHOD_CASES.items():
+        assert METHODS[name].name == name
+        assert options == METHODS[name].options
+
+
+@every_method
+@every_pattern
+@every_dtype
+@every_shape
+def test_contract(name, pattern, dtype, shape):
+    """Exact counts, +0.0 where the mask is False, same shape, dtype and device, inputs untouched, the same again."""
+    method, (options, mask_only) = METHODS[name], METHOD_CASES[name]
+    exact, inputs = weight_and_inputs(shape)
+    weight, stats = exact.to(dtype), sums(inputs)
+    state = method.prepare(stats, options)
+    spelled = parse_pattern(pattern).with_scope(method.scope)
+    before = [x.clone() for x in (weight, stats.gram, stats.square_sums)]
+    inner = {key: x.clone() for key, x in vars(state).items() if isinstance(x, Tensor)}
+
+    solution = method.solve(weight, state, spelled, options)
+
+    pruned, mask = solution.weight, solution.mask
+    assert mask.dtype == torch.bool
+    assert mask.shape == pruned.shape == weight.shape
+    assert pruned.dtype == dtype
+    assert pruned.device == mask.device == weight.device
+    assert torch.isfinite(pruned).all()
+    assert 0 <= solution.error < 1
+
+    if isinstance(spelled, NM):
+        kept = mask.unflatten(-1, (-1, spelled.m)).sum(-1)
+        assert (kept == spelled.n).all()
+    else:
+        scopes = mask if spelled.scope == "row" else mask.flatten(-2)
+        assert ((~scopes).sum(-1) == reference.zeros_of(spelled.sparsity, scopes.shape[-1])).all()
+
+    assert (pruned[~mask] == 0).all()
+    assert not torch.signbit(pruned[~mask]).any()
+    if mask_only:
+        assert torch.equal(pruned[mask], weight[mask])
+
+    for x, old in zip((weight, stats.gram, stats.square_sums), before):
+        assert torch.equal(x, old)
+    for key, old in inner.items():
+        assert torch.equal(getattr(state, key), old)
+    again = method.solve(weight, method.prepare(stats, options), spelled, options)
+    assert torch.equal(again.mask, mask)
+    assert torch.equal(again.weight, pruned)
+    assert again.error == solution.error
+
+
+@every_method
+@every_pattern
+@pytest.mark.parametrize("shape", ["matrix", "one row", "stack", "dead channels"])
+def test_scaling_the_weight_by_two_scales_the_solution(name, pattern, shape):
+    exact, inputs = weight_and_inputs(shape)
+    weight, stats = exact.float(), sums(inputs)
+    one, two = solve(name, weight, stats, pattern), solve(name, 2 * weight, stats, pattern)
+    assert torch.equal(one.mask, two.mask)
+    assert torch.equal(2 * one.weight, two.weight)
+    assert two.error == pytest.approx(one.error, rel=1e-6)
+
+
+@every_method
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "8:16", "50% per row", "50% per matrix"])
+def test_permuting_the_rows_permutes_the_solution(name, pattern):
+    exact, inputs = weight_and_inputs("matrix")
+    order = torch.randperm(len(exact), generator=torch.Generator().manual_seed(1))
+    plain, permuted = (solve(name, w.float(), sums(inputs), pattern) for w in (exact, exact[order]))
+    assert torch.equal(plain.mask[order], permuted.mask)
+    torch.testing.assert_close(plain.weight[order], permuted.weight)
+
+
+@every_method
+@every_pattern
+@pytest.mark.parametrize("shape", ["stack", "stack with one input"])
+def test_stacked_matrices_are_solved_as_if_each_were_alone(name, pattern, shape):
+    exact, inputs = weight_and_inputs(shape)
+    weight = exact.float()
+    together = solve(name, weight, sums(inputs), pattern)
+    for i, matrix in enumerate(weight):
+        alone = solve(name, matrix, sums(inputs if inputs.dim() == 2 else inputs[i]), pattern)
+        assert torch.equal(together.mask[i], alone.mask)
+        torch.testing.assert_close(together.weight[i], alone.weight)
+
+
+@every_method
+@every_pattern
+@pytest.mark.parametrize("shape", ["matrix", "more than one block", "stack", "stack with one input", "dead channels"])
+def test_the_error_is_that_of_the_output_on_the_inputs_themselves(name, pattern, shape):
+    exact, inputs = weight_and_inputs(shape)
+    solution = solve(name, exact.float(), sums(inputs), pattern)
+    assert solution.error == pytest.approx(reference.output_error(exact.float(), solution.weight, inputs), rel=1e-4)
+
+
+# formulas ------------------------------------------------------------------------------------------------------------
+
+
+def naive_scores(name: str, weight: list[list[float]], norms: list[float], alpha: float) -> Tensor:
+    rows, columns = len(weight), len(weight[0])
+    score = torch.zeros(rows, columns, dtype=torch.float64)
+    for i in range(rows):
+        for j in range(columns):
+            size = abs(weight[i][j])
+            if name == "magnitude":
+                score[i, j] = size
+            elif name == "wanda":
+                score[i, j] = size * norms[j]
+            else:
+                in_column = sum(abs(weight[k][j]) for k in range(rows))
+                in_row = sum(abs(weight[i][k]) for k in range(columns))
+                score[i, j] = (size / in_column + size / in_row) * norms[j] ** alpha
+    return score
+
+
+@pytest.mark.parametrize("name", MASK_ONLY)
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "50% per row", "50% per matrix", "30%"])
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 0.0])
+def test_the_score_is_the_published_formula(name, pattern, alpha):
+    exact, inputs = weight_and_inputs("matrix")
+    weight, stats = exact.float(), sums(inputs)
+    norms = [math.sqrt(sum(x * x for x in channel)) for channel in inputs.T.tolist()]
+    score = naive_scores(name, weight.tolist(), norms, alpha)
+    spelled = parse_pattern(pattern)
+    if isinstance(spelled, NM):
+        expected = reference.nm_mask(score, spelled.n, spelled.m)
+    else:
+        default = {"magnitude": "matrix", "wanda": "row", "ria": "matrix"}[name]
+        expected = reference.unstructured_mask(score, spelled.sparsity, spelled.scope or default)
+    method = METHODS[name]
+    state = Stats(stats.tokens, stats.square_sums)
+    solution = method.solve(weight, state, spelled.with_scope(method.scope), {"alpha": alpha})
+    assert torch.equal(solution.mask, expected)
+
+
+def test_a_channel_that_is_large_in_the_data_is_kept_by_wanda_and_ria_but_not_by_magnitude():
+    weight = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    stats = Stats(1, torch.tensor([10_000.0, 1.0, 1.0, 1.0]))
+    kept = {
+        name: METHODS[name].solve(weight, stats, NM(2, 4), {"alpha": 0.5}).mask.int().tolist() for name in MASK_ONLY
+    }
+    assert kept == {"magnitude": [[0, 0, 1, 1]], "wanda": [[1, 0, 0, 1]], "ria": [[1, 0, 0, 1]]}
+
+
+def test_ria_prefers_weights_that_are_large_for_their_row_and_column():
+    weight = torch.tensor([[10.0, 10.0, 9.0, 1.0], [10.0, 10.0, 1.0, 0.1]])
+    mask = METHODS["ria"].solve(weight, Stats(1, torch.ones(4)), NM(2, 4), {"alpha": 0.0}).mask
+    # row 0: 10/20 + 10/30, the same, 9/10 + 9/30, 1/1.1 + 1/30
+    assert mask.int().tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
+
+
+def test_ria_scores_rows_and_columns_of_zeros_as_zero():
+    weight = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 5.0]])
+    solution = METHODS["ria"].solve(weight, Stats(1, torch.ones(4)), NM(1, 4), {"alpha": 0.5})
+    assert solution.mask.int().tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+    assert solution.weight.tolist() == [[0, 0, 0, 0], [0, 0, 0, 5]]
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5, "0.5", None, True, float("nan")])
+def test_ria_refuses_a_power_that_makes_no_sense(alpha):
+    with pytest.raises(ValueError, match=r"option alpha=.* of ria: .* number in \[0, 1\]"):
+        METHODS["ria"].check({"alpha": alpha})
+
+
+# error and statistics ------------------------------------------------------------------------------------------------
+
+
+def test_without_data_the_error_is_that_of_the_weights():
+    weight, pruned = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 4.0]])
+    assert relative_error(weight, pruned, None) == pytest.approx(9 / 25)
+
+
+def test_with_square_sums_the_error_takes_channels_as_uncorrelated():
+    weight, pruned = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 4.0]])
+    stats = Stats(5, torch.tensor([2.0, 1.0]))
+    assert relative_error(weight, pruned, stats) == pytest.approx(18 / 34)
+
+
+def test_the_error_of_a_stack_is_summed_over_its_matrices():
+    weight = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
+    pruned = torch.tensor([[[0.0, 4.0]], [[1.0, 0.0]]])
+    assert relative_error(weight, pruned, None) == pytest.approx(9 / 26)
+
+
+def test_a_layer_whose_output_is_zero_has_no_error():
+    weight = torch.zeros(2, 4)
+    assert relative_error(weight, weight, None) == 0
+    assert relative_error(torch.ones(2, 4), weight, Stats(1, torch.zeros(4), torch.zeros(4, 4))) == 0
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("columns", [STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 40])
+def test_the_error_of_a_wide_layer_is_that_of_its_outputs(columns, lead):
+    """Against the outputs themselves: the Gram matrix is multiplied strip by strip, above its diagonal alone."""
+    x = torch.randn(*lead, 50, columns, dtype=torch.float64)
+    weight = torch.randn(*lead, 6, columns, dtype=torch.float64)
+    pruned = weight * (torch.rand_like(weight) < 0.5)
+    stats = Stats(50, x.square().sum(-2), x.mT @ x)
+    expected = ((weight - pruned) @ x.mT).square().sum() / (weight @ x.mT).square().sum()
+    assert relative_error(weight, pruned, stats) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_statistics_of_two_halves_add_up_to_those_of_the_whole():
+    inputs = correlated_inputs(40, 8)
+    whole, first, second = sums(inputs), sums(inputs[:13]), sums(inputs[13:])
+    added = first + second
+    assert added.tokens == 40
+    torch.testing.assert_close(added.gram, whole.gram)
+    torch.testing.assert_close(added.square_sums, whole.square_sums)
+    assert (first + Stats(27, second.square_sums)).gram is None
+
+
+def test_a_method_of_the_user_writes_only_solve():
+    """`prepare` hands on the statistics, `check` accepts, the defaults ask for no data."""
+
+    class FirstOfGroup(Method):
+        name = "first"
+
+        def solve(self, weight, state, pattern, options):
+            mask = pattern.mask(-torch.arange(weight.shape[-1]).expand(weight.shape))
+            return Solution(weight.masked_fill(~mask, 0), mask, relative_error(weight, weight, state))
+
+    method = FirstOfGroup()
+    assert (method.needs, method.options, method.scope) == ("nothing", {}, "matrix")
+    method.check({})
+    stats = Stats(1, torch.ones(4))
+    assert method.prepare(stats, {}) is stats
+    assert method.solve(torch.ones(1, 4), stats, NM(2, 4), {}).mask.int().tolist() == [[1, 1, 0, 0]]

@@ -1,0 +1,262 @@
+"""Patterns: literals that can be checked by eye, counts, and agreement with brute force."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelopt_sparse.methods.patterns import NM, Unstructured, count_zeros, keep_largest, parse_pattern
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+
+ANY_SPARSITY = st.floats(0, 1, exclude_max=True, allow_subnormal=False)
+ANY_PATTERN = st.one_of(
+    st.integers(1, 32).flatmap(lambda m: st.builds(NM, st.integers(1, m), st.just(m))),
+    st.builds(Unstructured, ANY_SPARSITY, st.sampled_from([None, "row", "matrix"])),
+)
+
+
+def scores(rows: int, columns: int) -> st.SearchStrategy[torch.Tensor]:
+    """Small whole numbers, so that ties are common."""
+    row = st.lists(st.integers(0, 3), min_size=columns, max_size=columns)
+    return st.lists(row, min_size=rows, max_size=rows).map(lambda values: torch.tensor(values, dtype=torch.float32))
+
+
+# literals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "score", "kept"),
+    [
+        ("2:4", [[4, 3, 2, 1, 1, 2, 3, 4]], [[1, 1, 0, 0, 0, 0, 1, 1]]),
+        ("2:4", [[0, 5, 0, 6], [7, 0, 0, 8]], [[0, 1, 0, 1], [1, 0, 0, 1]]),
+        ("2:4", [[1, 1, 1, 1]], [[1, 1, 0, 0]]),  # ties: the lower index is kept
+        ("2:4", [[1, 2, 1, 1]], [[1, 1, 0, 0]]),
+        ("2:4", [[1, 1, 2, 1]], [[1, 0, 1, 0]]),
+        ("2:4", [[0, 0, 0, 0], [0, 0, 0, 9]], [[1, 1, 0, 0], [1, 0, 0, 1]]),  # a row of zeros
+        ("1:4", [[1, 3, 2, 0, 5, 5, 5, 5]], [[0, 1, 0, 0, 1, 0, 0, 0]]),
+        ("3:4", [[1, 3, 2, 1]], [[1, 1, 1, 0]]),
+        ("4:4", [[0, 1, 0, 0]], [[1, 1, 1, 1]]),
+        ("1:1", [[0, 1, 0]], [[1, 1, 1]]),
+        ("4:8", [[8, 7, 6, 5, 4, 3, 2, 1]], [[1, 1, 1, 1, 0, 0, 0, 0]]),
+        ("4:8", [[1, 8, 2, 7, 3, 6, 4, 5]], [[0, 1, 0, 1, 0, 1, 0, 1]]),
+        ("2:8", [[1, 2, 9, 4, 5, 6, 8, 7]], [[0, 0, 1, 0, 0, 0, 1, 0]]),
+        (
+            "8:16",
+            [[1, 9, 1, 9, 1, 9, 1, 9, 1, 9, 1, 9, 1, 9, 1, 9]],
+            [[0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]],
+        ),
+        ("50% per row", [[4, 3, 2, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 0, 0]]),
+        ("50% per matrix", [[4, 3, 2, 1], [1, 1, 1, 1]], [[1, 1, 1, 1], [0, 0, 0, 0]]),
+        ("50% per matrix", [[4, 3, 2, 1], [9, 9, 9, 9]], [[0, 0, 0, 0], [1, 1, 1, 1]]),
+        ("75% per row", [[3, 1, 4, 1]], [[0, 0, 1, 0]]),
+        ("0%", [[1, 0], [0, 0]], [[1, 1], [1, 1]]),
+        ("0.25", [[5, 5], [5, 5]], [[1, 1], [1, 0]]),  # without a scope: the whole matrix
+    ],
+)
+def test_the_largest_scores_are_kept(pattern, score, kept):
+    found = parse_pattern(pattern).mask(torch.tensor(score, dtype=torch.float32))
+    assert found.dtype == torch.bool
+    assert found.int().tolist() == kept
+
+
+def test_leading_dimensions_are_independent_matrices():
+    score = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[40.0, 30.0], [20.0, 10.0]]])
+    assert Unstructured(0.5, "matrix").mask(score).int().tolist() == [[[0, 0], [1, 1]], [[1, 1], [0, 0]]]
+    assert NM(1, 2).mask(score).int().tolist() == [[[0, 1], [0, 1]], [[1, 0], [1, 0]]]
+
+
+def test_wide_groups_keep_the_largest():
+    score = torch.arange(512.0).unsqueeze(0)
+    assert NM(2, 512).mask(score).nonzero()[:, 1].tolist() == [510, 511]
+    assert NM(1, 256).mask(score).nonzero()[:, 1].tolist() == [255, 511]
+
+
+@pytest.mark.parametrize("kept", [1, 150, 299])
+@pytest.mark.parametrize("rising", [True, False])
+def test_groups_wider_than_a_byte_counts(kept, rising):
+    """An entry that all others beat, and one that beats all others."""
+    score = torch.arange(300.0) if rising else -torch.arange(300.0)
+    expected = (torch.arange(300) >= 300 - kept) if rising else (torch.arange(300) < kept)
+    assert torch.equal(NM(kept, 300).mask(score[None]), expected[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_masks_are_the_same_in_every_dtype(pattern, dtype):
+    score = torch.tensor([[3, 1, 2, 0, 5, 7, 6, 4]])
+    assert torch.equal(parse_pattern(pattern).mask(score.to(dtype)), parse_pattern(pattern).mask(score.double()))
+
+
+# counting ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "size", "zeros"),
+    [
+        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996 in floating point
+        (0.57, 100, 57),
+        (0.5, 1, 0),  # halves go to the even neighbour
+        (0.5, 3, 2),
+        (0.5, 5, 2),
+        (0.5, 7, 4),
+        (0.25, 10, 2),
+        (0.35, 10, 4),
+        (0.0, 10, 0),
+        (0.999, 10, 10),
+        (0.1, 4_000_000_000, 400_000_000),
+    ],
+)
+def test_zeros_are_counted_in_decimal_and_rounded_half_to_even(sparsity, size, zeros):
+    assert count_zeros(sparsity, size) == zeros
+    assert reference.zeros_of(sparsity, size) == zeros
+
+
+def test_the_count_is_exact_for_each_row_or_for_the_matrix():
+    score = torch.rand(10, 15, generator=torch.Generator().manual_seed(0))
+    per_row = Unstructured(0.3, "row").mask(score)
+    assert (~per_row).sum(-1).tolist() == [4] * 10  # 4.5 per row
+    assert (~Unstructured(0.3, "matrix").mask(score)).sum() == 45
+    assert (~Unstructured(0.29, "matrix").mask(score[:, :10])).sum() == 29
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sparsity=ANY_SPARSITY, rows=st.integers(1, 4), columns=st.integers(1, 9), scope=st.sampled_from(["row", "matrix"])
+)
+def test_unstructured_masks_have_the_exact_count_whatever_the_ties(sparsity, rows, columns, scope):
+    pattern = Unstructured(sparsity, scope)
+    mask = pattern.mask(torch.ones(rows, columns))
+    scopes = mask if scope == "row" else mask.view(1, -1)
+    assert (~scopes).sum(-1).tolist() == [reference.zeros_of(sparsity, scopes.shape[1])] * len(scopes)
+    assert pattern.count_kept_wrong(mask) == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), shape=st.sampled_from([(1, 4), (2, 4), (3, 4), (4, 8), (2, 8), (2, 3)]))
+def test_nm_masks_agree_with_brute_force(data, shape):
+    n, m = shape
+    score = data.draw(scores(2, 2 * m))
+    assert torch.equal(NM(n, m).mask(score), reference.nm_mask(score, n, m))
+
+
+@settings(deadline=None, max_examples=60)
+@given(score=scores(3, 7), sparsity=ANY_SPARSITY, scope=st.sampled_from(["row", "matrix"]))
+def test_unstructured_masks_agree_with_a_full_sort(score, sparsity, scope):
+    assert torch.equal(Unstructured(sparsity, scope).mask(score), reference.unstructured_mask(score, sparsity, scope))
+
+
+def test_nm_masks_agree_with_brute_force_at_8_of_16():
+    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)).abs()
+    assert torch.equal(NM(8, 16).mask(score), reference.nm_mask(score, 8, 16))
+
+
+def test_keep_largest_takes_counts_beyond_both_ends():
+    score = torch.tensor([3.0, 1.0, 2.0])
+    assert keep_largest(score, 0).tolist() == [False] * 3
+    assert keep_largest(score, -1).tolist() == [False] * 3
+    assert keep_largest(score, 3).tolist() == [True] * 3
+    assert keep_largest(score, 7).tolist() == [True] * 3
+
+
+# checking ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_scopes_that_break_a_pattern_are_counted():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
+    assert NM(2, 4).count_kept_wrong(mask) == 2
+    assert NM(2, 4).count_nonzero_wrong(mask.float()) == 1  # fewer nonzeros than allowed are right
+    assert Unstructured(0.5, "row").count_kept_wrong(mask) == 2
+    assert Unstructured(0.5, "row").count_nonzero_wrong(mask.float()) == 1
+    assert Unstructured(0.5, "matrix").count_kept_wrong(mask) == 0
+    assert Unstructured(0.5).count_nonzero_wrong(mask.float()) == 0
+    assert Unstructured(0.6).count_nonzero_wrong(mask.float()) == 1
+
+
+def test_nm_does_not_fit_columns_that_are_no_multiple_of_m():
+    assert NM(2, 4).misfit(8) is None
+    assert NM(2, 4).misfit(10) == "10 input channels are not a multiple of 4, so 2:4 does not fit"
+    assert Unstructured(0.5).misfit(7) is None
+    with pytest.raises(ValueError, match=r"shape \[3, 10\]: 10 input channels are not a multiple of 4"):
+        NM(2, 4).mask(torch.ones(3, 10))
+
+
+def test_a_scope_is_filled_in_only_where_it_was_left_open():
+    assert Unstructured(0.5).with_scope("row") == Unstructured(0.5, "row")
+    assert Unstructured(0.5, "matrix").with_scope("row") == Unstructured(0.5, "matrix")
+    assert NM(2, 4).with_scope("row") == NM(2, 4)
+
+
+def test_sparsity_is_the_pruned_fraction():
+    assert NM(1, 4).sparsity == 0.75
+    assert NM(2, 4).sparsity == 0.5
+
+
+# parsing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("2:4", NM(2, 4)),
+        (" 4 : 8 ", NM(4, 8)),
+        ("2:4 sparsity", NM(2, 4)),
+        (0.5, Unstructured(0.5)),
+        (0, Unstructured(0.0)),
+        ("0.5", Unstructured(0.5)),
+        (".7", Unstructured(0.7)),
+        ("50%", Unstructured(0.5)),
+        ("29 %", Unstructured(0.29)),
+        ("12.5%", Unstructured(0.125)),
+        ("50% per row", Unstructured(0.5, "row")),
+        ("60% per matrix", Unstructured(0.6, "matrix")),
+        (NM(1, 2), NM(1, 2)),
+        (Unstructured(0.1, "row"), Unstructured(0.1, "row")),
+    ],
+)
+def test_patterns_are_parsed_from_what_users_write(text, pattern):
+    assert parse_pattern(text) == pattern
+
+
+@settings(max_examples=300)
+@given(pattern=ANY_PATTERN)
+def test_a_printed_pattern_parses_back_to_itself(pattern):
+    assert parse_pattern(str(pattern)) == pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(NM(2, 4), "2:4"), (Unstructured(0.29), "29%"), (Unstructured(0.125, "row"), "12.5% per row")],
+)
+def test_patterns_print_as_users_write_them(pattern, text):
+    assert str(pattern) == text
+
+
+UNKNOWN = r"pattern .* is not known: write '2:4' \(or any N:M, N kept of M\), a pruned fraction such as 0.5 or '50%'"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0:4", "pattern '0:4': N .kept. must be from 1 to M; write for example '2:4'"),
+        ("5:4", "pattern '5:4': N .kept. must be from 1 to M"),
+        ("2:0", "pattern '2:0': N .kept. must be from 1 to M"),
+        ("2:-4", UNKNOWN),
+        ("2:4:8", UNKNOWN),
+        ("two of four", UNKNOWN),
+        ("", UNKNOWN),
+        (None, UNKNOWN),
+        (True, UNKNOWN),
+        ((2, 4), UNKNOWN),
+        (1, r"sparsity 1.0: the pruned fraction must be in \[0, 1\), for example 0.5 or '50%'"),
+        (50, r"sparsity 50.0: the pruned fraction must be in \[0, 1\)"),
+        (-0.5, r"sparsity -0.5: the pruned fraction must be in \[0, 1\)"),
+        (float("nan"), "sparsity nan: the pruned fraction"),
+        ("100%", "sparsity 1.0: the pruned fraction"),
+        ("50% per tensor", "scope 'tensor' of an unstructured pattern: allowed are row, matrix"),
+    ],
+)
+def test_a_bad_pattern_is_refused_with_what_is_allowed(value, message):
+    with pytest.raises(ValueError, match=message):
+        parse_pattern(value)

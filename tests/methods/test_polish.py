@@ -1,0 +1,184 @@
+"""Polish: values against the exact optimum on a mask, the order of the methods' errors, and what it leaves alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Solution, Stats, relative_error
+from modelopt_sparse.methods.conjugate_gradients import Scaled, refit, squared_error
+from modelopt_sparse.methods.patterns import parse_pattern
+from modelopt_sparse.methods.polish import polish
+from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.oracles.layer_problem import DAMPING, damped, exact_refit, objective, problem, solved
+
+pytestmark = pytest.mark.core
+
+PATTERNS = ["2:4", "4:8", "50%", "70%"]
+ITERATIONS = 30
+
+
+def polished(weight: Tensor, stats: Stats, solution: Solution) -> Solution:
+    return polish(weight, solution, Scaled.of(stats, DAMPING), ITERATIONS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_within_two_percent_of_the_optimum_on_the_mask(name, pattern, seed):
+    weight, stats = problem(seed)
+    solution = polished(weight, stats, solved(name, weight, stats, pattern))
+    gram = damped(stats)
+    best = objective(weight, exact_refit(weight, solution.mask, gram), gram).sum()
+    assert objective(weight, solution.weight, gram).sum() <= 1.02 * best
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_alps_polished_is_below_sparsegpt_polished_is_below_sparsegpt(pattern, seed):
+    weight, stats = problem(seed)
+    alps, sparsegpt = (solved(name, weight, stats, pattern) for name in ("alps", "sparsegpt"))
+    errors = [x.error for x in (polished(weight, stats, alps), polished(weight, stats, sparsegpt), sparsegpt)]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.97 * errors[1]
+    assert errors[1] < 0.97 * errors[2]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_row_gets_worse_and_the_mask_stays(name):
+    weight, stats = problem(0)
+    solution = solved(name, weight, stats, "2:4")
+    found, gram = polished(weight, stats, solution), damped(stats)
+    assert torch.equal(found.mask, solution.mask)
+    assert not found.weight[~found.mask].any()
+    after, before = (objective(weight, x.weight, gram) for x in (found, solution))
+    assert (after <= before * (1 + 1e-12)).all()
+    assert found.error == pytest.approx(relative_error(weight, found.weight, stats))
+
+
+def test_a_row_that_would_get_worse_keeps_its_values():
+    """With a matrix that is not symmetric the first step lands at nine times the error."""
+    weight = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    crooked = torch.tensor([[1.0, 3.0], [-3.0, 1.0]], dtype=torch.float64)
+    ones = torch.ones(2, dtype=torch.float64)
+    state = Scaled(crooked, ones, ones > 1, Stats(1, ones, crooked))
+    start = Solution(torch.zeros_like(weight), torch.ones(3, 2, dtype=torch.bool), 1.0)
+    assert torch.equal(polish(weight, start, state, 1).weight, start.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_rounding_to_half_precision_worsens_no_row(dtype):
+    """From values that are the optimum but for the rounding, which another rounding could make worse."""
+    exact, stats = problem(1)
+    weight = exact.to(dtype)
+    first = polished(weight, stats, solved("sparsegpt", weight, stats, "2:4"))
+    again = polished(weight, stats, first)
+    gram = damped(stats)
+    before, after = (objective(weight.double(), x.weight.double(), gram) for x in (first, again))
+    assert again.weight.dtype == dtype
+    assert (after <= before).all()
+
+
+def test_rows_are_systems_of_their_own_whatever_the_mask_and_the_start():
+    """From a random mask and a random start; one row is fully kept, one fully pruned."""
+    weight, stats = problem(0, rows=12, columns=32)
+    scale = stats.square_sums.sqrt()
+    assert stats.gram is not None
+    gram = stats.gram / scale / scale[:, None] + 0.05 * torch.eye(32, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.rand(12, 32, generator=generator) < 0.5
+    mask[0], mask[1] = True, False
+    start = torch.randn(12, 32, generator=generator, dtype=torch.float64).masked_fill(~mask, 0)
+    best = exact_refit(weight, mask, gram)
+    torch.testing.assert_close(refit(weight, start, mask, gram, 200), best, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([refit(weight[[i]], start[[i]], mask[[i]], gram, 4) for i in range(12)])
+    torch.testing.assert_close(refit(weight, start, mask, gram, 4), alone)
+
+
+def test_iterations_stop_when_every_row_is_at_its_optimum():
+    weight, stats = problem(0, rows=4, columns=16)
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    gram = damped(stats)
+    assert torch.equal(refit(weight, weight.clone(), mask, gram, 10), weight)
+    found = [refit(weight, torch.zeros_like(weight), mask, gram, iterations) for iterations in (1000, 2000)]
+    assert torch.equal(*found)
+
+
+def test_squared_error_is_the_trace_row_by_row():
+    weight, stats = problem(2)
+    assert stats.gram is not None
+    pruned = weight.masked_fill(weight.abs() < 1, 0)
+    expected = objective(weight, pruned, stats.gram)
+    torch.testing.assert_close(squared_error(weight, pruned, stats.gram).squeeze(-1), expected)
+
+
+def test_a_stack_is_solved_matrix_by_matrix():
+    weights, stats = zip(*(problem(seed, rows=6, columns=16) for seed in range(3)))
+    grams = torch.stack([x.gram for x in stats if x.gram is not None])
+    together = Stats(64, grams.diagonal(dim1=-2, dim2=-1).clone(), grams)
+    weight = torch.stack(weights)
+    mask = parse_pattern("2:4").mask(weight.abs())
+    found = polished(weight, together, Solution(weight.masked_fill(~mask, 0), mask, 1.0))
+    for i in range(3):
+        alone = polished(weights[i], stats[i], Solution(weights[i].masked_fill(~mask[i], 0), mask[i], 1.0))
+        torch.testing.assert_close(found.weight[i], alone.weight)
+
+
+def test_channels_without_data_take_the_dense_values():
+    weight, stats = problem(0)
+    assert stats.gram is not None
+    gram = stats.gram.clone()
+    gram[:4], gram[:, :4] = 0, 0
+    empty = Stats(stats.tokens, gram.diagonal().clone(), gram)
+    mask = parse_pattern("2:4").mask(weight.abs())
+    found = polished(weight, empty, Solution(torch.zeros_like(weight), mask, 1.0))
+    torch.testing.assert_close(found.weight[:, :4], weight[:, :4].masked_fill(~mask[:, :4], 0))
+
+
+def test_inputs_are_left_untouched():
+    weight, stats = problem(0)
+    solution, state = solved("wanda", weight, stats, "2:4"), Scaled.of(stats, DAMPING)
+    assert stats.gram is not None
+    tensors = [weight, solution.weight, solution.mask, state.gram, state.root_C, stats.gram, stats.square_sums]
+    before = [x.clone() for x in tensors]
+    polish(weight, solution, state, ITERATIONS)
+    for x, old in zip(tensors, before):
+        assert_bits(x, old)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sparsify_polishes_any_method_and_reports_both_errors(method):
+    plain, better = tiny_llama(), tiny_llama()
+    mts.sparsify(plain, method, data_loader=token_batches(), sequential="none")
+    mts.sparsify(better, method, data_loader=token_batches(), sequential="none", polish=True)
+    masks = dict(mts.named_masks(plain))
+    for name, mask in mts.named_masks(better):
+        assert torch.equal(mask, masks[name])
+    for layer, before in zip(mts.report(better).layers, mts.report(plain).layers):
+        assert layer.recipe == f"{method}+polish"
+        first, second = layer.steps
+        assert (first.step, second.step) == (method, "polish")
+        assert before.error_from != "gram" or first.error == before.error
+        assert second.error == layer.error
+        assert first.error is not None
+        assert layer.error is not None
+        assert layer.error <= first.error or method == "alps"  # whose own refit has left next to nothing to gain
+        assert layer.seconds == pytest.approx(first.seconds + second.seconds, abs=1e-3)
+
+
+def test_the_damping_is_the_methods_own():
+    """With much damping polish stays closer to the dense weights on channels that carry little."""
+
+    def values(**options) -> Tensor:
+        model = tiny_llama()
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), polish=True, **options)
+        return model.get_parameter("model.layers.0.mlp.down_proj.weight").detach()
+
+    assert not torch.equal(values(), values(damping=0.5))
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "yes"])
+def test_iterations_that_make_no_sense(value):
+    with pytest.raises(ValueError, match=r"polish=.*: must be True, False or a positive whole number"):
+        mts.make_plan(tiny_llama(), "wanda", polish=value)

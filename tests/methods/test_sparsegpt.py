@@ -1,0 +1,255 @@
+"""SparseGPT against one weight at a time with fresh inverses; better than the mask-only methods; robust."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from tests.helpers import correlated_inputs
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+SPARSEGPT = METHODS["sparsegpt"]
+
+
+def stats_of(inputs: Tensor) -> Stats:
+    gram = inputs.mT @ inputs
+    return Stats(len(inputs), gram.diagonal().clone(), gram)
+
+
+def of_gram(gram: Tensor) -> Stats:
+    return Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+
+
+def solve(weight: Tensor, stats: Stats, pattern: Pattern, **options) -> Solution:
+    options = {**SPARSEGPT.options, **options}
+    return SPARSEGPT.solve(weight, SPARSEGPT.prepare(stats, options), pattern.with_scope("matrix"), options)
+
+
+def problem(rows: int, columns: int, seed: int = 0, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return weight, correlated_inputs(tokens or 4 * columns, columns, seed)
+
+
+def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
+    """A symmetric matrix of float64 with these eigenvalues and a constant diagonal-free basis."""
+    basis = torch.linalg.qr(torch.randn(len(eigenvalues), len(eigenvalues), dtype=torch.float64)).Q
+    return (basis * eigenvalues) @ basis.mT
+
+
+# the oracle ----------------------------------------------------------------------------------------------------------
+
+BLOCK_SIZES = [8, 16, 128, 6]  # 6 is no multiple of M, and 48 columns are no multiple of it
+
+
+@functools.cache
+def expected_nm(n: int, m: int, damping: float) -> tuple[Tensor, Tensor]:
+    weight, inputs = problem(5, 48)
+    return reference.sparsegpt(weight, inputs.mT @ inputs, nm=(n, m), damping=damping)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"])
+@pytest.mark.parametrize("damping", [0.01, 0.3])
+def test_nm_agrees_with_one_weight_at_a_time_whatever_the_block_size(pattern, block_size, damping):
+    weight, inputs = problem(5, 48)
+    nm = parse_pattern(pattern)
+    pruned, mask = expected_nm(nm.n, nm.m, damping)
+    found = solve(weight, stats_of(inputs), nm, block_size=block_size, damping=damping)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
+    in_float32 = solve(weight.float(), stats_of(inputs.float()), nm, block_size=block_size, damping=damping)
+    assert torch.equal(in_float32.mask, mask)
+    torch.testing.assert_close(in_float32.weight, pruned.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [*BLOCK_SIZES, 40])
+@pytest.mark.parametrize("scope", ["row", "matrix"])
+@pytest.mark.parametrize("sparsity", [0.5, 0.7, 0.29])
+def test_unstructured_agrees_with_one_weight_at_a_time(scope, sparsity, block_size):
+    weight, inputs = problem(5, 48)
+    pruned, mask = reference.sparsegpt(
+        weight, inputs.mT @ inputs, sparsity=sparsity, scope=scope, block_size=block_size
+    )
+    found = solve(weight, stats_of(inputs), Unstructured(sparsity, scope), block_size=block_size)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
+    in_float32 = solve(weight.float(), stats_of(inputs.float()), Unstructured(sparsity, scope), block_size=block_size)
+    assert torch.equal(in_float32.mask, mask)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_dead_channels_agree_with_one_weight_at_a_time(pattern):
+    weight, inputs = problem(5, 32)
+    inputs[:, [0, 5, 8, 9, 10, 11, 31]] = 0
+    spelled = parse_pattern(pattern)
+    choice = {"nm": (2, 4)} if isinstance(spelled, NM) else {"sparsity": 0.5, "scope": spelled.scope}
+    pruned, mask = reference.sparsegpt(weight, inputs.mT @ inputs, block_size=16, **choice)
+    found = solve(weight, stats_of(inputs), spelled, block_size=16)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
+
+
+def test_without_a_scope_the_matrix_is_the_scope():
+    weight, inputs = problem(6, 32)
+    options = dict(SPARSEGPT.options)
+    state = SPARSEGPT.prepare(stats_of(inputs), options)
+    assert torch.equal(
+        SPARSEGPT.solve(weight, state, Unstructured(0.5), options).mask,
+        SPARSEGPT.solve(weight, state, Unstructured(0.5, "matrix"), options).mask,
+    )
+
+
+def test_uncorrelated_inputs_leave_the_kept_weights_alone_and_prune_as_wanda():
+    weight = torch.randn(6, 16, dtype=torch.float64)
+    stats = of_gram(torch.diag(torch.rand(16, dtype=torch.float64) + 0.1))
+    found = solve(weight, stats, NM(2, 4), damping=1e-12)
+    assert torch.equal(found.mask, METHODS["wanda"].solve(weight, stats, NM(2, 4), {}).mask)
+    torch.testing.assert_close(found.weight, weight.masked_fill(~found.mask, 0), rtol=1e-9, atol=0)
+
+
+def test_a_twin_channel_takes_over_the_weight_of_its_pruned_copy():
+    """Two equal inputs: 3 x + 1 x is 4 x, whichever of them is kept."""
+    x = torch.randn(50, 1, dtype=torch.float64)
+    found = solve(torch.tensor([[1.0, 3.0]], dtype=torch.float64), stats_of(x.expand(50, 2)), NM(1, 2), damping=1e-9)
+    torch.testing.assert_close(found.weight, torch.tensor([[0.0, 4.0]], dtype=torch.float64), rtol=1e-6, atol=0)
+    assert found.error < 1e-12
+
+
+# better than the mask-only methods ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "50% per row", "50% per matrix", "70%"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
+    weight, inputs = problem(24, 64, seed, tokens=512)
+    stats = stats_of(inputs.float())
+    error = {}
+    for name in ("magnitude", "wanda", "sparsegpt"):
+        method = METHODS[name]
+        spelled = parse_pattern(pattern).with_scope(method.scope)
+        solution = method.solve(weight.float(), method.prepare(stats, method.options), spelled, method.options)
+        error[name] = reference.output_error(weight, solution.weight, inputs)
+        assert solution.error == pytest.approx(error[name], rel=1e-3)
+    assert error["sparsegpt"] < 0.8 * error["wanda"] < 0.8 * error["magnitude"]
+
+
+def test_compensation_halves_the_error_of_the_same_mask():
+    weight, inputs = problem(24, 64, tokens=512)
+    found = solve(weight, stats_of(inputs), NM(2, 4))
+    mask_alone = weight.masked_fill(~found.mask, 0)
+    assert found.error < 0.5 * reference.output_error(weight, mask_alone, inputs)
+
+
+# dead channels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_weights_of_dead_channels_become_zero_and_count_for_nothing(pattern):
+    weight, inputs = problem(6, 32)
+    dead = [1, 8, 9, 10, 11, 30]
+    inputs[:, dead] = 0
+    found = solve(weight, stats_of(inputs), parse_pattern(pattern))
+    assert not found.weight[:, dead].any()
+    assert not torch.signbit(found.weight[:, dead]).any()
+    other = weight.clone()
+    other[:, dead] = -1000
+    again = solve(other, stats_of(inputs), parse_pattern(pattern))
+    assert torch.equal(again.mask, found.mask)
+    assert torch.equal(again.weight, found.weight)
+    assert found.error == pytest.approx(reference.output_error(weight, found.weight, inputs), rel=1e-9)
+
+
+def test_inputs_that_are_zero_everywhere_give_a_zero_weight_and_no_error():
+    found = solve(torch.randn(4, 8), of_gram(torch.zeros(8, 8)), NM(2, 4))
+    assert not found.weight.any()
+    assert (found.mask.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
+    assert found.error == 0
+
+
+def test_the_scale_of_the_inputs_does_not_matter():
+    weight, inputs = problem(6, 32)
+    plain = solve(weight.float(), stats_of(inputs.float()), NM(2, 4))
+    for scale in (2.0**-20, 2.0**20):
+        scaled = solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4))
+        assert torch.equal(scaled.mask, plain.mask)
+        assert torch.equal(scaled.weight, plain.weight)
+
+
+def test_a_kept_weight_that_underflows_is_written_as_plus_zero():
+    """-1e-9 is -0.0 in float16, which kernels that look at the bits take for a nonzero."""
+    weight, inputs = problem(6, 32)
+    found = solve((-1e-8 * weight.abs()).half(), stats_of(inputs.float()), NM(2, 4))
+    assert (found.weight[found.mask] == 0).any()
+    assert not torch.signbit(found.weight[found.weight == 0]).any()
+
+
+# the ladder ----------------------------------------------------------------------------------------------------------
+
+
+def test_fewer_tokens_than_channels_need_no_more_damping():
+    weight, inputs = problem(6, 32, tokens=5)
+    found = solve(weight.float(), stats_of(inputs.float()), NM(2, 4))
+    assert found.notes == ()
+    assert torch.isfinite(found.weight).all()
+
+
+@pytest.mark.parametrize(("lowest", "asked", "needed"), [(-0.05, 0.01, 0.1), (-0.5, 0.01, 1.0), (-0.7, 0.05, 1.0)])
+def test_a_gram_matrix_that_is_not_positive_takes_more_damping_and_says_so(lowest, asked, needed):
+    """Damping climbs by tens up to 1; the result is what that damping gives when it is asked for."""
+    gram = with_eigenvalues(torch.tensor([lowest, 1, 1, 1, 1, 1, 1, 2 - lowest - 1], dtype=torch.float64))
+    gram /= gram.diagonal().mean()
+    weight = torch.randn(5, 8)
+    stats = of_gram(gram.float())
+    found = solve(weight, stats, NM(2, 4), damping=asked)
+    assert found.notes == (
+        f"factorized with damping {needed:g} in float32, because damping {asked:g} in float32 was not enough",
+    )
+    assert torch.equal(found.weight, solve(weight, stats, NM(2, 4), damping=needed).weight)
+    assert solve(weight, stats, NM(2, 4), damping=needed).notes == ()
+
+
+def test_what_float32_cannot_factorize_is_factorized_in_float64():
+    """A rank-one matrix of +-1 with pivots of 2^-22 that float32 loses in its own rounding."""
+    size = 256
+    signs = torch.ones(size) - 2 * torch.randint(0, 2, (size,))
+    gram = torch.outer(signs, signs)
+    gram.diagonal().fill_(0.5 + 2.0**-23)  # with damping 1: 1 + 2^-22
+    weight = torch.randn(3, size)
+    found = solve(weight, of_gram(gram), NM(2, 4), damping=1.0)
+    assert found.notes == ("factorized with damping 1 in float64, because damping 1 in float32 was not enough",)
+    assert found.weight.dtype == torch.float32
+    assert torch.isfinite(found.weight).all()
+
+
+def test_a_gram_matrix_that_no_damping_helps_is_an_error_that_says_what_to_do():
+    gram = -torch.eye(8)
+    message = r"the Gram matrix \[8, 8\] cannot be factorized, not even in float64 with damping 1: "
+    with pytest.raises(ValueError, match=f"{message}give more or more varied calibration data, or use method 'wanda'"):
+        solve(torch.randn(2, 8), of_gram(gram), NM(2, 4))
+
+
+def test_one_bad_matrix_of_a_stack_is_seen():
+    gram = torch.stack([torch.eye(8), -torch.eye(8)])
+    with pytest.raises(ValueError, match=r"the Gram matrix \[2, 8, 8\] cannot be factorized"):
+        solve(torch.randn(2, 3, 8), of_gram(gram), NM(2, 4))
+
+
+# options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", [0, -0.1, 1.5, "1e-2", None, True, float("nan")])
+def test_damping_is_a_number_above_zero_and_at_most_one(damping):
+    with pytest.raises(ValueError, match=r"option damping=.* of sparsegpt: must be a number in \(0, 1\]"):
+        SPARSEGPT.check({"damping": damping, "block_size": 128})
+
+
+@pytest.mark.parametrize("block_size", [0, -8, 12.5, "128", None, True])
+def test_block_size_is_a_positive_number_of_columns(block_size):
+    with pytest.raises(ValueError, match=r"option block_size=.* of sparsegpt: a positive whole number of columns"):
+        SPARSEGPT.check({"damping": 0.01, "block_size": block_size})

@@ -1,0 +1,466 @@
+"""Models with accelerate's hooks, on the CPU: the hooks run as they would for a GPU."""
+
+import copy
+import json
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_module,
+)
+from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.model import masking as modules
+from modelopt_sparse.model.offload import stored
+from tests.helpers import tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
+
+pytestmark = pytest.mark.core
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    """Weights on meta between calls; they come from a map on the CPU."""
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def partly_offloaded(model: nn.Module) -> nn.Module:
+    """Only the first block is offloaded, as by a device_map that did not fit."""
+    cpu_offload(model.get_submodule(LAYERS[0]), execution_device=torch.device("cpu"))
+    return model
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """Hooks that move inputs and leave the weights where they are, as a device_map over two GPUs has them."""
+    return dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def every_module_aligned(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    return model
+
+
+def hooked_twice(model: nn.Module) -> nn.Module:
+    """A hook of the user's beside accelerate's, in one SequentialHook."""
+    offloaded(model)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            add_hook_to_module(module, ModelHook(), append=True)
+    return model
+
+
+HOOKED = [offloaded, partly_offloaded, aligned, every_module_aligned, hooked_twice]
+every_kind = pytest.mark.parametrize("hook", HOOKED, ids=lambda hook: hook.__name__)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, wherever they are."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            found[f"{path}.{name}"] = stored(module, name)
+    return found
+
+
+def hooks_of(model: nn.Module) -> dict[str, object]:
+    return {path: getattr(module, "_hf_hook", None) for path, module in model.named_modules()}
+
+
+@every_kind
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_weights_and_masks_are_those_of_the_model_without_hooks(hook, sequential):
+    options = {"data_loader": token_batches(), "sequential": sequential, "progress": False}
+    expected = mts.sparsify(tiny_llama(), **options)
+    model = hook(tiny_llama())
+    hooks, devices = hooks_of(model), {name: p.device for name, p in model.named_parameters()}
+    mts.sparsify(model, **options)
+    assert hooks_of(model) == hooks  # the same objects
+    assert {name: p.device for name, p in model.named_parameters()} == devices
+    assert all(p.requires_grad for p in model.parameters())
+    found, masks = values(model), dict(mts.named_masks(model))
+    assert masks.keys() == dict(mts.named_masks(expected)).keys()
+    for name, weight in values(expected).items():
+        assert torch.equal(found[name], weight), name
+    for name, mask in mts.named_masks(expected):
+        assert torch.equal(masks[name], mask), name
+    assert len(mts.verify(model, "2:4").layers) == 14
+
+
+def test_statistics_of_an_offloaded_encoder_decoder():
+    """Later stacks are recorded on their own; accelerate's hooks let no run end early."""
+    architecture, method = ARCHITECTURES["t5"], Recording()
+    dense, batches = architecture.build(), architecture.batches("left")
+    blocks = architecture.block_names(dense)
+    model = offloaded(architecture.build())
+    mts.sparsify(model, method, data_loader=batches, sequential="none", progress=False)
+    expected = brute_force(dense, batches, blocks, architecture.real)
+    assert_stats(method.by_layer(matrices_of(dense, blocks)), expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@every_kind
+@torch.no_grad()
+def test_forwards_are_masked(hook):
+    """Whatever is written under the masks, by way of the hook's weights map, the output is the same."""
+    model = hook(tiny_llama())
+    mts.sparsify(model, data_loader=token_batches(), progress=False)
+    ids = token_batches(1)[0]
+    expected = model(ids).logits
+    assert torch.equal(expected, mts.sparsify(tiny_llama(), data_loader=token_batches(), progress=False)(ids).logits)
+    written = 0
+    for module in model.modules():
+        if hasattr(module, "weight_mask"):
+            stored(module, "weight")[~module.weight_mask] = 7.0
+            written += 1
+    assert written == 14
+    assert torch.equal(model(ids).logits, expected)
+
+
+@every_kind
+@torch.no_grad()
+def test_every_sparse_module_runs_its_masked_forward(hook, monkeypatch):
+    """Once in each call of the model, behind the hook."""
+    model = hook(tiny_llama())
+    mts.sparsify(model, data_loader=token_batches(), progress=False)
+    paths = {module: path for path, module in model.named_modules()}
+    calls, make_stand_in = [], modules._stand_in
+
+    def counted(module, base):
+        calls.append(paths[module])
+        return make_stand_in(module, base)
+
+    monkeypatch.setattr(modules, "_stand_in", counted)  # hooks have bound the forwards that call it
+    model(token_batches(1)[0])
+    assert sorted(calls) == sorted(layer.name for layer in mts.report(model).layers)
+    assert len(calls) == 14
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # transformers, of any CPU
+@every_kind
+def test_a_hooked_model_is_saved_and_loaded(hook, tmp_path):
+    model = hook(tiny_llama())
+    mts.sparsify(model, data_loader=token_batches(), progress=False)
+    mts.save(model, tmp_path / "sparse")
+    loaded, loading = LlamaForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    found = dict(loaded.named_parameters())
+    for name, weight in values(model).items():
+        if name in found:
+            assert torch.equal(found[name], weight), name
+    assert len(found) == len(dict(tiny_llama().named_parameters()))
+    again = mts.load(tmp_path / "sparse")
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(dict(mts.named_masks(again))[name], mask)
+
+
+@every_kind
+@torch.no_grad()
+def test_export_gives_plain_modules_that_still_run(hook):
+    model = hook(tiny_llama())
+    types = [type(module) for module in model.modules()]
+    mts.sparsify(model, data_loader=token_batches(), progress=False)
+    ids = token_batches(1)[0]
+    expected = model(ids).logits
+    hooks = hooks_of(model)
+    mts.export(model)
+    assert [type(module) for module in model.modules()] == types
+    assert hooks_of(model) == hooks
+    assert torch.equal(model(ids).logits, expected)
+
+
+@every_kind
+@torch.no_grad()
+def test_hooks_may_be_taken_off_a_sparse_model(hook):
+    """Forwards are masked without accelerate as well."""
+    model = hook(tiny_llama())
+    mts.sparsify(model, data_loader=token_batches(), progress=False)
+    ids = token_batches(1)[0]
+    expected = model(ids).logits
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model(ids).logits, expected)
+    for module in model.modules():
+        if hasattr(module, "weight_mask"):
+            module.weight[~module.weight_mask] = 7.0
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+@every_kind
+def test_a_sparse_model_may_be_hooked(hook):
+    """The other way round: masks first, hooks after."""
+    model = mts.sparsify(tiny_llama(), data_loader=token_batches(), progress=False)
+    ids = token_batches(1)[0]
+    expected = model(ids).logits
+    hook(model)
+    for module in model.modules():
+        if hasattr(module, "weight_mask"):
+            stored(module, "weight")[~module.weight_mask] = 7.0
+    assert torch.equal(model(ids).logits, expected)
+
+
+@every_kind
+def test_a_second_run_on_a_hooked_model(hook):
+    """Sparsify again, with another pattern: the masks are replaced."""
+    model = hook(tiny_llama())
+    for pattern in ("2:4", "1:4"):
+        mts.sparsify(model, data_loader=token_batches(), pattern=pattern, progress=False)
+        assert len(mts.verify(model, pattern).layers) == 14
+
+
+class Gated(nn.Module):
+    """A block with a parameter of its own beside its layers: it is on its device while they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(16))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("at", range(1, 40, 3))
+def test_ctrl_c_leaves_nothing_on_the_device(at):
+    """Wherever a forward is interrupted, all weights are offloaded again, and a second call works."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated())
+    x = torch.randn(8, 16)
+    expected = mts.sparsify(copy.deepcopy(model), data_loader=[x, -x], progress=False)
+    offloaded(model)
+    calls = 0
+
+    def press(*_) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+
+    handles = [module.register_forward_hook(press) for module in model.modules() if isinstance(module, nn.Linear)]
+    try:
+        mts.sparsify(model, data_loader=[x, -x], progress=False)
+    except KeyboardInterrupt:
+        assert at <= calls
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for handle in handles:
+        handle.remove()
+    if calls < at:  # it was over before
+        for name, weight in values(expected).items():
+            assert torch.equal(values(model)[name], weight)
+    mts.sparsify(model, data_loader=[x, -x], progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 4
+
+
+# what cannot be changed ---------------------------------------------------------------------------------------------
+
+
+def assert_refused(model: nn.Module, match: str, **options) -> None:
+    """Sparsify raises before any work: no mask, no report, the hooks in place."""
+    hooks, types = hooks_of(model), [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=match):
+        mts.sparsify(model, data_loader=token_batches(), progress=False, **options)
+    assert hooks_of(model) == hooks
+    assert [type(module) for module in model.modules()] == types
+    assert not list(mts.named_masks(model))
+    assert not hasattr(model, "sparsity_report")
+
+
+def files_in(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_disk_offloaded_model_is_refused_by_name(tmp_path):
+    model = tiny_llama()
+    ids = token_batches(1)[0]
+    with torch.no_grad():
+        expected = model(ids).logits
+    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    before = files_in(tmp_path)
+    match = "'model.layers.0.self_attn.q_proj.weight' is offloaded to disk, where it cannot be changed: load the model"
+    assert_refused(model, match)
+    assert files_in(tmp_path) == before
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_the_layer_that_is_on_disk_is_named_not_one_that_is_in_memory(tmp_path):
+    """In a device_map with a disk entry, and layers that are no targets may well be there."""
+    model = tiny_llama(tie_word_embeddings=False)
+    device_map = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path)
+    assert_refused(model, "'model.layers.1.self_attn.q_proj.weight' is offloaded to disk")
+    mts.sparsify(model, data_loader=token_batches(), include="model.layers.0.*", progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 7
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert not any(name.startswith("model.layers.0") for name in index)
+
+
+def test_layers_on_the_cpu_of_a_model_that_is_partly_on_disk(tmp_path):
+    """One map may hold both: what is in memory can be changed."""
+    model = tiny_llama()
+    ids, state = token_batches(1)[0], tiny_llama().state_dict()
+    on_disk = {name: value for name, value in state.items() if name.startswith(LAYERS[1])}
+    offload_state_dict(tmp_path, on_disk)
+    in_memory = {name: value for name, value in state.items() if name not in on_disk}
+    weights = OffloadedWeightsLoader(state_dict=in_memory, save_folder=tmp_path)
+    attach_align_device_hook(model, execution_device=torch.device("cpu"), offload=True, weights_map=weights)
+    assert_refused(model, "'model.layers.1.self_attn.q_proj.weight' is offloaded to disk")
+    mts.sparsify(model, data_loader=token_batches(), exclude="model.layers.1.*", progress=False)
+    expected = mts.sparsify(tiny_llama(), data_loader=token_batches(), exclude="model.layers.1.*", progress=False)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = tiny_llama()
+    match = "'model.layers.0.self_attn.q_proj.weight' is on the meta device and has no values: load the model first"
+    assert_refused(model, match)
+    assert len(mts.make_plan(model, "sparsegpt").layers) == 14
+
+
+def test_offloaded_buffers_are_refused():
+    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"), offload_buffers=True)
+    match = "'model.layers.0.self_attn.q_proj.weight' is offloaded with offload_buffers=True, which would lose its mask"
+    assert_refused(model, match)
+
+
+def test_offloaded_buffers_are_no_matter_without_masks():
+    """As the error says: enforce=False writes zeros and needs no buffer."""
+    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"), offload_buffers=True)
+    mts.sparsify(model, data_loader=token_batches(), enforce=False, progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 14
+
+
+# device= ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [plain, *HOOKED], ids=lambda hook: hook.__name__)
+def test_the_execution_device_may_be_named(hook):
+    """On the device where everything is, nothing changes."""
+    expected = mts.sparsify(tiny_llama(), data_loader=token_batches(), progress=False)
+    model = hook(tiny_llama())
+    mts.sparsify(model, data_loader=token_batches(), device="cpu", progress=False)
+    found = values(model)
+    for name, weight in values(expected).items():
+        assert torch.equal(found[name], weight), name
+
+
+# "cpu:0" is another device than "cpu" to torch, and moving there makes copies: all that a GPU would do but speed
+ELSEWHERE = "cpu:0"
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+@pytest.mark.parametrize("name", ["llama", "t5", "clip", "albert", "resnet_basic", "multihead_attention", "sequential"])
+@pytest.mark.filterwarnings("ignore:stack 'albert.* is calibrated through the whole model")
+def test_blocks_on_another_device_give_the_same_statistics(name, sequential):
+    """Bit for bit, shared as before, with the parameters back where they were."""
+    architecture = ARCHITECTURES[name]
+    dense = architecture.build()
+    matrices = matrices_of(dense, architecture.block_names(dense))
+    found = []
+    for device in (None, ELSEWHERE):
+        model, method = architecture.build(), Recording()
+        parameters = list(model.parameters())
+        options = {"data_loader": architecture.batches("left"), "sequential": sequential, "progress": False}
+        mts.sparsify(model, method, device=device, **options)
+        found.append((method.by_layer(matrices), model.state_dict()))
+        assert all(one is other for one, other in zip(model.parameters(), parameters))
+    (here, state), (there, other_state) = found
+    assert here.keys() == there.keys() == matrices.keys()
+    for layer in here:
+        assert torch.equal(here[layer].gram, there[layer].gram), layer
+        assert here[layer].tokens == there[layer].tokens
+        assert {k for k in here if here[k] is here[layer]} == {k for k in there if there[k] is there[layer]}
+    for key, value in state.items():
+        assert torch.equal(other_state[key], value), key
+
+
+class Journey:
+    """Which blocks are away from home, and what each was moved for."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self.away: set[int] = set()
+        self.most = 0
+        self.trips = [0] * len(blocks)
+        for index, block in enumerate(blocks):
+            block.to = lambda device, index=index, block=block: self.move(index, block, str(device))
+
+    def move(self, index: int, block: nn.Module, device: str) -> nn.Module:
+        if device == ELSEWHERE and index not in self.away:
+            self.trips[index] += 1
+        (self.away.add if device == ELSEWHERE else self.away.discard)(index)
+        self.most = max(self.most, len(self.away))
+        return type(block).to(block, device)
+
+
+def test_one_block_is_on_the_device_at_a_time():
+    """It stays there while all batches go through it, and no block is left behind."""
+    model = tiny_llama(num_hidden_layers=3)
+    journey = Journey(model.model.layers)
+    mts.sparsify(model, data_loader=token_batches(3), device=ELSEWHERE, progress=False)
+    assert journey.most == 1
+    assert not journey.away
+    assert journey.trips == [3, 3, 3]  # in the dense run, in the self-check, and for its turn
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 8, 10])
+def test_ctrl_c_brings_the_blocks_back(at):
+    model, calls = tiny_llama(num_hidden_layers=3), 0
+    journey = Journey(model.model.layers)
+
+    def press(*_) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(press)
+    model.model.layers[2].mlp.gate_proj.register_forward_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, data_loader=token_batches(3), device=ELSEWHERE, progress=False)
+    assert not journey.away
+    assert all(len(module._forward_pre_hooks) == 0 for module in model.modules())
+
+
+@pytest.mark.parametrize("options", [{"reconstruct": True}, {"quality": "balanced"}])
+def test_offloaded_blocks_are_not_reconstructed(options):
+    model = partly_offloaded(tiny_llama())
+    before = {name: weight.clone() for name, weight in values(model).items()}
+    with pytest.raises(
+        ValueError, match=r"accelerate offloads those of 'model\.layers\.0\.self_attn\.q_proj' .*device="
+    ):
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, **options)
+    for name, weight in values(model).items():
+        assert torch.equal(weight, before[name])
+
+
+def embedding_offloaded(model: nn.Module) -> nn.Module:
+    cpu_offload(model.get_submodule("model.embed_tokens"), execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("placed", [aligned, embedding_offloaded])
+def test_blocks_that_stay_on_their_devices_are_reconstructed(placed):
+    expected, found = tiny_llama(tie_word_embeddings=False), placed(tiny_llama(tie_word_embeddings=False))
+    for model in (expected, found):
+        mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False, reconstruct={"epochs": 2})
+    for (name, one), other in zip(values(found).items(), values(expected).values(), strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+    assert [block.epoch for block in mts.report(found).blocks] == [block.epoch for block in mts.report(expected).blocks]

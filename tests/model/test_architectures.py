@@ -1,0 +1,238 @@
+"""Every architecture of tests/models/architectures.py: what is pruned, what each layer is calibrated on, what stays."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import modelopt_sparse as mts
+from tests.models.architectures import ARCHITECTURES, Architecture
+from tests.oracles.brute_force import Recording, Seen, assert_stats, brute_force, call_model, make_sparse, matrices_of
+
+pytestmark = pytest.mark.core
+
+every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@contextmanager
+def fallback_expected(architecture: Architecture) -> Iterator[None]:
+    if architecture.chained:
+        yield
+        return
+    with pytest.warns(UserWarning, match="calibrated through the whole model"):
+        yield
+
+
+def sparsified(name: str, method="sparsegpt", side: str = "right", **options) -> nn.Module:
+    """Every expert of a mixture is solved with the tokens that are routed to it, however few."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    with fallback_expected(architecture):
+        mts.sparsify(model, method, data_loader=architecture.batches(side), min_tokens=1, progress=False, **options)
+    return model
+
+
+@every_architecture
+def test_the_stacks_are_the_blocks_of_the_table(name):
+    """One after the other, in the order of the model, and nothing beside them."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    stacks = mts.make_plan(model, "magnitude").stacks
+    assert [block for stack in stacks for block in stack.names] == architecture.block_names(model)
+
+
+# statistics ---------------------------------------------------------------------------------------------------------
+
+
+@every_architecture
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_grams_of_the_dense_model(name, side):
+    """With sequential="none" each layer's statistics are those of plain hooks on the untouched model."""
+    architecture, method = ARCHITECTURES[name], Recording()
+    dense = architecture.build()
+    blocks = architecture.block_names(dense)
+    sparsified(name, method, side, sequential="none")
+    expected = brute_force(dense, architecture.batches(side), blocks, architecture.real)
+    assert_stats(method.by_layer(matrices_of(dense, blocks)), expected)
+
+
+@every_architecture
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_grams_of_the_half_sparse_model(name, side):
+    """With sequential="block" they are those of the model with the blocks before it sparse and the others dense."""
+    architecture, method = ARCHITECTURES[name], Recording()
+    dense = architecture.build()
+    sparse = sparsified(name, method, side, sequential="block")
+    blocks = architecture.block_names(dense)
+    matrices = matrices_of(dense, blocks)
+    half_sparse, expected = copy.deepcopy(dense), Seen()
+    for block in blocks:
+        seen = brute_force(half_sparse, architecture.batches(side), [block], architecture.real)
+        expected.grams.update(seen.grams)
+        expected.tokens.update(seen.tokens)
+        make_sparse(half_sparse, sparse, [block])
+    assert_stats(method.by_layer(matrices), expected)
+
+
+@every_architecture
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_grams_under_autocast(name, dtype):
+    """They are those of the dense model run under it, and float32. What lies behind an attention or a mixture that is
+    one module, the oracle computes in another precision."""
+    behind_one_module = name in ("mixtral", "transformer_encoder", "multihead_attention")
+    architecture, method = ARCHITECTURES[name], Recording()
+    dense = architecture.build()
+    blocks = architecture.block_names(dense)
+    sparsified(name, method, "right", sequential="none", autocast=dtype)
+
+    def call(model: nn.Module, batch: Any) -> None:
+        with torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False):
+            call_model(model, batch)
+
+    batches = architecture.batches("right")
+    seen = [brute_force(dense, batches, blocks, architecture.real, each) for each in (call, call_model)]
+    found = method.by_layer(matrices_of(dense, blocks))
+    assert {stats.gram.dtype for stats in found.values() if stats.gram is not None} == {torch.float32}
+    assert_stats(found, seen[0], tolerance=2e-2 if behind_one_module else 1e-5)
+    with pytest.raises(AssertionError):
+        assert_stats(found, seen[1])
+
+
+@every_architecture
+def test_layers_that_get_one_input_share_one_stats_object(name):
+    """And no others do: one block's statistics end with it, and a convolution's input counts with its window."""
+    architecture, method = ARCHITECTURES[name], Recording()
+    dense = architecture.build()
+    blocks = architecture.block_names(dense)
+    sparsified(name, method)
+    inputs = brute_force(dense, architecture.batches("right"), blocks).inputs
+    stats = method.by_layer(matrices_of(dense, blocks))
+    block_of = {layer: block for block in blocks for layer in matrices_of(dense, [block])}
+    for one in stats:
+        for other in stats:
+            same = inputs[one] == inputs[other] and block_of[one] == block_of[other]
+            assert (stats[one] is stats[other]) == same, (one, other)
+
+
+SHARED = {
+    "llama": (
+        "model.layers.0.",
+        [{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"mlp.gate_proj", "mlp.up_proj"}],
+    ),
+    "gpt2": ("transformer.h.0.", []),
+    "t5": (
+        "decoder.block.0.",
+        [
+            {f"layer.0.SelfAttention.{letter}" for letter in "qkv"},
+            {f"layer.1.EncDecAttention.{letter}" for letter in "kv"},
+            {"layer.2.DenseReluDense.wi_0", "layer.2.DenseReluDense.wi_1"},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_who_shares_an_input(name):
+    """The groups of one block, by eye."""
+    architecture, method = ARCHITECTURES[name], Recording()
+    block, expected = SHARED[name]
+    dense = architecture.build()
+    sparsified(name, method)
+    groups: dict[int, set[str]] = {}
+    for layer, stats in method.by_layer(matrices_of(dense, architecture.block_names(dense))).items():
+        if layer.startswith(block):
+            groups.setdefault(id(stats), set()).add(layer.removeprefix(block))
+    found = [group for group in groups.values() if len(group) > 1]
+    assert sorted(found, key=sorted) == sorted(expected, key=sorted)
+
+
+# what is pruned, and what stays -------------------------------------------------------------------------------------
+
+
+@every_architecture
+def test_every_eligible_weight_of_the_blocks_is_sparse_and_nothing_else_changes(name):
+    """Every matrix in a block has two nonzeros in each four; stems, heads, embeddings and routers keep every bit."""
+    architecture = ARCHITECTURES[name]
+    dense = architecture.build()
+    blocks = architecture.block_names(dense)
+    sparse = sparsified(name, "wanda")
+    for layer, matrix in matrices_of(sparse, blocks).items():
+        nonzeros = (matrix != 0).unflatten(-1, (-1, 4)).sum(-1)
+        assert bool((nonzeros == 2).all()), layer
+    planned = {layer.parameter for layer in mts.report(sparse).layers}
+    whole = ("in_proj_weight", "experts.gate_up_proj", "experts.down_proj")  # layers named by their parameter
+    assert {layer if layer.endswith(whole) else f"{layer}.weight" for layer in matrices_of(dense, blocks)} == planned
+    parameters = dict(sparse.named_parameters())
+    for key, weight in dense.named_parameters():
+        if key in planned:
+            continue
+        assert torch.equal(parameters[key], weight), key
+        if weight.dim() >= 2 and any(key.startswith(f"{block}.") for block in blocks):
+            assert any(key.endswith(end) for end in architecture.dense), key
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # nn.TransformerEncoder's own
+@every_architecture
+def test_the_folder_loads_into_the_plain_model_and_gives_the_same_output(name, tmp_path):
+    architecture = ARCHITECTURES[name]
+    sparse = sparsified(name)
+    mts.save(sparse, tmp_path / "sparse")
+    if isinstance(sparse, PreTrainedModel):
+        plain, loading = type(architecture.make()).from_pretrained(tmp_path / "sparse", output_loading_info=True)
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    else:
+        plain = architecture.make()
+        plain.load_state_dict(load_file(tmp_path / "sparse" / "model.safetensors"))
+    plain = copy.deepcopy(plain).eval()  # a file's tensors lie at odd addresses, where kernels round differently
+    for batch in architecture.batches("right"):
+        with torch.no_grad():
+            expected, found = sparse(**batch), plain(**batch)
+        if not isinstance(expected, Tensor):
+            expected, found = expected[0], found[0]
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # nn.TransformerEncoder's own
+@every_architecture
+def test_the_model_comes_back_as_it_was(name):
+    """Parameter objects, ties, flags, modes, caches, dtypes and hooks are the same, one by one."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    model(**architecture.batches("right")[0])  # in the first call transformers installs hooks of its own in some models
+    modules = dict(model.named_modules())
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 != 0)
+    for index, module in enumerate(modules.values()):
+        module.training = index % 2 == 0
+    configs = [module.config for module in modules.values() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        config.use_cache = True
+    before = look(model)
+    with fallback_expected(architecture):
+        mts.sparsify(model, "sparsegpt", data_loader=architecture.batches("right"), progress=False)
+    after = look(model)
+    assert all(config.use_cache is True for config in configs)
+    for what in before:
+        assert before[what] == after[what], what
+
+
+def look(model: nn.Module) -> dict[str, object]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
+    return {
+        "objects and ties": {key: id(value) for key, value in parameters.items()},
+        "requires_grad": {key: value.requires_grad for key, value in parameters.items()},
+        "grad": {key: value.grad for key, value in parameters.items()},
+        "dtype and device": {key: (value.dtype, value.device) for key, value in parameters.items()},
+        "leaves": {key: value.is_leaf for key, value in parameters.items()},
+        "training": {key: module.training for key, module in modules.items()},
+        "modules": {key: id(module) for key, module in modules.items()},
+        "hooks": {key: [len(getattr(module, kind)) for kind in hooks] for key, module in modules.items()},
+    }

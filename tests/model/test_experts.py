@@ -1,0 +1,540 @@
+"""Mixtures of experts: every expert's matrix is a layer with statistics from the tokens that are routed to it."""
+
+import copy
+import weakref
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy.reconstruct import _optimizer
+from tests.helpers import assert_same_state, state_of
+from tests.models.architectures import texts
+from tests.models.expert_models import CHOSEN, EXPERTS, MODELS, VOCAB
+from tests.oracles.brute_experts import brute_experts, stored_as_matrices
+from tests.oracles.brute_force import Recording, Seen, make_sparse
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def fused(model: nn.Module) -> list[str]:
+    """The parameters that hold experts' matrices."""
+    return [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__.endswith("DecoderLayer")]
+
+
+def by_parameter(method: Recording, model: nn.Module) -> dict[str, mts.Stats]:
+    """The statistics that each fused parameter was solved with."""
+    found = {}
+    for weight, stats in method.seen:
+        for name in fused(model):
+            if torch.equal(stored_as_matrices(model, name), weight):
+                assert name not in found
+                found[name] = stats
+    return found
+
+
+def assert_experts(found: dict[str, mts.Stats], expected: Seen, counts: dict[str, list[int]]) -> None:
+    """``found`` with min_tokens=1: an expert that got no token has the average of all tokens."""
+    assert found.keys() == expected.grams.keys()
+    for name, own in expected.grams.items():
+        none = torch.tensor(counts[name]) == 0
+        gram = torch.where(none[:, None, None], own.sum(0) / sum(counts[name]), own)
+        stats = found[name]
+        assert stats.gram is not None
+        assert stats.counts is not None
+        assert stats.counts.tolist() == counts[name], name
+        assert stats.tokens == sum(counts[name]), name
+        error = (stats.gram - gram).abs().amax((-2, -1)) / gram.abs().amax((-2, -1))
+        assert float(error.max()) <= 1e-5, (name, error)
+        assert torch.equal(stats.square_sums, stats.gram.diagonal(dim1=-2, dim2=-1))
+
+
+@every_model
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_grams_of_the_half_sparse_model(name, side):
+    """Those of plain loops over tokens, where the blocks before are sparse; padding does not count."""
+    dense, method = MODELS[name](), Recording()
+    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts(side), min_tokens=1, progress=False)
+    half_sparse, expected, counts = copy.deepcopy(dense), Seen(), {}
+    for block in blocks_of(dense):
+        seen, counted = brute_experts(half_sparse, texts(side), [block])
+        expected.grams.update(seen.grams)
+        counts.update(counted)
+        make_sparse(half_sparse, sparse, [block])
+    assert_experts(by_parameter(method, dense), expected, counts)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "jetmoe"])
+@pytest.mark.parametrize("mode", ["stage", "none"])
+def test_grams_in_the_other_sequential_modes(name, mode):
+    """Dense throughout, or with what comes before in the block sparse: down_proj sees a sparse gate_up_proj."""
+    dense, method = MODELS[name](), Recording()
+    sparse = mts.sparsify(
+        copy.deepcopy(dense), method, data_loader=texts("left"), sequential=mode, min_tokens=1, progress=False
+    )
+    first, second = blocks_of(dense)
+    if mode == "none":
+        assert_experts(by_parameter(method, dense), *brute_experts(dense, texts("left"), [first, second]))
+        return
+    found = by_parameter(method, dense)
+    half_sparse = copy.deepcopy(dense)
+    make_sparse(half_sparse, sparse, [first])
+    for name in [name for name in fused(dense) if name.startswith(second)]:
+        before = copy.deepcopy(half_sparse)
+        final = sparse.state_dict()
+        for other, parameter in before.named_parameters():  # by hand: what a block calls before this parameter
+            if other.startswith(f"{second}.") and order(other) < order(name):
+                parameter.data.copy_(final[other])
+        seen, counts = brute_experts(before, texts("left"), [second])
+        own = Seen({name: seen.grams[name]}, {name: seen.tokens[name]})
+        assert_experts({name: found[name]}, own, {name: counts[name]})
+
+
+def order(name: str) -> int:
+    """How late a matrix of a decoder layer is called."""
+    attention = ["self_attention.experts.input_linear", "kv_proj", "q_proj", "k_proj", "v_proj"]
+    attention += ["self_attention.experts.output_linear", "o_proj", "gate_up_proj", "mlp.input_linear", "down_proj"]
+    return next((i for i, part in enumerate([*attention, "mlp.output_linear"]) if part in name), -1)
+
+
+# what is pruned, and what stays -------------------------------------------------------------------------------------
+
+
+def plenty() -> list[dict[str, Tensor]]:
+    """Batches without padding, with more tokens than a matrix has columns for every expert."""
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(3, VOCAB, (6, 24), generator=generator)} for _ in range(3)]
+
+
+@every_model
+def test_every_expert_is_2_4_and_routers_keep_every_bit(name):
+    dense = MODELS[name]()
+    sparse = mts.sparsify(copy.deepcopy(dense), "sparsegpt", data_loader=texts("left"), progress=False)
+    parameters = dict(sparse.named_parameters())
+    assert fused(dense)
+    for key, before in dense.named_parameters():
+        if key in fused(dense):
+            groups = stored_as_matrices(sparse, key).unflatten(-1, (-1, 4))
+            assert bool(((groups != 0).sum(-1) == 2).all()), key
+            assert f"{key}_mask" in sparse.state_dict()
+        elif ".layers." in key and before.dim() == 2 and not key.endswith("_bias") and not router(key):
+            assert bool(((parameters[key] != 0).unflatten(-1, (-1, 4)).sum(-1) == 2).all()), key
+        else:
+            assert torch.equal(parameters[key], before), key
+    assert len(mts.verify(sparse, "2:4").layers) == len(mts.report(sparse).layers)
+
+
+def router(name: str) -> bool:
+    return any(part in name for part in (".gate.weight", ".router."))
+
+
+@every_model
+def test_the_folder_loads_in_plain_transformers_with_equal_logits(name, tmp_path):
+    """Experts are split on disk for some of these models, and fused, transposed or interleaved for others."""
+    sparse = mts.sparsify(MODELS[name](), "wanda", data_loader=texts("left"), progress=False)
+    mts.save(sparse, tmp_path / "sparse")
+    model_class: Any = type(MODELS[name]())
+    plain, loading = model_class.from_pretrained(tmp_path / "sparse", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    plain = copy.deepcopy(plain).eval()  # a file's tensors lie at odd addresses, where kernels round differently
+    for batch in texts("right"):
+        assert torch.equal(plain(**batch).logits, sparse(**batch).logits)
+    report = mts.report(tmp_path / "sparse")
+    assert [layer.expert_tokens for layer in report.layers] == [x.expert_tokens for x in mts.report(sparse).layers]
+    assert len(mts.verify(tmp_path / "sparse", "2:4").layers) == len(report.layers)
+    for again in (mts.load(tmp_path / "sparse"), mts.restore(MODELS[name](), tmp_path / "sparse")):
+        assert_same_state(again, state_of(sparse))
+    exported = mts.export(sparse)
+    assert not list(mts.named_masks(exported))
+    assert not any(type(module).__name__.startswith("Sparse") for module in exported.modules() if fused(module))
+    for batch in texts("right"):
+        assert torch.equal(plain(**batch).logits, exported(**batch).logits)
+
+
+def test_verify_sees_one_weight_too_many_in_one_expert(tmp_path):
+    sparse = mts.sparsify(MODELS["gpt_oss"](), "magnitude", enforce=False, progress=False)
+    name = "model.layers.1.mlp.experts.down_proj"
+    with torch.no_grad():
+        group = sparse.get_parameter(name)[2, 4:8, 5]  # [E, C, R]: four input channels of one output
+        group[group == 0] = 1.0
+    with pytest.raises(ValueError, match=f"1 of 12 layers do not hold their pattern: {name}: 1 group of 4 holds more"):
+        mts.verify(sparse)
+    mts.save(sparse, tmp_path / "sparse")
+    with pytest.raises(ValueError, match=f"{name}: 1 group of 4 holds more nonzeros than 2:4"):
+        mts.verify(tmp_path / "sparse")
+
+
+@every_model
+def test_sparsegpt_beats_magnitude_in_output_error(name):
+    """In every expert matrix, with the error taken from float64 Gram matrices of plain loops."""
+    dense = MODELS[name]()
+    seen, counts = brute_experts(dense, plenty(), blocks_of(dense))
+    options = {"data_loader": plenty(), "sequential": "none", "min_tokens": 1, "progress": False}
+    solved = mts.sparsify(copy.deepcopy(dense), "sparsegpt", **options)
+    cut = mts.sparsify(copy.deepcopy(dense), "magnitude", progress=False)
+    for key, gram in seen.grams.items():
+
+        def errors(sparse: nn.Module, key: str = key, gram: Tensor = gram) -> Tensor:
+            left = (stored_as_matrices(dense, key) - stored_as_matrices(sparse, key)).double()
+            return ((left @ gram) * left).sum((-2, -1))
+
+        weight = stored_as_matrices(dense, key).double()
+        whole = ((weight @ gram) * weight).sum()
+        better, worse = errors(solved), errors(cut)
+        used = torch.tensor(counts[key]) > 0
+        assert bool((better[used] < 0.9 * worse[used]).all()), (key, better / worse)
+        assert float(better.sum()) < 0.8 * float(worse.sum()), key
+        (entry,) = (layer for layer in mts.report(solved).layers if layer.parameter == key)
+        if bool(used.all()):  # else the report's error counts an average token
+            assert entry.error == pytest.approx(float(better.sum() / whole), rel=1e-4)
+
+
+# experts with few tokens --------------------------------------------------------------------------------------------
+
+
+FEW = 30
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("limit", [None, 100_000])
+@pytest.mark.parametrize("how", ["pool", "all_tokens", "weight_only"])
+def test_what_experts_with_few_tokens_are_solved_with(name, how, limit):
+    """By the words of docs/experts.md, in plain float64; the same whether Gram matrices are formed at once or not."""
+    dense, method = MODELS[name](), Recording()
+    options = {"experts": how, "min_tokens": FEW, "memory_limit": limit, "sequential": "none", "progress": False}
+    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts("left"), **options)
+    found = in_parts(method, dense)
+    seen, counts = brute_experts(dense, texts("left"), blocks_of(dense))
+    everyone, _ = brute_experts(dense, texts("left"), blocks_of(dense), everyone=True)
+    for key, grams in seen.grams.items():
+        count = torch.tensor(counts[key])
+        assert bool((count < FEW).any())
+        assert [c for _, stats in found[key] for c in stats.counts.tolist()] == counts[key]
+        for expert, gram in enumerate(grams):
+            missing = FEW - counts[key][expert]
+            average = grams.sum(0) / count.sum()
+            if missing > 0 and how == "pool":
+                gram = gram + missing * average
+            elif missing > 0 and how == "all_tokens":
+                gram = everyone.grams[key][expert]
+            elif missing > 0:
+                gram = FEW * average.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+            actual = torch.cat([stats.gram for _, stats in found[key]])[expert]
+            assert float((actual - gram).abs().max() / gram.abs().max()) <= 1e-5, (key, expert)
+            squares = torch.cat([stats.square_sums for _, stats in found[key]])[expert]
+            assert torch.allclose(squares.double(), gram.diagonal(), rtol=1e-5)
+        (entry,) = (layer for layer in mts.report(sparse).layers if layer.parameter == key)
+        listed = ", ".join(f"{expert} ({c})" for expert, c in enumerate(counts[key]) if c < FEW)
+        assert entry.expert_tokens == counts[key]
+        assert entry.notes == [f"experts with fewer than {FEW} tokens {DONE[how]}: {listed}"]
+
+
+DONE = {
+    "pool": f"were filled up to {FEW} from the tokens of all experts",
+    "all_tokens": "were solved as if every token were routed to them",
+    "weight_only": "were solved by their weights alone",
+}
+
+
+def in_parts(method: Recording, model: nn.Module) -> dict[str, list]:
+    """(weights, statistics) of the parts of each fused parameter, in the order of its experts."""
+    found: dict[str, list] = {}
+    for weight, stats in method.seen:
+        for name in fused(model):
+            matrices = stored_as_matrices(model, name)
+            if weight.dim() == 3 and matrices.shape[1:] == weight.shape[1:]:
+                starts = [i for i in range(len(matrices)) if torch.equal(matrices[i : i + len(weight)], weight)]
+                if starts:
+                    assert starts == [sum(len(part) for part, _ in found.get(name, []))]
+                    found.setdefault(name, []).append((weight, stats))
+    for name, parts in found.items():
+        assert sum(len(part) for part, _ in parts) == len(model.get_parameter(name)), name
+    return found
+
+
+def test_square_sums_of_experts_with_few_tokens():
+    """Wanda needs no Gram matrix: the same rules for the diagonal alone."""
+    dense = MODELS["mixtral"]()
+    seen, counts = brute_experts(dense, texts("left"), blocks_of(dense))
+    for how in ("pool", "weight_only", "all_tokens"):
+        options = {"experts": how, "min_tokens": FEW, "sequential": "none", "progress": False}
+        sparse = mts.sparsify(copy.deepcopy(dense), "wanda", data_loader=texts("left"), **options)
+        everyone, _ = brute_experts(dense, texts("left"), blocks_of(dense), everyone=True)
+        for key, grams in seen.grams.items():
+            squares = grams.diagonal(dim1=-2, dim2=-1)
+            for expert, weight in enumerate(dense.get_parameter(key)):
+                missing = FEW - counts[key][expert]
+                norm = squares[expert]
+                if missing > 0:
+                    pool = norm + missing * squares.sum(0) / sum(counts[key])
+                    every = everyone.grams[key][expert].diagonal()
+                    norm = {"pool": pool, "weight_only": torch.ones_like(norm), "all_tokens": every}[how]
+                mask = mts.NM(2, 4).mask(weight.double().abs() * norm.sqrt())
+                assert torch.equal(sparse.get_parameter(key)[expert] != 0, mask), (how, key, expert)
+
+
+def test_all_tokens_cannot_be_told_where_rows_come_sorted():
+    message = "layer 'model.layers.0.mlp.input_linear': JetMoeParallelExperts is given nothing but the rows that are "
+    with pytest.raises(ValueError, match=message):
+        mts.make_plan(MODELS["jetmoe"](), "wanda", experts="all_tokens")
+    with pytest.raises(ValueError, match="experts='none': allowed are 'pool', 'all_tokens', 'weight_only'"):
+        mts.make_plan(MODELS["mixtral"](), "wanda", experts="none")
+
+
+# memory -------------------------------------------------------------------------------------------------------------
+
+
+@every_model
+@pytest.mark.parametrize("limit", [100_000, 250_000])
+def test_a_memory_limit_changes_nothing_but_how_many_experts_are_solved_at_once(name, limit):
+    dense, method = MODELS[name](), Recording()
+    options = {"data_loader": plenty(), "progress": False}
+    plan = mts.make_plan(dense, method, memory_limit=limit)
+    at_once = {layer.layer.parameter_name: layer.at_once for layer in plan.layers}
+    assert any(at_once.values())
+    mts.sparsify(copy.deepcopy(dense), method, **options, memory_limit=limit, sequential="none")
+    seen, counts = brute_experts(dense, plenty(), blocks_of(dense))
+    for key, parts in in_parts(method, dense).items():
+        whole = at_once[key] or len(seen.grams[key])
+        assert [len(part) for part, _ in parts][:-1] == [whole] * (len(parts) - 1)
+        assert len(parts[-1][0]) <= whole
+        if min(counts[key]) >= 128:
+            gram = torch.cat([stats.gram for _, stats in parts])
+            assert torch.allclose(gram.double(), seen.grams[key], rtol=1e-4, atol=1e-4 * float(seen.grams[key].max()))
+
+    expected = mts.sparsify(copy.deepcopy(dense), "sparsegpt", **options, polish=2)
+    found = mts.sparsify(copy.deepcopy(dense), "sparsegpt", **options, polish=2, memory_limit=limit)
+    for one, other in zip(mts.report(expected).layers, mts.report(found).layers):
+        assert (one.name, one.zeros, one.notes, one.error_from) == (other.name, other.zeros, other.notes, "gram")
+        assert other.errors == pytest.approx(one.errors, rel=1e-3)
+    for key, weight in expected.named_parameters():
+        same = ((weight == 0) == (found.get_parameter(key) == 0)).double().mean()
+        assert float(same) > 0.999, key  # rounding may turn a tie
+
+
+def test_only_the_gram_matrices_of_the_experts_being_solved_are_alive():
+    class Watching(Recording):
+        """Magnitude that notes how many experts' Gram matrices are alive when it is called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.grams: list[weakref.ref[Tensor]] = []
+            self.alive: list[int] = []
+
+        def solve(self, weight, state, pattern, options) -> mts.Solution:
+            if weight.dim() == 3:
+                self.grams.append(weakref.ref(state.gram))
+                self.alive.append(sum(len(gram) for ref in self.grams if (gram := ref()) is not None))
+            mask = pattern.mask(weight.abs())
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, 0.0)
+
+    method = Watching()
+    mts.sparsify(MODELS["mixtral"](), method, data_loader=plenty(), memory_limit=100_000, progress=False)
+    assert method.alive == [1, 1, 1, 1, 2, 2] * 2
+
+
+def test_a_memory_limit_that_leaves_no_room_for_one_expert_is_refused_before_any_work():
+    with pytest.raises(ValueError, match=r"one expert take 81,920 bytes, more than memory_limit=81,919: raise it"):
+        mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit=81_919)
+    with pytest.raises(ValueError, match="memory_limit='much': give bytes, or a number with a unit, such as '16GB'"):
+        mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="much")
+    plan = mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="250KB")
+    assert [layer.at_once for layer in plan.layers if len(layer.shape) == 3] == [3, None, 3, None]
+
+
+def test_the_plan_states_the_memory_of_experts():
+    """Gram matrices of all experts of a block, or none of them and the tokens that are kept."""
+    text = {"data": "a", "tokenizer": len, "num_samples": 5, "seq_len": 8}
+    attention = (32 * 32) + 32 * 32  # q, k and v one each in the bound; o
+    model = MODELS["mixtral"]()
+    whole = mts.make_plan(model, "sparsegpt", **text).memory
+    assert whole["statistics_of_one_block"] == 4 * (2 * attention + EXPERTS * (32 * 32 + 24 * 24))
+    assert "routed_tokens_of_one_block" not in whole
+    few = mts.make_plan(model, "sparsegpt", **text, memory_limit=100_000).memory
+    assert few["statistics_of_one_block"] == 4 * (2 * attention + EXPERTS * (32 + 24))
+    assert few["routed_tokens_of_one_block"] == 4 * 5 * 8 * (32 + CHOSEN * 24)
+    assert few["solver_workspace"] <= 100_000 < whole["solver_workspace"]
+
+
+# every method and step ----------------------------------------------------------------------------------------------
+
+STEPS = {
+    "ria": ("ria", {}),
+    "alps": ("alps", {}),
+    "polish": ("magnitude", {"polish": 3}),
+    "refine": ("wanda", {"refine": True}),
+    "dense values": ("sparsegpt", {"update": False}),
+    "1:4": ("sparsegpt", {"pattern": "1:4"}),
+    "half": ("sparsegpt", {"pattern": 0.5}),
+    "owl": ("wanda", {"pattern": 0.5, "allocation": "owl"}),
+    "search": ("wanda", {"pattern": 0.5, "allocation": "search"}),
+    "no masks": ("wanda", {"enforce": False}),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "jetmoe"])
+@pytest.mark.parametrize("steps", STEPS)
+def test_methods_and_steps_take_experts(name, steps):
+    """Each leaves its pattern, and less output error than cutting at random would."""
+    method, options = STEPS[steps]
+    sparse = mts.sparsify(MODELS[name](), method, data_loader=plenty(), progress=False, **options)
+    mts.verify(sparse)
+    entries = [layer for layer in mts.report(sparse).layers if layer.parameter in fused(sparse)]
+    assert entries
+    for entry in entries:
+        assert entry.error is not None
+        assert 0 < entry.error < entry.zeros / entry.size
+        assert entry.errors == sorted(entry.errors, reverse=True) or steps == "dense values"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "jetmoe"])
+def test_reconstruction_tunes_experts(name):
+    """It lowers the block's error, keeps the masks, and leaves routers and the biases of experts alone."""
+    options = {"data_loader": plenty(), "progress": False}
+    sparse = mts.sparsify(MODELS[name](), "sparsegpt", **options)
+    tuned = mts.sparsify(MODELS[name](), "sparsegpt", **options, reconstruct=2)
+    mts.verify(tuned, "2:4")
+    first = mts.report(tuned).blocks[0]
+    assert first.error_after < first.error_before
+    for key, weight in sparse.named_parameters():
+        other = tuned.get_parameter(key)
+        if key in fused(sparse) and ".layers.0." in key:
+            assert torch.equal(weight == 0, other == 0), key
+            assert not torch.equal(weight, other), key
+        elif router(key) or (".experts." in key and key.endswith("_bias")):
+            assert torch.equal(weight, other), key
+
+
+def test_experts_learn_at_the_pace_of_a_single_matrix():
+    """Reconstruction's learning rate goes by how many kept values meet in one output, whatever stands in front."""
+    weight, mask = torch.randn(3, 8, 16), torch.rand(3, 8, 16) > 0.5
+    (alone,) = _optimizer([weight.flatten(0, 1)], [mask.flatten(0, 1)], [24], 0.4).param_groups
+    (fused,) = _optimizer([weight], [mask], [24], 0.4).param_groups
+    assert fused["lr"] == pytest.approx(alone["lr"])
+
+
+def test_permutation_says_that_it_leaves_experts_alone():
+    plan = mts.make_plan(MODELS["deepseek_v3"](), "wanda", permute=True)
+    note = "permute leaves the channels of fused experts in their order (2 layers)"
+    assert plan.notes == (note,)
+    assert f"Note: {note}." in str(plan)
+    assert plan.as_dict()["notes"] == [note]
+    options = {"data_loader": plenty(), "permute": True, "progress": False}
+    sparse = mts.sparsify(MODELS["deepseek_v3"](), "wanda", **options)
+    assert note in mts.report(sparse).notes
+    recipes = {layer.parameter: layer.recipe for layer in mts.report(sparse).layers}
+    assert {recipes[key] for key in fused(sparse)} == {"wanda"}
+    assert "permute+wanda" in recipes.values()  # the shared expert's
+    assert mts.make_plan(MODELS["deepseek_v3"](), "wanda").notes == ()
+
+
+def test_masks_of_the_users_own_a_few_experts_at_a_time():
+    model = MODELS["gpt_oss"]()
+    masks = {name: stored_as_matrices(model, name) for name in fused(model)}
+    masks = {name: mts.NM(2, 4).mask(torch.rand_like(matrix)).mT.contiguous() for name, matrix in masks.items()}
+    dense = copy.deepcopy(model)
+    mts.sparsify(model, masks=masks, polish=5, memory_limit=100_000, data_loader=plenty(), progress=False)
+    for name, mask in masks.items():
+        assert torch.equal(model.get_parameter(name) != 0, mask)
+        assert not torch.equal(model.get_parameter(name)[mask], dense.get_parameter(name)[mask])
+    for layer in mts.report(model).layers:
+        assert [step.step for step in layer.steps] == ["masks", "polish"]
+        assert layer.errors[1] < layer.errors[0]
+
+
+# masks --------------------------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_masks_hold_in_forward_and_training(name):
+    """What is written to pruned places never reaches an output, and AdamW leaves them zero; kept weights learn."""
+    sparse = mts.sparsify(MODELS[name](), "wanda", data_loader=texts("left"), progress=False)
+    batch = plenty()[0]
+    with torch.no_grad():
+        expected = sparse(**batch).logits
+        for key in fused(sparse):
+            sparse.get_parameter(key).masked_fill_(~sparse.get_buffer(f"{key}_mask"), 3.0)
+        assert torch.equal(sparse(**batch).logits, expected)
+    optimizer = torch.optim.AdamW([p for p in sparse.parameters() if p.dim() == 3], lr=1e-2)
+    before = {key: sparse.get_parameter(key).detach().clone() for key in fused(sparse)}
+    for batch in plenty()[:2]:
+        sparse(**batch, labels=batch["input_ids"]).loss.backward()
+        for key in fused(sparse):
+            gradient, mask = sparse.get_parameter(key).grad, sparse.get_buffer(f"{key}_mask")
+            assert gradient is not None
+            assert not gradient[~mask].any()
+            assert gradient[mask].any()
+        optimizer.step()
+        optimizer.zero_grad()
+    for key in fused(sparse):
+        weight, mask = sparse.get_parameter(key).detach(), sparse.get_buffer(f"{key}_mask")
+        assert not weight[~mask].any()
+        assert bool((weight != before[key])[mask].any())
+    mts.verify(sparse, "2:4")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_every_experts_implementation_gives_the_same_model(name, implementation):
+    """Calibrated and run by any of transformers' own: nothing is registered there."""
+    model: Any = MODELS[name]()
+    before = dict(ALL_EXPERTS_FUNCTIONS)
+    model.set_experts_implementation(implementation)
+    mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)
+    assert dict(ALL_EXPERTS_FUNCTIONS) == before
+    assert model.config._experts_implementation == implementation
+    other = mts.sparsify(MODELS[name](), "sparsegpt", data_loader=plenty(), progress=False)
+    for key, weight in other.named_parameters():
+        assert float(((weight == 0) == (model.get_parameter(key) == 0)).double().mean()) > 0.999, key
+    plain = mts.export(copy.deepcopy(model))
+    assert torch.equal(model(**plenty()[0]).logits, plain(**plenty()[0]).logits)
+
+
+def test_a_mask_on_one_of_two_experts_parameters_and_back():
+    model = MODELS["gpt_oss"]()
+    name = "model.layers.0.mlp.experts.down_proj"
+    mask = torch.rand(model.get_parameter(name).shape) > 0.5
+    mts.set_mask(model, name, mask)
+    assert dict(mts.named_masks(model)).keys() == {name}
+    assert not model.get_parameter(name).detach()[~mask].any()
+    assert type(mts.export(model).get_submodule("model.layers.0.mlp.experts")).__name__ == "GptOssExperts"
+
+
+def test_an_interrupted_run_leaves_no_hook_behind():
+    """On routers as well, which tell JetMoe's tokens apart."""
+    calls = 0
+
+    def loop(model):
+        nonlocal calls
+        for batch in texts("left"):
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            model(**batch)
+
+    model = MODELS["jetmoe"]()
+    model(**texts("left")[0])
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_that_accelerate_offloads(name):
+    """What down_proj sees is computed from weights that are on the CPU between calls, and nowhere on the module."""
+    expected = mts.sparsify(MODELS[name](), "sparsegpt", data_loader=plenty(), progress=False)
+    model = MODELS[name]()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)
+    assert torch.equal(model(**plenty()[0]).logits, expected(**plenty()[0]).logits)
+    found = mts.report(model).layers
+    assert [layer.error for layer in found] == [layer.error for layer in mts.report(expected).layers]

@@ -1,0 +1,448 @@
+"""Weights as matrices and inputs as rows: ``rows @ matrix(weight).T`` must be what the module itself computes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.model.layers import Layer, find_layers
+from modelopt_sparse.model.masking import set_mask
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+
+
+def only_layer(module: nn.Module) -> Layer:
+    layers, others = find_layers(module)
+    assert len(layers) == 1
+    assert not others
+    return layers[0]
+
+
+def layer_named(model: nn.Module, name: str) -> Layer:
+    return next(layer for layer in find_layers(model)[0] if layer.name == name)
+
+
+def rows_of(layer: Layer, *args: Tensor, keep: Tensor | None = None, **kwargs: Tensor) -> Tensor:
+    """All rows of one call of the hooked module, [..., T, C]."""
+    observed = layer.hooked_modules[0]
+    with torch.no_grad():
+        chunks = list(layer.adapter.rows(layer.owner, layer.adapter.inputs(observed, args, kwargs), keep))
+    return torch.cat(chunks, dim=-2)
+
+
+def product(layer: Layer, rows: Tensor) -> Tensor:
+    """rows @ matrix^T: [..., T, R]."""
+    return rows @ layer.matrix(layer.parameter.detach()).mT
+
+
+# linear layers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+@pytest.mark.parametrize("build", [lambda: nn.Linear(6, 4), lambda: Conv1D(4, 6)], ids=["Linear", "HF Conv1D"])
+def test_rows_times_the_matrix_is_the_output_of_a_linear_layer(build, as_keyword):
+    module, x = build(), torch.randn(2, 3, 6)
+    layer = only_layer(module)
+    assert layer.matrix(layer.parameter).shape == (4, 6)
+    name = "x" if isinstance(module, Conv1D) else "input"
+    rows = rows_of(layer, **{name: x}) if as_keyword else rows_of(layer, x)
+    torch.testing.assert_close(product(layer, rows) + module.bias, module(x).flatten(0, -2))
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), lambda: Conv1D(2, 3)], ids=["Linear", "HF Conv1D"])
+def test_padding_tokens_are_left_out(build):
+    x = torch.arange(12.0).view(2, 2, 3)
+    keep = torch.tensor([[True, False], [True, True]])
+    rows = rows_of(only_layer(build()), x, keep=keep)
+    assert rows.tolist() == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+
+
+# convolutions --------------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "1d": (nn.Conv1d(4, 6, 3), (9,)),
+    "1d padded": (nn.Conv1d(4, 6, 3, padding=2), (9,)),
+    "1d strided": (nn.Conv1d(4, 6, 3, stride=2, padding=1), (9,)),
+    "1d dilated": (nn.Conv1d(4, 6, 3, dilation=3), (9,)),
+    "1d same, even kernel": (nn.Conv1d(4, 6, 4, padding="same"), (9,)),
+    "1d grouped": (nn.Conv1d(4, 6, 3, groups=2), (9,)),
+    "1d replicate": (nn.Conv1d(4, 6, 3, padding=2, padding_mode="replicate"), (9,)),
+    "2d": (nn.Conv2d(4, 6, (3, 2)), (7, 6)),
+    "2d pointwise": (nn.Conv2d(4, 6, 1), (7, 6)),
+    "2d padded on two sides": (nn.Conv2d(4, 6, (3, 2), padding=(1, 2)), (7, 6)),
+    "2d valid": (nn.Conv2d(4, 6, 3, padding="valid"), (7, 6)),
+    "2d same": (nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(2, 1)), (7, 6)),
+    "2d same, reflected": (nn.Conv2d(4, 6, (3, 4), padding="same", padding_mode="reflect"), (7, 6)),
+    "2d reflected": (nn.Conv2d(4, 6, (3, 2), padding=(1, 2), padding_mode="reflect"), (7, 6)),
+    "2d circular": (nn.Conv2d(4, 6, (3, 2), padding=(2, 1), padding_mode="circular"), (7, 6)),
+    "2d strided and dilated": (nn.Conv2d(4, 6, (3, 2), stride=(2, 3), dilation=(2, 1), padding=1), (9, 8)),
+    "2d grouped": (nn.Conv2d(4, 6, 3, groups=2, padding=1, stride=2), (7, 6)),
+    "2d depthwise": (nn.Conv2d(4, 8, 3, groups=4, padding=1), (7, 6)),
+    "2d without bias": (nn.Conv2d(4, 6, 3, bias=False), (7, 6)),
+    "3d": (nn.Conv3d(4, 6, (2, 3, 2)), (4, 5, 6)),
+    "3d of everything": (
+        nn.Conv3d(4, 6, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 2), dilation=(1, 2, 1), groups=2),
+        (4, 7, 6),
+    ),
+}
+every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
+
+
+@every_convolution
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # torch, of its own forward
+def test_rows_times_the_matrix_is_the_output_of_a_convolution(name, batched):
+    conv, positions = CONVOLUTIONS[name]
+    x = torch.randn(2, 4, *positions) if batched else torch.randn(4, *positions)
+    layer = only_layer(conv)
+    found = product(layer, rows_of(layer, x))  # [groups, T, R / groups] or [T, R]
+    found = found.movedim(0, -2).flatten(-2) if conv.groups > 1 else found
+    bias = torch.zeros(conv.out_channels) if conv.bias is None else conv.bias
+    output = conv(x if batched else x.unsqueeze(0)).detach()
+    torch.testing.assert_close(found + bias, output.movedim(1, -1).flatten(0, -2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["2d", "2d pointwise", "2d padded on two sides", "2d strided and dilated", "2d grouped", "2d depthwise"]
+)
+def test_the_gram_matrix_of_a_convolution_agrees_with_unfold(name):
+    conv, positions = CONVOLUTIONS[name]
+    x = torch.randn(3, 4, *positions, dtype=torch.float64)
+    rows = rows_of(only_layer(conv), x)
+    found = rows.mT @ rows
+    torch.testing.assert_close(found if conv.groups > 1 else found.unsqueeze(0), reference.conv2d_gram(conv, x))
+
+
+@every_convolution
+def test_a_group_of_m_lies_along_input_channels_at_one_kernel_position(name):
+    conv, _ = CONVOLUTIONS[name]
+    layer = only_layer(conv)
+    per_group = conv.in_channels // conv.groups
+    assert layer.columns(layer.parameter) == per_group
+    if per_group % 2:
+        return
+    mask = layer.unmatrix(NM(1, 2).mask(layer.matrix(layer.parameter.detach()).abs()))
+    assert mask.shape == conv.weight.shape
+    assert (mask.unflatten(1, (-1, 2)).sum(2) == 1).all()
+
+
+def test_long_inputs_come_in_chunks_that_are_the_same_rows():
+    conv = nn.Conv1d(2, 2, 3)
+    x = torch.randn(3, 2, 2_000_000)  # 12 million unfolded values per sample, 16 million per chunk
+    chunks = list(only_layer(conv).adapter.rows(conv, (x,), None))
+    assert [len(chunk) for chunk in chunks] == [1_999_998] * 3
+    assert torch.equal(chunks[1][5], x[1, :, 5:8].T.flatten())
+
+
+def test_convolutions_that_read_their_input_differently_share_no_statistics():
+    plain = nn.Conv2d(4, 6, 3)
+    different = [
+        nn.Conv2d(4, 6, 5),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.Conv2d(4, 6, 3, dilation=2),
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.Conv2d(4, 6, 3, padding="same"),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+    ]
+    signatures = [only_layer(conv).adapter.signature(conv) for conv in [plain, *different]]
+    assert len(set(signatures)) == len(signatures)
+    assert only_layer(nn.Conv2d(4, 9, 3)).adapter.signature(nn.Conv2d(4, 9, 3)) == signatures[0]
+
+
+# round trips ---------------------------------------------------------------------------------------------------------
+
+ATTENTION = {
+    "packed": nn.MultiheadAttention(8, 2),
+    "packed, no bias": nn.MultiheadAttention(8, 2, bias=False),
+    "separate": nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
+}
+MODULES = [
+    nn.Linear(6, 4),
+    Conv1D(4, 6),
+    *(conv for conv, _ in CONVOLUTIONS.values()),
+    *ATTENTION.values(),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_a_matrix_goes_back_to_exactly_the_weight_it_came_from(module):
+    for layer in find_layers(module)[0]:
+        weight = torch.randn_like(layer.parameter)
+        back = layer.unmatrix(layer.matrix(weight).contiguous())  # as a solver gives it
+        assert torch.equal(back, weight)
+        assert back.is_contiguous()
+
+
+# attention -----------------------------------------------------------------------------------------------------------
+
+
+def reference_attention(module: nn.MultiheadAttention, layers: dict[str, Tensor], value_bias: Tensor) -> Tensor:
+    """Attention by hand from projected q, k, v [B, S, E] -> what goes into out_proj, [B, S, E]."""
+    heads = {name: x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for name, x in layers.items()}
+    weights = torch.softmax(heads["q"] @ heads["k"].mT / module.head_dim**0.5, -1)
+    return (weights @ (heads["v"] + value_bias)).transpose(1, 2).flatten(2)
+
+
+def call_arguments(module: nn.MultiheadAttention, kind: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Query, key and value as the module wants them, and as [B, S, E]."""
+    query = torch.randn(2, 5, module.embed_dim)
+    key = torch.randn(2, 3, module.kdim)
+    value = torch.randn(2, 3, module.vdim)
+    batch_first = {"self": (query, query, query), "cross": (query, key, key), "three": (query, key, value)}[kind]
+    if module.batch_first:
+        return batch_first, batch_first
+    turned = {id(x): x.transpose(0, 1) for x in batch_first}
+    return tuple(turned[id(x)] for x in batch_first), batch_first
+
+
+ATTENTION_CALLS = [
+    ({"batch_first": batch_first, **settings}, kind)
+    for batch_first in (True, False)
+    for settings, kind in [
+        ({}, "self"),
+        ({"bias": False}, "self"),
+        ({}, "cross"),
+        ({}, "three"),
+        ({"kdim": 6, "vdim": 6}, "cross"),
+        ({"kdim": 6, "vdim": 4}, "three"),
+        ({"kdim": 6, "vdim": 4, "bias": False}, "three"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("settings", "kind"), ATTENTION_CALLS)
+@pytest.mark.parametrize("as_keywords", [False, True])
+def test_the_rows_of_attention_weights_reproduce_its_output(settings, kind, as_keywords):
+    """q, k, v from their rows, attention by hand, then out_proj from its own rows: the module's output."""
+    module = nn.MultiheadAttention(8, 2, **settings).eval()
+    with torch.no_grad():
+        for bias in (module.in_proj_bias, module.out_proj.bias):
+            if bias is not None:
+                bias.normal_()
+    given, batch_first = call_arguments(module, kind)
+    call = dict(zip(("query", "key", "value"), given)) if as_keywords else given
+    expected = module(**call)[0] if as_keywords else module(*call)[0]
+
+    layers = {layer.parameter_name: layer for layer in find_layers(module)[0]}
+
+    def rows(name: str) -> Tensor:
+        layer = layers[name]
+        return rows_of(layer, **call) if as_keywords else rows_of(layer, *call)
+
+    def batched(flat: Tensor, like: Tensor) -> Tensor:
+        """Rows are in the order of the input as it was given."""
+        size = like.shape[:2]
+        return flat.unflatten(0, size) if module.batch_first else flat.unflatten(0, size[::-1]).transpose(0, 1)
+
+    if "in_proj_weight" in layers:
+        together = product(layers["in_proj_weight"], rows("in_proj_weight"))  # [3, T, E], shorter ones padded by zeros
+        flat = {letter: together[i][: x.shape[0] * x.shape[1]] for i, (letter, x) in enumerate(zip("qkv", batch_first))}
+    else:
+        flat = {letter: product(layers[f"{letter}_proj_weight"], rows(f"{letter}_proj_weight")) for letter in "qkv"}
+    projected = {letter: batched(flat[letter], x) for letter, x in zip("qkv", batch_first)}
+    value_bias = torch.zeros(())
+    if module.in_proj_bias is not None:
+        q_bias, k_bias, v_bias = module.in_proj_bias.detach().chunk(3)
+        projected["q"], projected["k"] = projected["q"] + q_bias, projected["k"] + k_bias
+        value_bias = v_bias.view(module.num_heads, 1, -1)
+    by_hand = reference_attention(module, projected, value_bias)
+
+    into_out_proj = batched(rows("out_proj.weight"), batch_first[0])
+    torch.testing.assert_close(into_out_proj, by_hand)
+    output = nn.functional.linear(into_out_proj, module.out_proj.weight, module.out_proj.bias)
+    torch.testing.assert_close(output if module.batch_first else output.transpose(0, 1), expected)
+
+
+def test_self_attention_shares_one_set_of_rows_among_q_k_and_v():
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    layer = layer_named(module, "in_proj_weight")
+    assert rows_of(layer, x, x, x).shape == (10, 8)
+    assert rows_of(layer, x, x.clone(), x).shape == (3, 10, 8)
+    assert layer.matrix(layer.parameter).shape == (3, 8, 8)
+
+
+def test_padding_tokens_of_self_attention_are_left_out():
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    keep = torch.tensor([[True, True, False], [True, False, False]])
+    layers = {layer.parameter_name: layer for layer in find_layers(module)[0]}
+    assert torch.equal(rows_of(layers["in_proj_weight"], x, x, x, keep=keep), x[keep])
+    assert rows_of(layers["out_proj.weight"], x, x, x, keep=keep).shape == (3, 8)
+
+
+def test_the_rows_of_out_proj_are_seen_whatever_its_own_mask_is():
+    """An attention that is sparse already is calibrated again on what really reaches out_proj."""
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    before = rows_of(layer_named(module, "out_proj"), x, x, x)
+    set_mask(module, "out_proj.weight", torch.eye(8) == 0)
+    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), before)
+
+
+def test_attention_called_with_need_weights_by_position_is_seen():
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    layer = layer_named(module, "out_proj")
+    seen = [rows_of(layer, x, x, x, None, need_weights) for need_weights in (True, False)]
+    torch.testing.assert_close(seen[0], seen[1])
+    torch.testing.assert_close(product(layer, seen[0]) + module.out_proj.bias, module(x, x, x)[0].flatten(0, 1))
+
+
+def test_the_attention_is_as_it_was_after_its_inputs_were_seen():
+    module, x = nn.MultiheadAttention(8, 2), torch.randn(5, 2, 8)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    parameter = module.out_proj.weight
+    rows_of(layer_named(module, "out_proj"), x, x, x)
+    assert module.out_proj.weight is parameter
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+# finding -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 8))
+            self.down_proj = nn.Parameter(torch.randn(4, 8, 4))
+
+    class ParallelExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(10, 8),
+            "linear": nn.Linear(8, 8),
+            "conv": nn.Conv1d(8, 8, 3),
+            "up": nn.ConvTranspose1d(8, 8, 3),
+            "norm": nn.LayerNorm(8),
+            "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "router": Router(),
+            "experts": Grouped(),
+            "more": ParallelExperts(),
+        }
+    )
+    layers, others = find_layers(model)
+    assert [(layer.name, layer.parameter_name) for layer in layers] == [
+        ("linear", "linear.weight"),
+        ("conv", "conv.weight"),
+        ("attention.in_proj_weight", "attention.in_proj_weight"),
+        ("attention.out_proj", "attention.out_proj.weight"),
+    ]
+    outside = "fused experts outside of transformers' experts interface"
+    assert {item.name: item.reason for item in others} == {
+        "embed": "embedding",
+        "up": "no adapter for ConvTranspose1d.weight",
+        "attention.bias_k": "no adapter for MultiheadAttention.bias_k",
+        "attention.bias_v": "no adapter for MultiheadAttention.bias_v",
+        "router": "MoE router",
+        "experts.gate_up_proj": f"no adapter for Grouped.gate_up_proj: {outside}",
+        "experts.down_proj": f"no adapter for Grouped.down_proj: {outside}",
+        "more": f"no adapter for ParallelExperts.weight: {outside}",
+    }
+
+
+def test_subclasses_are_layers_of_their_base_type():
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    class Padded(nn.Conv2d):
+        pass
+
+    class Own(Conv1D):
+        pass
+
+    class Attention(nn.MultiheadAttention):
+        pass
+
+    for module, shape in [(Scaled(6, 4), (4, 6)), (Padded(2, 4, 3), (4, 18)), (Own(4, 6), (4, 6))]:
+        layer = only_layer(module)
+        assert layer.matrix(layer.parameter).shape == shape
+    assert [layer.name for layer in find_layers(Attention(8, 2))[0]] == ["in_proj_weight", "out_proj"]
+
+
+def test_a_model_that_is_one_layer_is_named_by_its_parameter():
+    layer = only_layer(nn.Linear(4, 2))
+    assert (layer.name, layer.parameter_name) == ("weight", "weight")
+
+
+def test_linears_that_share_a_weight_are_one_layer_with_twins():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+    model["c"].weight = model["a"].weight
+    layers, others = find_layers(model)
+    assert not others
+    assert [layer.name for layer in layers] == ["a", "b"]
+    assert layers[0].owner is model["a"]
+    assert layers[0].tied_modules == (model["c"],)
+    assert layers[0].hooked_modules == (model["a"], model["c"])
+    assert layers[1].tied_modules == ()
+
+
+def test_a_module_used_under_two_names_is_one_layer():
+    shared = nn.Linear(4, 4)
+    layer = only_layer(nn.Sequential(shared, nn.ReLU(), shared))
+    assert layer.name == "0"
+    assert layer.tied_modules == ()
+
+
+@pytest.mark.parametrize("embedding_first", [True, False])
+def test_a_linear_tied_to_an_embedding_is_no_layer(embedding_first):
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"embed": embedding, "head": head} if embedding_first else {"head": head, "embed": embedding})
+    layers, others = find_layers(model)
+    assert not layers
+    first, second = ("embed", "head") if embedding_first else ("head", "embed")
+    assert [(item.name, item.shape, item.reason) for item in others] == [
+        (first, (10, 4), f"tied: also held by {second}")
+    ]
+    assert others[0].names == (first, second)
+
+
+def test_convolutions_that_share_a_weight_but_read_their_input_differently_are_no_layer():
+    first, second = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2)
+    second.weight = first.weight
+    layers, others = find_layers(nn.ModuleDict({"first": first, "second": second}))
+    assert not layers
+    assert [item.reason for item in others] == ["tied: also held by second"]
+
+
+def test_weights_shared_between_different_kinds_of_layers_are_no_layer():
+    """A matrix for one is the transposed matrix for the other."""
+    linear, conv = nn.Linear(4, 4), Conv1D(4, 4)
+    conv.weight = linear.weight
+    layers, others = find_layers(nn.ModuleDict({"linear": linear, "conv": conv}))
+    assert not layers
+    assert [item.reason for item in others] == ["tied: also held by conv"]
+
+
+def test_experts_in_a_list_or_dict_know_their_fellows():
+    def mlp() -> nn.Module:
+        return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+
+    model: nn.Module = nn.ModuleDict(
+        {
+            "experts": nn.ModuleList([mlp(), mlp()]),
+            "more_experts": nn.ModuleDict({"first": mlp(), "second": mlp()}),
+            "shared_experts": nn.Linear(4, 8),
+            "layers": nn.ModuleList([mlp(), mlp()]),
+        }
+    )
+    assert {layer.name: layer.mixture for layer in find_layers(model)[0]} == {
+        **{f"experts.{i}.{name}": f"experts.*.{name}" for i in range(2) for name in ("up", "down")},
+        **{
+            f"more_experts.{i}.{name}": f"more_experts.*.{name}" for i in ("first", "second") for name in ("up", "down")
+        },
+        "shared_experts": None,
+        **{f"layers.{i}.{name}": None for i in range(2) for name in ("up", "down")},
+    }

@@ -1,0 +1,167 @@
+"""Sparse modules under torch.compile and torch.export."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama, token_batches
+from tests.model.sparse_modules import (
+    CASES,
+    at_rest,
+    drift,
+    output,
+    own_deprecations,
+    random_mask,
+    sparse_and_dense,
+    sparse_linear,
+)
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(module: nn.Module, backend: str = "aot_eager_decomp_partition") -> Callable[..., Any]:
+    """Dynamo, AOTAutograd and the partitioner of the default backend, without its code generation."""
+    return torch.compile(module, fullgraph=True, backend=backend)
+
+
+COMPILED = ("linear", "conv2d", "hf_conv1d", "attention", "attention_separate", "own_parameter")
+
+
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_gradients(name: str):
+    case = CASES[name]
+    sparse, dense, masks = sparse_and_dense(case)
+    drift(sparse)
+    fast = compiled(sparse)
+    inputs, inputs_dense = case.inputs(), case.inputs()
+    found = fast(*inputs)
+    found, expected = found[0] if isinstance(found, tuple) else found, output(dense, *inputs_dense)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for (name, parameter), reference in zip(sparse.named_parameters(), dense.parameters()):
+        reference = reference.grad if name not in masks else reference.grad.masked_fill(~masks[name], 0)
+        torch.testing.assert_close(parameter.grad, reference)
+    torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in inputs_dense])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        fast(*inputs)
+    with torch.no_grad():
+        drift(sparse)
+        again = fast(*inputs)
+        torch.testing.assert_close(again[0] if isinstance(again, tuple) else again, expected)
+
+
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_subclass_follows_its_attributes():
+    class Adjustable(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.factor, self.calls = 2.0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * (self.factor if self.training else 1.0)
+
+    module = Adjustable()
+    mts.set_mask(module, "weight", random_mask(module.weight))
+    fast, x = compiled(module, "eager"), torch.randn(3, 8)
+    for change in (lambda: None, lambda: setattr(module, "factor", 3.0), module.eval):
+        change()
+        found, calls = fast(x), module.calls
+        torch.testing.assert_close(found, module(x))
+        assert module.calls == calls + 1
+    assert module.calls == 6
+
+
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 16))
+    for index in (0, 2, 4):
+        mts.set_mask(model, f"{index}.weight", random_mask(model[index].weight))
+    theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    shapes = {shape for _, mask in mts.named_masks(model) for shape in (mask.shape, mask.shape[::-1])}
+    fast, x = compiled(model), torch.randn(5, 16)
+    fast(x)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = fast(x).sum()
+    like_weights = [t for t in saved if t.shape in shapes]
+    assert like_weights
+    assert all(t.untyped_storage().data_ptr() in theirs for t in like_weights)
+    loss.backward()
+    assert model[2].weight.grad.any()
+
+
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its new name is newer than 5.0
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
+    model = tiny_llama(num_hidden_layers=1)
+    mts.sparsify(model, "magnitude", progress=False)
+    eager = copy.deepcopy(model)
+    if checkpointed:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    (tokens,) = token_batches(1)
+    losses = {}
+    for name, each, run in (("compiled", model, compiled(model)), ("eager", eager, eager)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        losses[name] = []
+        for _ in range(3):
+            loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    assert at_rest(model)
+    assert losses["compiled"][-1] < 0.9 * losses["compiled"][0]
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-3)
+
+
+@pytest.mark.slow
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_default_compiler_backend_trains_and_keeps_zeros():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    for index in (0, 2):
+        mts.set_mask(model, f"{index}.weight", random_mask(model[index].weight))
+    fast = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, target = torch.randn(16, 8), torch.randn(16, 8)
+    losses = []
+    for _ in range(10):
+        loss = F.mse_loss(fast(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert at_rest(model)
+
+
+@own_deprecations
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program_masks_its_weights(strict: bool):
+    module, _ = sparse_linear()
+    program = torch.export.export(module, (torch.ones(1, 8),), strict=strict)
+    expected = module(torch.ones(1, 8))
+    drift(module)
+    torch.testing.assert_close(program.module()(torch.ones(1, 8)), expected)

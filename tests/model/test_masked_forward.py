@@ -1,0 +1,319 @@
+"""Forward and backward passes of sparse modules, under torch.func, in replicas and in threads."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import modelopt_sparse as mts
+from tests.model.sparse_modules import (
+    Case,
+    Scaled,
+    drift,
+    every_case,
+    is_plus_zero,
+    output,
+    own_deprecations,
+    random_mask,
+    sparse_and_dense,
+    sparse_linear,
+)
+
+pytestmark = pytest.mark.core
+
+
+@every_case
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "functional_call"])
+def test_output_is_the_dense_modules_with_zeros_whatever_lies_under_the_mask(case: Case, mode: str):
+    sparse, dense, _ = sparse_and_dense(case)
+    drift(sparse)
+    inputs = case.inputs()
+    expected = output(dense, *inputs)
+    if mode == "functional_call":
+        drifted = {name: parameter.detach().clone() for name, parameter in sparse.named_parameters()}
+        given = copy.deepcopy(drifted)
+        found = torch.func.functional_call(sparse, given, tuple(inputs))
+        torch.testing.assert_close(given, drifted, rtol=0, atol=0)  # the caller's tensors are the caller's
+    else:
+        with {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]():
+            found = sparse(*inputs)
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+
+
+@every_case
+def test_gradients_are_the_dense_modules_with_zeros_at_pruned_places(case: Case):
+    sparse, dense, masks = sparse_and_dense(case)
+    drift(sparse)
+    given, given_dense = case.inputs(), case.inputs()
+    output(sparse, *given).square().sum().backward()
+    output(dense, *given_dense).square().sum().backward()
+    for (name, parameter), reference in zip(sparse.named_parameters(), dense.parameters()):
+        assert parameter.grad is not None, name
+        expected = reference.grad
+        if name in masks:
+            assert is_plus_zero(parameter.grad[~masks[name]])
+            assert parameter.grad[masks[name]].any()
+            expected = expected.masked_fill(~masks[name], 0)
+        torch.testing.assert_close(parameter.grad, expected)
+    torch.testing.assert_close([x.grad for x in given], [x.grad for x in given_dense])
+
+
+def test_nan_and_infinite_gradients_at_pruned_places_stay_out():
+    module = nn.Linear(2, 2)
+    mts.set_mask(module, "weight", torch.tensor([[True, False], [True, True]]))
+    x = torch.tensor([[1.0, torch.nan]])
+    module(x).backward(torch.tensor([[1.0, 2.0]]))
+    # d/dw_rc = upstream_r * x_c: column 1 is NaN, and pruned in row 0
+    torch.testing.assert_close(module.weight.grad, torch.tensor([[1.0, 0.0], [2.0, torch.nan]]), equal_nan=True)
+    module.weight.grad = None
+    module(torch.ones(1, 2)).backward(torch.tensor([[1.0, torch.inf]]))
+    # row 0 gets 1, row 1 gets inf
+    torch.testing.assert_close(module.weight.grad, torch.tensor([[1.0, 0.0], [torch.inf, torch.inf]]))
+
+
+def test_observer_is_handed_the_gradient_before_masking():
+    module, mask = sparse_linear()
+    dense = copy.deepcopy(module)
+    mts.export(dense)
+    seen: list[Tensor] = []
+    mts.observe_gradient(module, "weight", seen.append)
+    x = torch.randn(3, 8)
+    module(x).square().sum().backward()
+    dense(x).square().sum().backward()
+    (gradient,) = seen
+    assert not gradient.requires_grad
+    torch.testing.assert_close(gradient, dense.weight.grad)
+    assert gradient[~mask].any()
+    torch.testing.assert_close(module.weight.grad, dense.weight.grad * mask)
+
+    mts.observe_gradient(module, "weight", None)
+    module(x).sum().backward()
+    assert len(seen) == 1
+
+
+def test_observer_is_refused_where_there_is_no_mask():
+    with pytest.raises(ValueError, match="'weight' carries no mask; set one with set_mask"):
+        mts.observe_gradient(nn.Linear(4, 4), "weight", print)
+
+
+@every_case
+def test_no_masked_copy_of_a_weight_is_kept_for_the_backward_pass(case: Case):
+    sparse, _, masks = sparse_and_dense(case)
+    for _, mask in mts.named_masks(sparse):
+        mask[:] = mask.clone()  # a mask of its own storage
+    theirs = {t.untyped_storage().data_ptr() for t in (*sparse.parameters(), *sparse.buffers())}
+    shapes = {shape for mask in masks.values() for shape in (mask.shape, mask.shape[::-1])}
+    inputs = [torch.randn(11, *x.shape[1:], requires_grad=True) for x in case.inputs()]  # 11 is no weight's size
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output(sparse, *inputs)
+    like_weights = [t for t in saved if t.shape in shapes]
+    assert like_weights
+    assert all(t.untyped_storage().data_ptr() in theirs for t in like_weights)
+
+
+def test_one_module_used_twice_in_a_graph_sums_both_gradients():
+    module, mask = sparse_linear()
+    dense = mts.export(copy.deepcopy(module))
+    x = torch.randn(3, 8)
+    module(module(x).tanh()).sum().backward()
+    dense(dense(x).tanh()).sum().backward()
+    torch.testing.assert_close(module.weight.grad, dense.weight.grad * mask)
+
+
+def test_two_modules_can_share_a_sparse_parameter():
+    first, mask = sparse_linear()
+    pair = nn.Sequential(first, nn.Linear(8, 8))
+    pair[1].weight = first.weight
+    mts.set_mask(pair, "1.weight", mask)
+    pair(torch.ones(1, 8)).sum().backward()
+    assert is_plus_zero(first.weight.grad[~mask])
+    assert pair[1].weight is first.weight
+
+
+def test_second_derivatives_are_right():
+    module, _ = sparse_linear(4, 3)
+    module.double()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: module(x).tanh(), x)
+    dense = mts.export(copy.deepcopy(module))
+    mts.set_mask(module, "weight", mask := random_mask(module.weight))
+    for each in (module, dense):
+        (gradient,) = torch.autograd.grad(each(x).tanh().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    torch.testing.assert_close(module.weight.grad, dense.weight.grad * mask)
+
+
+def test_a_weight_changed_between_forward_and_backward_is_still_an_error():
+    module, _ = sparse_linear()
+    loss = module(torch.ones(1, 8, requires_grad=True)).sum()
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant: bool):
+    module, mask = sparse_linear()
+    plain = copy.deepcopy(module)
+    drift(module)
+    x = torch.randn(3, 8, requires_grad=True)
+    checkpoint(module, x, use_reentrant=use_reentrant).square().sum().backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+    assert is_plus_zero(module.weight.grad[~mask])
+
+
+def test_mask_set_in_inference_mode_can_be_trained_and_saved():
+    module = nn.Linear(8, 8)
+    with torch.inference_mode():
+        mts.set_mask(module, "weight", mask := random_mask(module.weight))
+    module(torch.ones(1, 8)).sum().backward()
+    assert is_plus_zero(module.weight.grad[~mask])
+    with torch.inference_mode():
+        frozen = nn.Linear(8, 8).requires_grad_(False)
+        mts.set_mask(frozen, "weight", mask)
+        drift(frozen)
+    torch.testing.assert_close(frozen(torch.ones(1, 8)), F.linear(torch.ones(1, 8), frozen.weight * mask, frozen.bias))
+    assert is_plus_zero(frozen.state_dict()["weight"][~mask])
+
+
+@own_deprecations
+def test_function_transforms_see_masked_weights_and_masked_gradients():
+    module, mask = sparse_linear(4, 3)
+    x = torch.randn(5, 4)
+    dense = mts.export(copy.deepcopy(module))
+    drift(module)
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, weights, (x,)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for gradient, sample in zip(per_sample["weight"], x):
+        dense.zero_grad()
+        dense(sample).square().sum().backward()
+        torch.testing.assert_close(gradient, dense.weight.grad * mask)
+    # the module's own parameters, as captured by a transform over the input
+    torch.testing.assert_close(torch.func.vmap(module)(x), dense(x))
+    torch.testing.assert_close(
+        torch.func.hessian(lambda x: module(x).tanh().sum())(x[0]),
+        torch.func.hessian(lambda x: dense(x).tanh().sum())(x[0]),
+    )
+
+
+def test_ensemble_of_stacked_modules_uses_each_members_mask():
+    members = []
+    for seed in (1, 2):
+        member = nn.Linear(4, 4)
+        mts.set_mask(member, "weight", random_mask(member.weight, seed))
+        members.append(member)
+    weights, buffers = torch.func.stack_module_state(members)
+    skeleton = copy.deepcopy(members[0]).to("meta")
+    x = torch.randn(2, 4)
+    found = torch.func.vmap(lambda w, b: torch.func.functional_call(skeleton, (w, b), (x,)))(weights, buffers)
+    torch.testing.assert_close(found, torch.stack([member(x) for member in members]))
+
+
+def test_replicas_of_data_parallel_enforce_the_mask():
+    """nn.DataParallel gives each replica its weights as plain attributes; done here as its replicate does it."""
+    module, mask = sparse_linear()
+    replica = module._replicate_for_data_parallel()
+    replica._former_parameters = {}
+    copied = torch.randn(8, 8, requires_grad=True)
+    replica.weight, replica.bias = copied.clone(), module.bias
+    x = torch.randn(3, 8)
+    found = replica(x)
+    torch.testing.assert_close(found, F.linear(x, copied * mask, module.bias))
+    found.sum().backward()
+    assert is_plus_zero(copied.grad[~mask])
+    assert copied.grad[mask].all()
+
+
+def test_two_threads_in_the_same_module_at_the_same_time_do_not_meet():
+    meet = threading.Barrier(2, timeout=20)
+
+    class Meeting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            meet.wait()  # both are inside now
+            found = super().forward(x)
+            meet.wait()
+            return found
+
+    module = Meeting(8, 8)
+    parameter, mask = module.weight, random_mask(module.weight)
+    mts.set_mask(module, "weight", mask)
+    reference = F.linear
+    weight, bias = parameter.detach().clone(), module.bias.detach().clone()
+    problems: list[str] = []
+
+    def work(index: int) -> None:
+        for step in range(5):
+            x = torch.full((2, 8), float(10 * index + step))
+            with torch.set_grad_enabled(index == 0):
+                found = module(x)
+            if not torch.allclose(found, reference(x, weight, bias)):
+                problems.append(f"thread {index}, step {step}: wrong output")
+            if module.weight is not parameter or module._parameters["weight"] is not parameter:
+                problems.append(f"thread {index}, step {step}: the Parameter is not in its place")
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+def test_what_a_forward_keeps_on_itself_stays_with_the_module():
+    module = Scaled(8, 6)
+    mts.set_mask(module, "weight", random_mask(module.weight))
+    dense = mts.export(copy.deepcopy(module))
+    for _ in range(2):
+        torch.testing.assert_close(module(torch.ones(3, 8)), dense(torch.ones(3, 8)))
+    assert module.calls == dense.calls == 2
+    assert module.seen == dense.seen == 6
+    assert "seen" in module._buffers
+
+
+def test_attributes_set_deleted_or_set_before_an_error_are_what_the_dense_module_would_have():
+    class Untidy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            if hasattr(self, "once"):
+                del self.once
+            self.bias = nn.Parameter(self.bias.detach() + 1)
+            if len(x) == 0:
+                raise RuntimeError("no input")
+            return super().forward(x)
+
+    module = Untidy(8, 8)
+    mts.set_mask(module, "weight", random_mask(module.weight))
+    module.once = True
+    bias = module.bias.detach().clone()
+    module(torch.ones(1, 8))
+    assert not hasattr(module, "once")
+    with pytest.raises(RuntimeError, match="no input"):
+        module(torch.ones(0, 8))
+    assert module.calls == 2
+    torch.testing.assert_close(module.bias.detach(), bias + 2)
+    assert isinstance(module.bias, nn.Parameter)
+
+
+def test_a_forward_that_replaces_its_weight_leaves_a_parameter():
+    class Normed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = nn.Parameter(self.weight.detach() / self.weight.detach().norm())
+            return super().forward(x)
+
+    module = Normed(8, 8)
+    mts.set_mask(module, "weight", mask := random_mask(module.weight))
+    module(torch.ones(1, 8))
+    assert isinstance(module.weight, nn.Parameter)
+    torch.testing.assert_close(module.weight.norm().item(), 1.0)
+    assert is_plus_zero(module.weight.detach()[~mask])

@@ -1,0 +1,146 @@
+"""State dicts, copies and pickles of sparse modules."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from tests.model.sparse_modules import (
+    Case,
+    at_rest,
+    drift,
+    every_case,
+    is_plus_zero,
+    output,
+    random_mask,
+    sparse_and_dense,
+    sparse_linear,
+)
+
+pytestmark = pytest.mark.core
+
+
+@every_case
+def test_state_dict_has_weight_and_mask_and_loads_back(case: Case):
+    sparse, dense, masks = sparse_and_dense(case)
+    state = sparse.state_dict()
+    assert state.keys() == dense.state_dict().keys() | {f"{name}_mask" for name in masks}
+    for name, mask in masks.items():
+        assert torch.equal(state[f"{name}_mask"], mask)
+        assert torch.equal(state[name], dense.get_parameter(name))
+    other, _, _ = sparse_and_dense(case)
+    for parameter in other.parameters():
+        parameter.data.normal_()
+    other.load_state_dict(state)
+    torch.testing.assert_close(other.state_dict(), state, rtol=0, atol=0)
+
+
+@every_case
+@pytest.mark.parametrize("assign", [False, True])
+def test_strict_load_of_a_dense_state_dict_keeps_the_modules_mask(case: Case, assign: bool):
+    module, dense, masks = sparse_and_dense(case)
+    holder, dense_holder = nn.ModuleDict({"inner": module}), nn.ModuleDict({"inner": dense})
+    for parameter in dense.parameters():
+        parameter.data.normal_()
+    state = dense_holder.state_dict()
+    given = copy.deepcopy(state)
+    result = holder.load_state_dict(given, strict=True, assign=assign)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    torch.testing.assert_close(dict(given), dict(state), rtol=0, atol=0)  # the caller's dict and tensors are untouched
+    for name, mask in masks.items():
+        assert torch.equal(
+            module.get_parameter(name).detach(), dense.get_parameter(name).detach().masked_fill(~mask, 0)
+        )
+        assert torch.equal(dict(mts.named_masks(module))[name], mask)
+    inputs = case.inputs()
+    with torch.no_grad():
+        for name, mask in masks.items():
+            dense.get_parameter(name)[~mask] = 0
+    torch.testing.assert_close(output(module, *inputs), output(dense, *inputs))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_strict_load_of_a_sparse_state_dict_takes_its_mask(assign: bool):
+    module, _ = sparse_linear()
+    other = nn.Linear(8, 8)
+    mts.set_mask(other, "weight", theirs := random_mask(other.weight, seed=4))
+    state = copy.deepcopy(other.state_dict())
+    state["weight"][~theirs] = 5.0  # drifted before it was saved
+    module.load_state_dict(state, strict=True, assign=assign)
+    assert torch.equal(next(mts.named_masks(module))[1], theirs)
+    assert torch.equal(module.weight, other.weight)
+    assert (state["weight"][~theirs] == 5.0).all()
+
+
+def test_unexpected_and_missing_keys_are_still_reported():
+    module, _ = sparse_linear()
+    state = nn.Linear(8, 8).state_dict()
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
+        module.load_state_dict({**state, "other": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
+        module.load_state_dict({"weight": state["weight"]})
+
+
+def test_state_dict_restores_zeros_that_something_wrote_over():
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    for name in ("0.weight", "1.in_proj_weight", "1.out_proj.weight"):
+        mts.set_mask(model, name, random_mask(model.get_parameter(name)))
+    drift(model)
+    state = model.state_dict()
+    for name, mask in mts.named_masks(model):
+        assert is_plus_zero(state[name][~mask])
+        assert state[name][mask].all()
+    assert at_rest(model)
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    **{
+        f"pickle{protocol}": lambda module, protocol=protocol: pickle.loads(pickle.dumps(module, protocol))
+        for protocol in (2, 3, 4, 5)
+    },
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@every_case
+def test_copies_are_sparse_modules_of_their_own(case: Case, how: str):
+    module, dense, masks = sparse_and_dense(case)
+    output(module, *case.inputs()).sum().backward()  # copied in the middle of training
+    copied = COPIES[how](module)
+    assert isinstance(copied, type(dense))
+    torch.testing.assert_close(copied.state_dict(), module.state_dict(), rtol=0, atol=0)
+    shared = {id(t) for t in (*module.parameters(), *module.buffers())}
+    assert not shared & {id(t) for t in (*copied.parameters(), *copied.buffers())}
+    drift(copied)
+    assert at_rest(module)
+    inputs = case.inputs()
+    copied.zero_grad()
+    for attribute in ("calls", "seen"):  # the user's subclass counts its calls
+        if hasattr(copied, attribute):
+            setattr(copied, attribute, getattr(dense, attribute))
+    torch.testing.assert_close(output(copied, *inputs), output(dense, *inputs))
+    output(copied, *inputs).sum().backward()
+    assert all(is_plus_zero(copied.get_parameter(name).grad[~mask]) for name, mask in masks.items())
+    mts.export(copied)
+    assert type(copied) is type(dense)
+
+
+def test_masks_survive_changes_of_dtype_and_shared_memory():
+    module, mask = sparse_linear()
+    module.half().float().to(torch.bfloat16).share_memory()
+    assert torch.equal(next(mts.named_masks(module))[1], mask)
+    assert at_rest(module)

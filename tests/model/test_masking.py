@@ -1,0 +1,208 @@
+"""Modules become sparse in place and plain again, with and without accelerate's hooks."""
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from torch import nn
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama
+from tests.model.sparse_modules import (
+    Case,
+    at_rest,
+    drift,
+    every_case,
+    is_plus_zero,
+    output,
+    random_mask,
+    sparse_linear,
+)
+
+pytestmark = pytest.mark.core
+
+
+@every_case
+def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
+    module = case.build()
+    module.get_parameter(case.names[0]).requires_grad_(False)
+    parameters = dict(module.named_parameters())
+    wanted = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    classes = [type(child) for child in module.modules()]
+    attributes = [set(child.__dict__) | set(child._buffers) for child in module.modules()]
+    masks = {name: random_mask(parameters[name], seed) for seed, name in enumerate(case.names)}
+    for name, mask in masks.items():
+        mts.set_mask(module, name, mask)
+        mts.observe_gradient(module, name, print)
+
+    assert isinstance(module, classes[0])
+    assert {name: mask.tolist() for name, mask in mts.named_masks(module)} == {
+        name: mask.tolist() for name, mask in masks.items()
+    }
+    for name, parameter in module.named_parameters():
+        assert parameter is parameters[name]
+        assert type(parameter) is nn.Parameter
+        assert parameter.is_leaf
+        assert parameter.requires_grad == wanted[name]
+    assert at_rest(module)
+
+    assert mts.export(module) is module
+    assert [type(child) for child in module.modules()] == classes
+    assert [set(child.__dict__) | set(child._buffers) for child in module.modules()] == attributes
+    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
+    assert {name: parameter.requires_grad for name, parameter in module.named_parameters()} == wanted
+    assert all(is_plus_zero(parameters[name].detach()[~mask]) for name, mask in masks.items())
+
+
+def test_export_bakes_zeros_over_what_was_written_under_the_mask():
+    module, mask = sparse_linear()
+    drift(module, -1.0)
+    mts.export(module)
+    assert is_plus_zero(module.weight.detach()[~mask])
+
+
+def test_a_second_mask_replaces_the_first():
+    module, _ = sparse_linear()
+    second = random_mask(module.weight, seed=9)
+    kept_by_both = module.weight.detach().clone() * second
+    mts.set_mask(module, "weight", second)
+    ((name, mask),) = mts.named_masks(module)
+    assert name == "weight"
+    assert torch.equal(mask, second)
+    assert torch.equal(module.weight.detach(), kept_by_both)
+
+
+def test_the_mask_is_a_copy_of_the_callers():
+    module = nn.Linear(8, 8)
+    mask = random_mask(module.weight)
+    mts.set_mask(module, "weight", mask)
+    mask.fill_(False)
+    assert next(mts.named_masks(module))[1].any()
+
+
+def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("weight_mask", torch.ones(8, 8, dtype=torch.bool))
+
+    replaced = nn.Linear(8, 8)
+    replaced.forward = lambda x: F.linear(x, replaced.weight)  # type: ignore[method-assign]
+    kept = torch.ones(8, 8, dtype=torch.bool)
+    for module, name, mask, message in [
+        (nn.Linear(8, 8), "wieght", kept, "Linear has no parameter 'wieght'.*full name"),
+        (nn.Linear(8, 8), "0.weight", kept, "no parameter '0.weight'"),
+        (nn.Linear(8, 8, bias=False), "bias", kept, "no parameter 'bias'"),
+        (nn.Linear(8, 8), "weight", kept[:4], r"'weight' is torch.bool \[4, 8\]: it must be torch.bool \[8, 8\]"),
+        (nn.Linear(8, 8), "weight", kept.float(), r"torch.float32 \[8, 8\]: it must be torch.bool.*True = kept"),
+        (Masked(), "weight", ~kept, "Masked has an attribute 'weight_mask' of its own.*enforce=False"),
+        (replaced, "weight", ~kept, "forward of this Linear was replaced on the instance.*subclass"),
+    ]:
+        before, kind = copy.deepcopy(module.state_dict()), type(module)
+        with pytest.raises(ValueError, match=message):
+            mts.set_mask(module, name, mask)
+        assert type(module) is kind
+        assert not list(mts.named_masks(module)) or kind is Masked
+        torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_save_pretrained_hides_masks_only_as_long_as_they_are_there():
+    model = tiny_llama()
+    before = {name: set(inner._keys_to_ignore_on_save or ()) for name, inner in _pretrained(model)}
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
+        mts.set_mask(model, name, random_mask(model.get_parameter(name)))
+    ignored = {name: set(inner._keys_to_ignore_on_save) - before[name] for name, inner in _pretrained(model)}
+    assert ignored == {
+        "": {"model.layers.0.mlp.up_proj.weight_mask", "model.layers.1.self_attn.q_proj.weight_mask"},
+        "model": {"layers.0.mlp.up_proj.weight_mask", "layers.1.self_attn.q_proj.weight_mask"},
+    }
+    mts.export(model)
+    assert {name: set(inner._keys_to_ignore_on_save or ()) for name, inner in _pretrained(model)} == before
+
+
+def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, inner) for name, inner in model.named_modules() if hasattr(inner, "_keys_to_ignore_on_save"))
+
+
+def test_repr_shows_the_share_of_zeros_and_needs_no_values():
+    module, _ = sparse_linear()
+    assert repr(module) == "SparseLinear(in_features=8, out_features=8, bias=True, weight: 50.0% zeros)"
+    assert "weight: ? zeros" in repr(module.to("meta"))
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_modules_with_accelerate_hooks_run_masked_and_come_back(offloaded: bool):
+    """The hook binds the old forward to the instance: the mask must be enforced under it all the same."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    (module,) = model
+    calls = []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(type(module).__name__)
+            return args, kwargs
+
+    if offloaded:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        add_hook_to_module(module, Counting())
+    mask = random_mask(torch.empty(8, 8))
+    mts.set_mask(model, "0.weight", mask)
+    held = module._hf_hook.weights_map["weight"] if offloaded else module.weight.data
+    bias = module._hf_hook.weights_map["bias"] if offloaded else module.bias.data
+    assert is_plus_zero(held[~mask])
+    held.fill_(1.0)  # drift that only a masked forward can undo
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(1, 8)), mask.float().sum(1)[None] + bias)
+    if not offloaded:
+        model(torch.ones(1, 8)).sum().backward()
+        assert is_plus_zero(module.weight.grad[~mask])
+        assert calls == ["SparseLinear"] * 2
+
+    mts.export(model)
+    assert type(module) is nn.Linear
+    torch.testing.assert_close(model(torch.ones(1, 8)).detach(), mask.float().sum(1)[None] + bias)
+
+
+def test_hooks_that_came_and_went_hide_neither_the_sparse_forward_nor_the_plain_one():
+    module = nn.Linear(8, 8)
+    add_hook_to_module(module, ModelHook())
+    remove_hook_from_submodules(module)  # leaves nn.Linear.forward bound in the instance
+    mts.set_mask(module, "weight", mask := random_mask(module.weight))
+    drift(module)
+    module(torch.ones(1, 8)).sum().backward()
+    assert is_plus_zero(module.weight.grad[~mask])
+    add_hook_to_module(module, ModelHook())
+    remove_hook_from_submodules(module)  # leaves the sparse forward bound
+    mts.export(module)
+    module.zero_grad()
+    module(torch.ones(1, 8)).sum().backward()
+    assert module.weight.grad.all()
+
+
+def test_attention_with_a_hook_reads_its_output_projection_masked():
+    """Its own class is swapped as well, because it reads that weight itself."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    add_hook_to_module(attention, ModelHook())
+    mts.set_mask(attention, "out_proj.weight", random_mask(attention.out_proj.weight))
+    x = torch.randn(2, 3, 8)
+    expected = output(attention, x, x, x)
+    drift(attention)
+    with torch.no_grad():
+        torch.testing.assert_close(output(attention, x, x, x), expected)
+
+
+def test_export_leaves_alone_a_forward_that_others_have_wrapped_since():
+    """As accelerate's prepare wraps the forward of a whole model, here a single layer, for mixed precision."""
+    module, _ = sparse_linear()
+    module.forward = functools.partial(type(module).forward, module)
+    mts.export(module)
+    assert not list(mts.named_masks(module))
+    module(torch.ones(1, 8)).sum().backward()
+    assert module.weight.grad.all()

@@ -1,0 +1,290 @@
+"""Toy models of residual blocks on vectors, and what may stand between, before or inside of the blocks."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+
+class Stacked(nn.Module):
+    """Residual blocks on vectors: [..., 16] -> [..., 16]. Subclasses say how the blocks are run."""
+
+    def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([(block or Block)() for _ in range(blocks)])
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+STACKED = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def vectors(count: int = 3, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(5 + index, 16, generator=generator) for index in range(count)]
+
+
+class Unused(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 16)
+
+
+class Routed(Block):
+    """One expert of two for each row, by the sign of its first entry; the second may be given nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = x[:, 0] > 0
+        y = torch.zeros_like(x)
+        y[~second] = self.experts[0](x[~second])
+        y[second] = self.experts[1](x[second])
+        return super().forward(x + y)
+
+
+class Between(Stacked):
+    """Adds something between the blocks, so that none gets just what the one before it gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x + 0.5)
+        return self.head(x)
+
+
+class WrittenBetween(Stacked):
+    """Adds something to what a block gave, in place, and not to the last row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x[:-1] += 0.5
+            x = block(x)
+        return self.head(x)
+
+
+class Twice(Stacked):
+    """Runs through its blocks twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class Writing(Block):
+    """Writes its result to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.down(self.up(x).relu()))
+
+
+class WritingFirst(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Writing()
+
+
+class WritingLater(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Writing()
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 0.9 ** self.state["depth"])
+
+
+class Counting(Stacked):
+    """The blocks read a state that the model writes between them."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Scaled)
+        self.state = {"depth": 0}
+        for block in self.blocks:
+            block.state = self.state
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for depth, block in enumerate(self.blocks):
+            self.state["depth"] = depth
+            x = block(x)
+        return self.head(x)
+
+
+class FromIterator(Block):
+    def forward(self, x: Tensor, factors) -> Tensor:
+        return super().forward(x * next(factors))
+
+
+class Iterating(Stacked):
+    """The blocks take their turn at an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__(block=FromIterator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, factors = self.stem(x), iter([1.0, 0.8, 0.6])
+        for block in self.blocks:
+            x = block(x, factors)
+        return self.head(x)
+
+
+class Popping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.factors.pop())
+
+
+class Exhausting(Stacked):
+    """The blocks take their turn at a list that the model fills, and that is empty when they are run again."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Popping)
+        self.factors: list[float] = []
+        for block in self.blocks:
+            block.factors = self.factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factors[:] = [0.6, 0.8, 1.0]
+        return super().forward(x)
+
+
+class Normed(Stacked):
+    """A norm stands between the blocks, which is no block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.LayerNorm(16))
+        self.blocks.insert(3, nn.LayerNorm(16))
+
+
+class Prefixed(Stacked):
+    """Puts a learned token before each sequence."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        prefix = torch.ones(x.shape[0], 1, 16)
+        return super().forward(torch.cat([prefix, x], 1))
+
+
+class Convolving(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.mix(x.mT).mT)
+
+
+class ConvolvingModel(Stacked):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class CrossBlock(nn.Module):
+    """Reads memory, which has padding of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.up(self.attention(x, memory, memory, need_weights=False)[0])
+
+
+class CrossModel(Stacked):
+    def __init__(self) -> None:
+        super().__init__(block=CrossBlock)
+
+    def forward(self, x: Tensor, memory: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class EncoderDecoder(CrossModel):
+    """Memory is what an encoder gives, and its mask is the encoder's, as in transformers' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+        self.encoder = nn.ModuleList([Block(), Block()])
+
+    def get_encoder(self) -> nn.Module:
+        return self.encoder
+
+    def forward(self, x, memory, attention_mask=None, decoder_attention_mask=None) -> Tensor:
+        for block in self.encoder:
+            memory = block(memory)
+        return super().forward(x, memory)
+
+
+class NanAtPadding(Stacked):
+    """What stands at padding is NaN, as in attention over nothing."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(x.masked_fill(attention_mask[..., None] == 0, float("nan")))
+
+
+class Nested(nn.Module):
+    """Two stacks, one after the other, of which the second reads the first one's result in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.late = nn.ModuleList([Reader(), Reader()])  # module order is not the order of the calls
+        self.early = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for block in self.early:
+            memory = block(memory)
+        for block in self.late:
+            x = block(x, memory)
+        return x
+
+
+class Reader(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x + self.read(memory))
+
+
+class Interleaved(nn.Module):
+    """Two stacks that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.ModuleList([Block(), Block()])
+        self.other = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, other in zip(self.one, self.other):
+            x = other(one(x))
+        return x

@@ -1,0 +1,60 @@
+"""Tiny models of several architectures, beside `tiny_llama`, with random weights of a size that makes layers matter."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB = 97
+
+
+def tiny_gpt2(**changes: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+    }  # fmt: skip
+    return GPT2LMHeadModel(GPT2Config(**{**settings, **changes})).eval()
+
+
+def tiny_mixtral(**changes: Any) -> MixtralForCausalLM:
+    """Its experts are one fused parameter in memory and split by expert on disk."""
+    torch.manual_seed(0)
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.2}
+    return MixtralForCausalLM(MixtralConfig(**{**settings, **changes})).eval()
+
+
+def tiny_qwen() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            tie_word_embeddings=False,
+            initializer_range=0.2,
+        )
+    ).eval()
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+            initializer_factor=1.0,
+        )
+    ).eval()  # fmt: skip

@@ -1,0 +1,577 @@
+"""What goes wrong, and what is left of the model then; and models that are made sparse more than once."""
+
+import signal
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods import Magnitude
+from modelopt_sparse.model.masking import SparseModule
+from tests.helpers import (
+    TESTBED,
+    assert_bits,
+    assert_same_state,
+    refused,
+    run_python,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
+
+NAMES = [
+    f"model.layers.{i}.{part}"
+    for i in range(2)
+    for part in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
+]
+
+pytestmark = pytest.mark.core
+
+
+# wrong arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {"method": "sparsgpt"},
+            ["method 'sparsgpt' is not known", "did you mean 'sparsegpt'?", "allowed are magnitude"],
+        ),
+        (
+            {"dampin": 0.1, "method": "sparsegpt"},
+            ["option 'dampin' is not known", "did you mean 'damping'?", "allowed are"],
+        ),
+        ({"damping": 0.1}, ["option 'damping' is not known", "allowed are allocation, autocast, batch_size"]),
+        ({"damping": 7.0, "method": "sparsegpt"}, ["damping=7.0", "sparsegpt", "(0, 1"]),
+        ({"pattern": "two of four"}, ["pattern 'two of four' is not known", "'2:4'", "0.5"]),
+        ({"pattern": "5:4"}, ["pattern '5:4'", "N (kept) must be from 1 to M"]),
+        ({"pattern": 1.0}, ["sparsity 1.0", "[0, 1)"]),
+        (
+            {"pattern": "2:7"},
+            ["nothing to prune in this LlamaForCausalLM", "32 input channels are not a multiple of 7"],
+        ),
+        ({"sequential": "layer"}, ["sequential='layer'", "'block', 'stage', 'none'"]),
+        ({"include": "*.fc1"}, ["'*.fc1' matches no prunable layer of this LlamaForCausalLM", "names look like"]),
+        ({"exclude": "*.fc1"}, ["'*.fc1' matches no prunable layer of this LlamaForCausalLM"]),
+        ({"rules": {"*q_proj": {"patern": "2:4"}}}, ["rule '*q_proj'", "option 'patern' is not known", "pattern"]),
+        ({"rules": {NAMES[0]: {"pattern": "2:5"}}}, [f"layer '{NAMES[0]}', which you name", "not a multiple of 5"]),
+        (
+            {"method": "sparsegpt"},
+            ["method 'sparsegpt' needs calibration data", "data_loader=", "data= with tokenizer="],
+        ),
+        ({"data": "text", "method": "wanda"}, ["data is text and needs tokenizer="]),
+        ({"data_loader": [], "forward_loop": print}, ["data_loader and forward_loop are given", "keep one"]),
+    ],
+)
+def test_wrong_arguments_name_what_is_wrong_and_what_is_allowed(options, parts):
+    refused(mts.sparsify, tiny_llama().train(), parts=parts, **{"method": "magnitude", **options})
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "part"),
+    [
+        (3, {}, "method is a int: give a name (magnitude"),
+        (Magnitude, {}, "method is a "),
+        ("magnitude", {"config": "2:4"}, "config is a str: give a mapping, a SparsifyConfig or None"),
+        ("wanda", {"forward_loop": 3}, "forward_loop is a int: it must be callable"),
+    ],
+)
+def test_arguments_of_a_wrong_type(method, options, part):
+    refused(mts.sparsify, tiny_llama(), method, parts=[part], error=TypeError, **options)
+
+
+# models that cannot be made sparse ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+def test_weights_that_are_not_finite_are_named(method, value):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 7] = value
+    data = {} if method == "magnitude" else {"data_loader": token_batches()}
+    parts = ["layer 'model.layers.1.mlp.up_proj'", "NaN or inf", "repair", "exclude"]
+    refused(mts.sparsify, model, method, parts=parts, **data)
+
+
+def test_a_layer_that_is_left_out_may_hold_nan():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 7] = float("nan")
+    mts.sparsify(model, "magnitude", exclude="*layers.1.mlp.up_proj")
+    assert len(mts.report(model).layers) == 13
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused_by_name(dtype):
+    model = tiny_llama()
+    for block in model.model.layers:
+        weight = block.mlp.down_proj.weight.detach().to(dtype)
+        block.mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+    parts = [f"layer 'model.layers.0.mlp.down_proj' holds {dtype} codes", "load the model dequantized"]
+    refused(mts.sparsify, model, "magnitude", parts=parts)
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = tiny_llama()
+    with pytest.raises(
+        ValueError, match=r"q_proj\.weight' is on the meta device and has no values: load the model first"
+    ):
+        mts.sparsify(model, "magnitude")
+    assert not any(isinstance(module, SparseModule) for module in model.modules())
+    assert len(mts.make_plan(model, "magnitude").layers) == 14
+
+
+def test_a_sharded_weight_is_refused_by_name(tmp_path):
+    """One process is enough to make a DTensor."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        weight = torch.distributed.tensor.distribute_tensor(model[1].weight.detach(), mesh)
+        model[1].weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"layer '1' is sharded over processes .* sparsify the model first"):
+            mts.sparsify(model, "magnitude")
+        assert type(model[0]) is nn.Linear
+        assert model[0].weight.count_nonzero() == 64
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_without_weight_matrices_is_refused():
+    parts = ["nothing to prune in this Sequential", "it holds no weight matrices"]
+    refused(mts.sparsify, nn.Sequential(nn.LayerNorm(4)), "magnitude", parts=parts)
+
+
+# methods that misbehave ---------------------------------------------------------------------------------------------
+
+
+class Misbehaving(mts.Method):
+    """Magnitude whose solution of the third layer is spoilt."""
+
+    name = "mine"
+
+    def __init__(self, spoil) -> None:
+        self.spoil = spoil
+        self.calls = 0
+
+    def solve(self, weight, state, pattern, options):
+        self.calls += 1
+        solution = Magnitude().solve(weight, state, pattern, options)
+        return self.spoil(solution, weight) if self.calls == 3 else solution
+
+
+def _replaced(weight=lambda w: w, mask=lambda m: m):
+    return lambda solution, _: mts.Solution(weight(solution.weight), mask(solution.mask), 0.0)
+
+
+def _one_more(mask: Tensor) -> Tensor:
+    mask = mask.clone()
+    mask[tuple((~mask).nonzero()[0])] = True
+    return mask
+
+
+def _with_nan(weight: Tensor) -> Tensor:
+    weight = weight.clone()
+    weight[tuple(weight.nonzero()[0])] = float("nan")
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_replaced(weight=lambda w: w[:-1]), "weight is torch.float32 [15, 32], not torch.float32 [16, 32]"),
+        (_replaced(weight=lambda w: w.double()), "weight is torch.float64 [16, 32], not torch.float32 [16, 32]"),
+        (_replaced(weight=lambda w: w.mT), "weight is torch.float32 [32, 16], not torch.float32 [16, 32]"),
+        (_replaced(weight=_with_nan), "weight holds NaN or inf"),
+        (_replaced(weight=lambda w: w + 1e-30), "weight is not zero where the mask is False"),
+        (_replaced(mask=lambda m: m[:-1]), "mask is torch.bool [15, 32], not torch.bool [16, 32]"),
+        (_replaced(mask=lambda m: m.float()), "mask is torch.float32 [16, 32], not torch.bool [16, 32]"),
+        (_replaced(mask=_one_more), "mask breaks pattern 2:4 in 1 places"),
+        (_replaced(mask=lambda m: m & False, weight=lambda w: w * 0), "mask breaks pattern 2:4 in 128 places"),
+        (lambda solution, _: None, "it is a NoneType, not a modelopt_sparse.Solution"),
+        (lambda solution, _: solution.mask, "it is a Tensor, not a modelopt_sparse.Solution"),
+    ],
+)
+def test_a_bad_solution_is_refused_and_the_layers_before_it_stand(spoil, reason):
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"^layer '") as caught:
+        mts.sparsify(model, Misbehaving(spoil))
+    assert str(caught.value) == f"layer '{NAMES[2]}': method 'mine' gave a bad solution: {reason}"
+    assert_stopped_after(model, before, 2)
+
+
+def test_a_method_without_a_name_goes_by_its_class():
+    class KeepFirst(mts.Method):
+        def solve(self, weight, state, pattern, options):
+            del state, options
+            mask = pattern.mask(torch.arange(weight.shape[-1], 0, -1.0).expand(weight.shape))
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, 0.0)
+
+    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8)), KeepFirst())
+    assert [layer.recipe for layer in mts.report(model).layers] == ["KeepFirst"]
+
+
+def test_a_method_that_fails_is_named_with_its_layer():
+    def fail(solution, weight):
+        raise ValueError("no idea what to do")
+
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=f"^layer '{NAMES[2]}': no idea what to do$"):
+        mts.sparsify(model, Misbehaving(fail))
+    assert_stopped_after(model, before, 2)
+
+
+def test_a_preparation_that_fails_is_named_with_its_layer():
+    class Unprepared(Misbehaving):
+        def prepare(self, stats, options):
+            raise ValueError("singular")
+
+    refused(mts.sparsify, tiny_llama(), Unprepared(None), parts=[f"layer '{NAMES[0]}': singular"])
+
+
+def test_a_method_that_writes_to_its_input_does_not_reach_the_model():
+    class InPlace(mts.Method):
+        name = "in place"
+
+        def solve(self, weight, state, pattern, options):
+            weight.zero_()
+            raise ValueError("after the damage")
+
+    refused(mts.sparsify, tiny_llama(), InPlace(), parts=["after the damage"])
+
+
+def test_an_unmeasured_error_is_left_empty():
+    """A method of one's own may not know its error: NaN is no JSON."""
+
+    class Unmeasured(mts.Method):
+        name = "unmeasured"
+
+        def solve(self, weight, state, pattern, options):
+            mask = pattern.mask(weight.abs())
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, float("nan"))
+
+    report = mts.report(mts.sparsify(tiny_llama(), Unmeasured()))
+    assert {layer.error for layer in report.layers} == {None}
+    assert "NaN" not in report.to_json()
+    assert "nan" not in str(report)
+    assert "Error:" not in str(report)
+
+
+# stopped in the middle ----------------------------------------------------------------------------------------------
+
+
+def assert_stopped_after(model: nn.Module, before: dict, count: int) -> None:
+    """The first layers are sparse and in the report, everything else is what it was."""
+    assert [layer.name for layer in mts.report(model).layers] == NAMES[:count]
+    assert [name for name, _ in mts.named_masks(model)] == [f"{name}.weight" for name in NAMES[:count]]
+    for name, mask in mts.named_masks(model):
+        weight = model.get_parameter(name)
+        assert mask.view(-1, 4).sum(-1).eq(2).all()
+        assert_bits(weight[~mask], torch.zeros(int((~mask).sum())))
+        assert weight[mask].any()
+    for key, (cls, tensor) in state_of(model).items():
+        if key.rpartition(".")[0] not in NAMES[:count]:
+            assert cls is before[key][0]
+            assert_bits(tensor, before[key][1])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Stopping(mts.Method):
+    """Magnitude that is interrupted at one of its calls, once."""
+
+    name = "stopping"
+
+    def __init__(self, at: int, needs: str, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.error, self.calls = at, error, 0
+        self.needs = needs  # type: ignore[misc]
+
+    def solve(self, weight, state, pattern, options):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        return Magnitude().solve(weight, state, pattern, options)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
+@pytest.mark.parametrize("needs", ["nothing", "gram"])
+@pytest.mark.parametrize("at", [1, 6, 14])
+def test_interrupted_while_solving(needs, at, error):
+    model = tiny_llama().train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    before = state_of(model)
+    data = {} if needs == "nothing" else {"data_loader": token_batches()}
+    method = Stopping(at, needs, error)
+    raised = error if error is KeyboardInterrupt else MemoryError  # which names the layer
+    with pytest.raises(raised):
+        mts.sparsify(model, method, **data)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.use_cache is True
+    if at == 1:
+        assert_same_state(model, before)
+        with pytest.raises(ValueError, match="carries no report"):
+            mts.report(model)
+    else:
+        assert_stopped_after(model, before, at - 1)
+        assert mts.report(model).notes[-1] == f"stopped by {raised.__name__} after {at - 1} of 14 layers of the plan"
+    mts.sparsify(model, method, **data)  # and a second call works
+    assert len(mts.verify(model, "2:4").layers) == 14
+    assert sorted(layer.name for layer in mts.report(model).layers) == sorted(NAMES)
+    assert not mts.report(model).notes
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+@pytest.mark.parametrize(("at", "finished"), [(1, 0), (2, 0), (4, 7)])
+def test_interrupted_while_the_model_runs(sequential, at, finished):
+    """In the first run over the data, in the self-check, and while the second block's inputs are collected."""
+    model = tiny_llama().train()
+    before = state_of(model)
+    calls = []
+
+    def press(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, "wanda", data_loader=token_batches(), sequential=sequential)
+    handle.remove()
+    assert all(module.training for module in model.modules())
+    assert model.config.use_cache is True
+    if not finished:
+        assert_same_state(model, before)
+    else:
+        done = len(mts.report(model).layers)
+        assert finished <= done < 14  # with "stage", the second block's attention as well
+        assert_stopped_after(model, before, done)
+    mts.sparsify(model, "wanda", data_loader=token_batches(), sequential=sequential)
+    assert len(mts.verify(model, "2:4").layers) == 14
+
+
+def test_interrupted_while_data_is_read():
+    def batches():
+        yield token_batches()[0]
+        raise KeyboardInterrupt
+
+    refused(mts.sparsify, tiny_llama().train(), "wanda", error=KeyboardInterrupt, data_loader=batches())
+
+
+def test_interrupted_while_held_solutions_wait():
+    """sequential="none" through the whole model solves everything before it attaches anything."""
+
+    class Loop(nn.Module):
+        """Blocks that are called backwards: no chain."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            for block in reversed(self.blocks):
+                x = block(x)
+            return x
+
+    model = Loop()
+    before = state_of(model)
+    with pytest.warns(UserWarning, match="calibrated through the whole model"), pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, Stopping(4, "gram"), data_loader=[torch.randn(32, 8)], sequential="none")
+    assert_same_state(model, before)
+
+
+def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
+    model = tiny_llama()
+    before = state_of(model)
+    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
+    original, seen = module.set_mask, []
+
+    def pressed(*args):
+        seen.append(args[1])
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+        original(*args)
+
+    monkeypatch.setattr(module, "set_mask", pressed)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mts.sparsify(model, "magnitude")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    assert seen == [f"{name}.weight" for name in NAMES[:3]]
+    assert_stopped_after(model, before, 3)
+
+
+CTRL_C = """
+import signal, sys
+import modelopt_sparse.checkpoint.save, modelopt_sparse.methods.magnitude as magnitude
+def pressing(function):
+    def pressed(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        return function(*args, **kwargs)
+    return pressed
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+where = sys.argv.pop(1)
+if where == "solve":
+    magnitude.masked_solution = pressing(magnitude.masked_solution)
+else:
+    modelopt_sparse.checkpoint.save.size_and_hash = pressing(modelopt_sparse.checkpoint.save.size_and_hash)
+from modelopt_sparse.cli.commands import main
+main()
+"""
+
+
+@pytest.mark.parametrize("where", ["solve", "save"])
+def test_ctrl_c_in_the_command_line_leaves_no_folder_and_exits_130(tmp_path, where):
+    command = [
+        "sparsify",
+        str(TESTBED / "tiny-llama"),
+        "--method",
+        "magnitude",
+        "--out",
+        str(tmp_path / "deep" / "out"),
+    ]
+    done = run_python("-c", CTRL_C, where, *command)
+    assert done.returncode == 130
+    assert done.stderr.strip() == "modelopt-sparse: interrupted"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+# more than once -----------------------------------------------------------------------------------------------------
+
+
+def test_sparsify_twice_with_other_layers_merges_the_reports():
+    model = tiny_llama()
+    mts.sparsify(model, "magnitude", pattern="50%", include="*self_attn*")
+    first = mts.report(model)
+    mts.sparsify(model, "wanda", pattern="2:4", include="*mlp*", data_loader=token_batches(), sequential="none")
+    report = mts.report(model)
+    recipes = {layer.name: (layer.recipe, layer.pattern) for layer in report.layers}
+    assert recipes == {
+        name: ("magnitude", "50% per matrix") if "self_attn" in name else ("wanda", "2:4") for name in NAMES
+    }
+    assert [item["name"] for item in report.skipped] == ["model.embed_tokens"]
+    assert all(layer.notes == [] for layer in report.layers)
+    assert report.settings["sequential"] == "none"
+    assert report.calibration["calls"] == 3
+    (earlier,) = report.earlier
+    assert earlier["layers"] == [layer.name for layer in first.layers]
+    assert earlier["settings"]["sequential"] == "block"
+    assert earlier["calibration"] == {}
+    mts.verify(model)  # each layer holds the pattern of its own run
+
+
+def test_sparsify_again_replaces_masks_and_says_what_its_error_counts_from():
+    model = tiny_llama()
+    mts.sparsify(model, "magnitude", pattern="2:4")
+    once = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    mts.sparsify(model, "magnitude", pattern="1:4", include="*mlp*")
+    report = mts.report(model)
+    for name, mask in mts.named_masks(model):
+        assert mask.view(-1, 4).sum(-1).eq(1 if "mlp" in name else 2).all()
+        assert not (mask & ~once[name]).any()
+        assert not model.get_parameter(name)[~mask].any()
+    for layer in report.layers:
+        again = "mlp" in layer.name
+        assert layer.pattern == ("1:4" if again else "2:4")
+        assert layer.notes == (["pruned before (magnitude 2:4): the error adds to that"] if again else [])
+    assert len(report.layers) == 14
+    assert [run["layers"] for run in report.earlier] == [[name for name in NAMES if "self_attn" in name]]
+    mts.sparsify(model, "magnitude", pattern="1:8")
+    assert mts.report(model).earlier == []
+    assert len(mts.report(model).layers) == 14
+
+
+def test_weights_may_come_back_when_a_sparse_layer_is_solved_again():
+    """The new mask rules, also where the second run leaves none: the old one would prune its solution."""
+
+    class Grown(mts.Method):
+        name = "grown"
+
+        def solve(self, weight, state, pattern, options):
+            mask = pattern.mask(-weight.abs())  # the other half: what was pruned
+            return mts.Solution(torch.where(mask, 2.0, 0.0), mask, 0.0)
+
+    for enforce in (True, False):
+        model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
+        old = {name: mask.clone() for name, mask in mts.named_masks(model)}
+        mts.sparsify(model, Grown(), pattern="2:4", enforce=enforce)
+        for name, mask in mts.named_masks(model):
+            assert torch.equal(mask, ~old[name])
+        layer = model.model.layers[0].mlp.up_proj
+        x = torch.randn(3, 32)
+        expected = x @ torch.where(~old["model.layers.0.mlp.up_proj.weight"], 2.0, 0.0).T
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_reports_of_interrupted_runs_merge():
+    model = tiny_llama()
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, Stopping(4, "nothing"), include="*layers.0*")
+    mts.sparsify(model, "magnitude", include="*layers.1*")
+    report = mts.report(model)
+    assert [layer.name for layer in report.layers] == NAMES[:3] + NAMES[7:]
+    assert {item["name"] for item in report.skipped} == {*NAMES[3:7], "model.embed_tokens"}
+    assert report.notes == []
+    assert "note: stopped by KeyboardInterrupt after 3 of 7 layers of the plan" in str(report)
+
+
+# export -------------------------------------------------------------------------------------------------------------
+
+
+def test_export_gives_back_plain_modules_with_the_same_parameters():
+    model = tiny_llama()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    flags = {name: (p.requires_grad, p.dtype) for name, p in parameters.items()}
+    keys = list(model.state_dict())
+    mts.sparsify(model, "magnitude", pattern="2:4")
+    zeros = {name: ~mask for name, mask in mts.named_masks(model)}
+    logits = model(token_batches(1)[0]).logits
+    with torch.no_grad():
+        model.get_parameter(f"{NAMES[0]}.weight").add_(1)  # an update that forgot the mask
+        model.get_parameter(f"{NAMES[0]}.weight").sub_(1)
+    assert mts.export(model) is model
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert {name: id(p) for name, p in after.items()} == {name: id(p) for name, p in parameters.items()}
+    assert {name: (p.requires_grad, p.dtype) for name, p in after.items()} == flags
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert list(model.state_dict()) == keys
+    assert dict(mts.named_masks(model)) == {}
+    for name, zero in zeros.items():
+        assert_bits(after[name][zero], torch.zeros(int(zero.sum())))
+    torch.testing.assert_close(model(token_batches(1)[0]).logits, logits)
+
+
+def test_export_twice_is_harmless_and_a_dense_model_comes_back_as_it_is():
+    model = mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4"))
+    before = state_of(model)
+    assert_same_state(mts.export(model), before)
+    dense = tiny_llama()
+    before = state_of(dense)
+    assert_same_state(mts.export(dense), before)
+
+
+def test_an_exported_model_can_be_made_sparse_again():
+    model = mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4"))
+    mts.sparsify(model, "magnitude", pattern="2:4")
+    assert len(mts.verify(model, "2:4").layers) == 14
+    assert len(dict(mts.named_masks(model))) == 14
+
+
+def test_plan_and_report_of_a_sparse_model_name_the_class_that_the_layer_came_with():
+    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8)), "magnitude")
+    assert [layer.type for layer in mts.make_plan(model, "magnitude").layers] == ["Linear"]
+    mts.sparsify(model, "magnitude", pattern="1:4")
+    assert [layer.type for layer in mts.report(model).layers] == ["Linear"]

@@ -1,0 +1,389 @@
+"""Memory that runs out in a solve: smaller pieces give the same, and where there are none the error says what to do."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Method
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.methods.user_masks import GivenMask
+from modelopt_sparse.model.devices import is_out_of_memory
+from modelopt_sparse.solving.pieces import Piece, some_of
+from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_batches
+from tests.models.expert_models import MODELS, VOCAB
+from tests.oracles.layer_problem import problem
+
+pytestmark = pytest.mark.core
+
+tiny_mixtral = MODELS["mixtral"]  # gate_up_proj [4, 48, 32]
+EXPERTS: dict[str, Any] = {
+    "pattern": "2:4",
+    "data_loader": token_batches(vocab=VOCAB),
+    "min_tokens": 8,
+    "include": "*.gate_up_proj",
+}
+
+FAILURES: dict[str, Callable[[], Exception]] = {
+    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ..."),
+    "cpu": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "python": MemoryError,
+}
+
+
+class Scarce(Method):
+    """A method in a memory that holds ``room`` weights at a time, and ``prepared`` numbers of a Gram matrix to prepare
+    with."""
+
+    def __init__(self, inner: Method, room: int, prepared: int = 2**30, failure: str = "cuda") -> None:
+        self.inner, self.room, self.prepared, self.failure = inner, room, prepared, failure
+        given: dict[str, Any] = {
+            key: getattr(inner, key) for key in ("name", "needs", "options", "scope", "updates", "rows_independent")
+        }
+        vars(self).update(given)
+        self.tried: list[tuple[int, ...]] = []
+
+    def prepare(self, stats, options):
+        if stats is not None and stats.gram is not None and stats.gram.numel() > self.prepared:
+            raise FAILURES[self.failure]()
+        return self.inner.prepare(stats, options)
+
+    def solve(self, weight, state, pattern, options):
+        self.tried.append(tuple(weight.shape))
+        if weight.numel() > self.room:
+            raise FAILURES[self.failure]()
+        return self.inner.solve(weight, state, pattern, options)
+
+
+def compared(make: Callable[[], nn.Module], method: Scarce, **options: Any) -> tuple[mts.Report, mts.Report]:
+    """The reports of a model that was solved whole and of one that was solved in pieces; their masks are equal."""
+    whole, pieces = make(), make()
+    mts.sparsify(whole, method.inner, **options)
+    mts.sparsify(pieces, method, **options)
+    masks = dict(mts.named_masks(whole))
+    assert masks
+    for name, mask in mts.named_masks(pieces):
+        assert torch.equal(mask, masks[name]), name
+    for (name, one), (_, other) in zip(whole.named_parameters(), pieces.named_parameters()):
+        if method.updates or options.get("polish"):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=name)
+        else:
+            assert_bits(other, one)
+    a, b = mts.report(whole), mts.report(pieces)
+    for one, other in zip(a.layers, b.layers):
+        assert (one.name, one.recipe, one.zeros, one.size) == (other.name, other.recipe, other.zeros, other.size)
+        assert other.error == pytest.approx(one.error, rel=1e-4, abs=1e-9)
+        assert [step.step for step in one.steps] == [step.step for step in other.steps]
+    return a, b
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_is_taken_for_no_memory(failure):
+    assert is_out_of_memory(FAILURES[failure]())
+
+
+def test_what_is_not():
+    for error in (
+        RuntimeError("no product of these shapes"),
+        ValueError("DefaultCPUAllocator: "),
+        OSError(),
+    ):
+        assert not is_out_of_memory(error)
+
+
+def test_an_allocation_that_no_machine_has_is_one():
+    """What torch really raises."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "failure", "options"),
+    [
+        ("magnitude", "cuda", {"pattern": "2:4"}),
+        ("magnitude", "cpu", {"pattern": "50% per row"}),
+        ("wanda", "python", {"pattern": 0.5}),
+        ("sparsegpt", "cuda", {"pattern": "2:4"}),
+        ("sparsegpt", "cpu", {"pattern": "60% per row"}),
+        ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
+        ("wanda", "cuda", {"pattern": "2:4", "refine": 2}),
+    ],
+    ids=str,
+)
+def test_rows_at_a_time_give_what_all_of_them_give(name, options, failure):
+    """A k_proj of 16 x 32 fits, a q_proj of 32 x 32 in two pieces, a down_proj of 32 x 64 in four."""
+    method = Scarce(METHODS[name], 512, failure=failure)
+    layers = ["*.q_proj", "*.k_proj", "*.down_proj"]
+    _, report = compared(tiny_llama, method, data_loader=token_batches(), include=layers, **options)
+    rows = {"q_proj": 16, "down_proj": 8}
+    for layer in report.layers:
+        expected = rows.get(layer.name.rpartition(".")[2])
+        assert layer.notes == ([f"solved {expected} rows at a time, because memory ran out"] if expected else [])
+    solved = [shape for shape in method.tried if shape[0] * shape[1] <= 512]
+    assert sum(a * b for a, b in solved) == sum(layer.size for layer in report.layers)
+
+
+def test_layers_of_one_shape_start_where_the_one_before_it_ended():
+    method = Scarce(METHODS["wanda"], 512)
+    mts.sparsify(tiny_llama(), method, data_loader=token_batches(), include="*.down_proj")
+    assert method.tried == [(32, 64), (16, 64), *[(8, 64)] * 4, *[(8, 64)] * 4]
+
+
+def test_layers_of_another_pattern_do_not():
+    """The pieces of an N:M layer are none for one whose weights are compared all over the matrix."""
+    method = Scarce(METHODS["sparsegpt"], 1024)
+    rules = {"*.0.mlp.down_proj": {"pattern": "2:4"}, "*.1.mlp.down_proj": {"pattern": "50% per matrix"}}
+    with pytest.raises(MemoryError, match=r"1\.mlp\.down_proj'.* pattern 50% per matrix compares all weights"):
+        mts.sparsify(tiny_llama(), method, data_loader=token_batches(), include="*.down_proj", rules=rules)
+    assert method.tried == [(32, 64), (16, 64), (16, 64), (32, 64)]
+
+
+def test_rows_of_each_matrix_of_a_stack():
+    """A grouped convolution has a matrix for each of its groups, and the pieces are rows of all of them."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(16, 24, 3, groups=2), nn.ReLU(), nn.Conv2d(24, 8, 1))
+
+    data = [torch.randn(4, 16, 6, 6)]
+    method = Scarce(METHODS["sparsegpt"], 2 * 3 * 72)
+    _, report = compared(make, method, data_loader=data, pattern="2:4", include="0")
+    assert method.tried == [(2, 12, 72), (2, 6, 72), *[(2, 3, 72)] * 4]
+    assert report.layers[0].notes == ["solved 3 rows at a time, because memory ran out"]
+
+
+def test_a_piece_of_a_layer_with_a_mask_of_ones_own_has_a_piece_of_the_mask():
+    name = "model.layers.0.mlp.up_proj"
+    mask = torch.arange(64).view(-1, 1) % 4 != torch.arange(32) % 4
+    mask &= torch.arange(64).view(-1, 1) % 4 != (torch.arange(32) + 1) % 4
+    (target,) = mts.make_plan(tiny_llama(), masks={f"{name}.weight": mask}, pattern="2:4").layers
+    part = some_of(target, Piece(slice(None), slice(3, 9)))
+    assert part.shape == (6, 32)
+    assert isinstance(part.method, GivenMask)
+    assert part.method.mask is not None
+    assert torch.equal(part.method.mask, mask[3:9])
+
+
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 8), Unstructured(0.5, "row"), Unstructured(0.3, "row")], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_says_that_rows_are_independent_where_they_are(name, pattern):
+    """Those that do not say so do give other masks to some rows alone."""
+    method = METHODS[name]
+    options = dict(method.options)
+    weight, stats = problem(0)
+    state = method.prepare(stats, options)
+    whole = method.solve(weight, state, pattern, options)
+    parts = [method.solve(part, state, pattern, options) for part in weight.split(7)]
+    same = torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
+    assert same == method.rows_independent
+    if same:
+        torch.testing.assert_close(torch.cat([part.weight for part in parts]), whole.weight, rtol=1e-5, atol=1e-6)
+
+
+# experts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["magnitude", "wanda", "sparsegpt", "alps"])
+def test_fewer_experts_at_a_time_give_what_all_of_them_give(name):
+    """Of four experts, gate_up_proj [4, 48, 32] fits two at a time."""
+    method = Scarce(METHODS[name], 2 * 48 * 32)
+    _, report = compared(tiny_mixtral, method, **EXPERTS)
+    for layer in report.layers:
+        assert "solved 2 experts at a time, because memory ran out" in layer.notes
+    assert method.tried.count((4, 48, 32)) == 1
+    assert method.tried.count((2, 48, 32)) == 2 * len(report.layers)
+
+
+def test_one_expert_and_then_rows_of_it():
+    method = Scarce(METHODS["sparsegpt"], 12 * 32)
+    _, report = compared(tiny_mixtral, method, **EXPERTS)
+    for layer in report.layers:
+        assert "solved one expert at a time, 12 rows at a time, because memory ran out" in layer.notes
+
+
+def test_experts_are_prepared_fewer_at_a_time():
+    method = Scarce(METHODS["sparsegpt"], 2**30, prepared=32 * 32)
+    compared(tiny_mixtral, method, **EXPERTS)
+    assert set(method.tried) == {(1, 48, 32)}
+
+
+def test_a_memory_limit_is_where_they_start():
+    method = Scarce(METHODS["sparsegpt"], 48 * 32)
+    limit = 3 * 4 * (5 * 32**2 + 10 * 48 * 32)  # three experts
+    _, report = compared(tiny_mixtral, method, memory_limit=limit, **EXPERTS)
+    assert method.tried[:5] == [(3, 48, 32), (2, 48, 32), *[(1, 48, 32)] * 3]
+    assert all("one expert at a time" in str(layer.notes) for layer in report.layers)
+
+
+# no smaller pieces ----------------------------------------------------------------------------------------------------
+
+
+def stopped(method: Scarce, *parts: str, done: int = 0, make: Callable[[], nn.Module] = tiny_llama, **options: Any):
+    model = make()
+    before = Snapshot(model)
+    options.setdefault("data_loader", token_batches())
+    with pytest.raises(MemoryError) as caught:
+        mts.sparsify(model, method, **options)
+    for part in parts:
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, (MemoryError, RuntimeError))
+    assert len(dict(mts.named_masks(model))) == done
+    if not done:
+        now = Snapshot(model).look
+        assert all(
+            now[kind, name] == value for (kind, name), value in before.look.items() if kind in ("class", "tensor")
+        )
+    method.room = method.prepared = 2**30  # and a second call works
+    mts.sparsify(model, method, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "why"),
+    [
+        ("alps", "2:4", "method 'alps' solves the rows of a matrix together"),
+        ("ria", "2:4", "method 'ria' solves the rows of a matrix together"),
+        ("sparsegpt", 0.5, "pattern 50% per matrix compares all weights of the matrix"),
+        ("magnitude", 0.5, "pattern 50% per matrix compares all weights of the matrix"),
+    ],
+)
+def test_what_has_no_pieces_is_an_error_that_says_why(name, pattern, why):
+    method = Scarce(METHODS[name], 600)
+    stopped(method, "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory", why, "device=", pattern=pattern)
+    assert method.tried[:2] == [(32, 32), (32, 32)]  # it was not tried in vain
+
+
+@pytest.mark.parametrize("failure", ["cuda", "python"])
+def test_not_even_the_smallest_piece(failure):
+    method = Scarce(METHODS["sparsegpt"], 20, failure=failure)
+    amount = {"cuda": "(2.50 GiB more were asked for)", "python": ""}
+    stopped(
+        method,
+        f"layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory {amount[failure]}".strip(),
+        "even while no more than 1 rows of 32 were solved at once",
+        "a method without a Gram matrix (wanda, magnitude), for this layer through rules=",
+        "device= with more memory",
+    )
+    assert method.tried[:6] == [(32 // 2**i, 32) for i in range(6)]
+
+
+def test_layers_before_it_stay_sparse():
+    method = Scarce(METHODS["alps"], 64 * 32 - 1)
+    stopped(method, "layer 'model.layers.0.mlp.gate_proj' [64, 32]: out of memory", done=4)
+
+
+def test_a_preparation_has_no_pieces():
+    method = Scarce(METHODS["sparsegpt"], 2**30, prepared=32 * 32)
+    stopped(
+        method,
+        "layer 'model.layers.0.mlp.down_proj' [32, 64]: out of memory",
+        "out of memory (2.50 GiB more were asked for) while its solver was prepared",
+        "a method without a Gram matrix",
+        done=6,
+    )
+
+
+def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
+    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
+    original, seen = module.set_mask, []
+
+    def scarce(*args: Any) -> None:
+        seen.append(args[1])
+        if len(seen) == 3:
+            raise FAILURES["cpu"]()
+        original(*args)
+
+    monkeypatch.setattr(module, "set_mask", scarce)
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory .* while its solution was written into"):
+        mts.sparsify(model, "magnitude")
+    assert [layer.name.rpartition(".")[2] for layer in mts.report(model).layers] == ["q_proj", "k_proj"]
+    for name, (cls, tensor) in state_of(model).items():
+        if "layers.0.self_attn.q_proj" not in name and "layers.0.self_attn.k_proj" not in name:
+            assert cls is before[name][0]
+            assert_bits(tensor, before[name][1])
+
+
+def test_one_expert_is_too_large():
+    method = Scarce(METHODS["alps"], 100)
+    stopped(
+        method,
+        "out of memory (2.50 GiB more were asked for) even while no more than 1 of its 4 matrices, 48 rows of 32 were",
+        "memory_limit=, which holds the Gram matrices of a few experts at a time",
+        make=tiny_mixtral,
+        **EXPERTS,
+    )
+
+
+def test_an_error_of_another_kind_is_left_as_it_is():
+    class Wrong(Scarce):
+        def solve(self, weight, state, pattern, options):
+            self.tried.append(tuple(weight.shape))
+            raise RuntimeError("no product of these shapes")
+
+    method = Wrong(METHODS["magnitude"], 1)
+    with pytest.raises(RuntimeError, match="no product of these shapes"):
+        mts.sparsify(tiny_llama(), method)
+    assert len(method.tried) == 1
+
+
+def test_what_the_smaller_pieces_replace_is_freed():
+    """What a failed attempt held is gone when the next one begins: the weight, and for experts their state."""
+    alive: list[weakref.ref] = []
+
+    class Watching(Scarce):
+        def prepare(self, stats, options):
+            assert not [ref for ref in alive if ref() is not None]
+            state = super().prepare(stats, options)
+            alive.append(weakref.ref(state.upper))
+            return state
+
+        def solve(self, weight, state, pattern, options):
+            held = torch.empty_like(weight)
+            alive.append(weakref.ref(held))
+            return super().solve(weight, state, pattern, options)
+
+    method = Watching(METHODS["sparsegpt"], 48 * 32)
+    mts.sparsify(tiny_mixtral(), method, **{**EXPERTS, "include": "*.0.*.gate_up_proj"})
+    assert [shape[0] for shape in method.tried] == [4, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+def test_a_gpu_that_runs_out_of_memory(name):
+    """For real: the process may have 1,280 MiB of the device, and solving this layer of 256 MiB takes more."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def solved() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        torch.manual_seed(0)
+        layer = nn.Linear(1024, 65536, bias=False)
+        model = nn.Sequential(layer)
+        mts.sparsify(model, name, data_loader=[torch.randn(64, 1024)], include="0", pattern="2:4", device="cuda")
+        mask = dict(mts.named_masks(model))["0.weight"]
+        return mask, layer.weight.detach(), mts.report(model).layers[0].notes
+
+    whole, values, notes = solved()
+    assert notes == []
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1280 * 2**20 / total)
+    try:
+        mask, pieces, notes = solved()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(notes) == 1
+    assert notes[0].endswith(" rows at a time, because memory ran out")
+    assert torch.equal(mask, whole)
+    torch.testing.assert_close(pieces, values, rtol=1e-4, atol=1e-6)
