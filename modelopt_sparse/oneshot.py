@@ -67,7 +67,7 @@ def prune(model: nn.Module, method: Method, config: SparsifyConfig, storage: Sto
     if processes.size > 1:
         facts = common_to_processes(model, plan, config)
         processes.check_same(facts, "give all of them the same model and the same options")
-    with _report(model, plan, config, processes) as report, _calibrating(model), offloaded_after_errors(model):
+    with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.allocation != "uniform" or any(layer_plan.calibrated for layer_plan in plan.layers)
         data = CalibrationData.load(run) if wanted else None
@@ -158,7 +158,7 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
 
 
 @contextmanager
-def _calibrating(model: nn.Module) -> Iterator[None]:
+def calibrating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
     modes = [(module, module.training) for module in model.modules()]
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}

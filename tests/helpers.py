@@ -13,6 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.storage import InMemory
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.reports.report import Report
+
 ROOT = Path(__file__).parent.parent
 TESTBED = ROOT / "examples" / "testbed"
 
@@ -48,6 +56,14 @@ def correlated_inputs(tokens: int, columns: int, seed: int = 0, dtype: torch.dty
     x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64) * spectrum @ mix
     x[:, :: max(columns // 4, 1)] *= 5
     return x.to(dtype)
+
+
+def calibrated_run(model: nn.Module, method: Any, **options: Any) -> tuple[Run, CalibrationData]:
+    """What `sparsify` prepares before it looks at the first block, by its own parts."""
+    resolved, config = resolve(method, None, {"progress": False, **options})
+    plan = plan_for(model, resolved, config)
+    run = Run(model, plan, config, InMemory(), Processes.of(config.distributed), Report())
+    return run, CalibrationData.load(run)
 
 
 def trained_model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -21,10 +21,10 @@ from modelopt_sparse.accuracy.allocate import allocate, allocation_for, block_sp
 from modelopt_sparse.accuracy.divergence import masked
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros
-from modelopt_sparse.plan.config import resolve
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
-from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+from modelopt_sparse.plan.resolve import resolve
+from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 
 
 def planned(model, method="wanda", **options):
@@ -33,9 +33,9 @@ def planned(model, method="wanda", **options):
 
 
 def allocated(model, method="wanda", **options):
-    plan, config = planned(model, method, **options)
+    _, data = calibrated_run(model.eval(), method, **{"pattern": 0.6, **options})
     with torch.no_grad():
-        return allocation_for(model.eval(), plan, config)
+        return allocation_for(data)
 
 
 def zeros_of(item) -> int:

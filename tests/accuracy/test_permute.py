@@ -1,20 +1,19 @@
 """Channel permutation: the order against brute force, the model's function, and what is left as it was."""
 
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.permute import DenseBlock, permute
-from modelopt_sparse.calibration.inputs import walk
+from modelopt_sparse.accuracy.permute import permute
+from modelopt_sparse.calibration.inputs import Replay
+from modelopt_sparse.calibration.order import blocks_in_call_order
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
-from modelopt_sparse.oneshot import _calibrating
-from modelopt_sparse.plan.config import resolve
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import Report
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from modelopt_sparse.oneshot import calibrating
+from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.core
@@ -90,13 +89,13 @@ def test_kept_share_is_the_sum_of_the_largest():
 
 def permuted_alone(model: nn.Module, batches, **options) -> list[str]:
     """Permute every block of a model and solve nothing -> the layers whose columns moved."""
-    method, config = resolve("wanda", None, {"data_loader": batches, "permute": True, "progress": False, **options})
-    plan = plan_for(model, method, config)
+    run, data = calibrated_run(model, "wanda", data_loader=batches, permute=True, **options)
     names = []
-    with _calibrating(model):
-        for item in walk(model, plan, config, Report()):
-            if isinstance(item, DenseBlock):
-                names += [found.layer for found in permute(item)]
+    with calibrating(model):
+        for block in blocks_in_call_order(run, data):
+            undo = ExitStack()  # nothing is taken back
+            names += permute(block, block.inputs(), run, undo)
+            block.inputs().advance()
     return names
 
 
@@ -243,23 +242,22 @@ def test_a_block_of_which_nothing_was_solved_is_put_back():
 
 
 @pytest.mark.parametrize("call", [2, 3])
-def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
+def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call, monkeypatch):
     """The first run of the block is the dense one, the second has its columns reordered alone, the third has both."""
     model = tiny_llama()
-    method, config = resolve("wanda", None, {"data_loader": token_batches(), "permute": True, "progress": False})
-    plan, before, runs = plan_for(model, method, config), state_of(model), 0
-    with _calibrating(model):
-        block = next(item for item in walk(model, plan, config, Report()) if isinstance(item, DenseBlock))
+    before, asked, outputs_of = state_of(model), 0, Replay.outputs_of
 
-        def run(layer):
-            nonlocal runs
-            runs += 1
-            if runs == call:
-                raise KeyboardInterrupt
-            return block.run(layer)
+    def interrupted(*args):
+        nonlocal asked
+        asked += 1
+        if asked == call:
+            raise KeyboardInterrupt
+        return outputs_of(*args)
 
-        with pytest.raises(KeyboardInterrupt):
-            list(permute(DenseBlock(block.folds, block.stats, run)))
+    monkeypatch.setattr(Replay, "outputs_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, "wanda", data_loader=token_batches(), permute=True, progress=False)
+    assert asked == call
     assert_same_state(model, before)
 
 

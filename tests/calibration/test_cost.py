@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.recorder import Recorder
+from modelopt_sparse.calibration.recorder import StackRecorder
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.model.nested import flat_tensors
 from tests.calibration.collecting import collected
@@ -62,7 +62,7 @@ def test_each_distinct_tensor_is_recorded_once():
 
     def count_stored(batches: list[Tensor]) -> int:
         model = tiny_llama(num_hidden_layers=3)
-        recorder = Recorder(mts.make_plan(model, "magnitude").stacks[0])
+        recorder = StackRecorder(mts.make_plan(model, "magnitude").stacks[0], lambda: None, lambda x: x)
         recorder.start()
         with torch.no_grad():
             for batch in batches:
@@ -70,8 +70,9 @@ def test_each_distinct_tensor_is_recorded_once():
                 model(batch, attention_mask=mask, use_cache=False)
         recorder.stop()
         assert recorder.problem is None
-        assert len(recorder.records) == len(batches)
-        return len({x.data_ptr() for record in recorder.records for call in record.calls for x in flat_tensors(call)})
+        calls = recorder.recording.calls
+        assert len(calls) == len(batches)
+        return len({x.data_ptr() for of_blocks in calls for call in of_blocks for x in flat_tensors(call)})
 
     one = count_stored(token_batches(1))
     assert 1 + 3 <= one <= 1 + 5  # hidden states; mask, cosines, sines, and positions in one or two forms

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.recorder import Recorder
-from modelopt_sparse.calibration.replay import Chain
+from modelopt_sparse.calibration.recorder import StackRecorder
+from modelopt_sparse.calibration.replay import StackReplay
 from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.stacks import Stack
 from tests.models.architectures import ARCHITECTURES
@@ -66,22 +66,26 @@ def stop() -> None:
     raise Enough
 
 
+def recorder_of(stack: Stack, complete: Callable[[], None] = lambda: None) -> StackRecorder:
+    return StackRecorder(stack, complete, lambda x: x)
+
+
 def blocks_run(model: nn.Module, stack: Stack, batches: list[Any]) -> list[int]:
     """How many blocks ran for each batch, under a recorder whose record is as right as one that saw all of them."""
-    quick = Recorder(stack, stop)
+    quick = recorder_of(stack, stop)
     ran = [recorded(model, quick, batch) for batch in batches]
-    for batch, record in zip(batches, quick.records):
-        slow = Recorder(stack)
+    for batch, calls in zip(batches, quick.recording.calls):
+        slow = recorder_of(stack)
         recorded(model, slow, batch)
-        assert_same_calls(record.calls, slow.records[0].calls)
+        assert_same_calls(calls, slow.recording.calls[0])
     return ran
 
 
 @torch.no_grad()
-def recorded(model: nn.Module, recorder: Recorder, batch: dict[str, Tensor]) -> int:
+def recorded(model: nn.Module, recorder: StackRecorder, batch: dict[str, Tensor]) -> int:
     ran: list[int] = []
     with ExitStack() as hooks:
-        for block in recorder.stack.blocks:
+        for block in recorder.recording.stack.blocks:
             hooks.callback(block.register_forward_hook(lambda *_: ran.append(1)).remove)
         recorder.start()
         recorder.begin(TokenMasks())
@@ -181,9 +185,9 @@ def test_an_earlier_output_that_comes_back_is_not_the_output_before():
 @torch.no_grad()
 def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[str | None, list[int]]:
     """What the check of a record finds, and the first dimension of every output of a block in it."""
-    recorder = Recorder(stack)
+    recorder = recorder_of(stack)
     recorded(model, recorder, batch)
-    chain = Chain(recorder)
+    replay = StackReplay(recorder.recording, lambda x: x)
     sizes: list[int] = []
 
     def see(block: nn.Module, args: tuple, output: Any) -> None:
@@ -192,7 +196,7 @@ def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[s
     with ExitStack() as hooks:
         for block in stack.blocks:
             hooks.callback(block.register_forward_hook(see).remove)
-        return chain.problem(), sizes
+        return replay.problem(recorder.recording.first_output), sizes
 
 
 @pytest.mark.usefixtures("every_module_called")
@@ -234,8 +238,9 @@ def test_the_whole_call_decides_where_writes_are_not_counted():
 def test_blocks_that_do_not_give_the_models_own_output_are_found_out():
     model = nn.Sequential(Taking(), Taking())
     stack = Stack("", ("0", "1"), tuple(model))
-    recorder = Recorder(stack)
+    recorder = recorder_of(stack)
     recorded(model, recorder, {"input": torch.randn(3, 4)})
-    recorder.first_output[0][-1] += 1
-    problem = Chain(recorder).problem()
+    recording = recorder.recording
+    recording.first_output[0][-1] += 1
+    problem = StackReplay(recording, lambda x: x).problem(recording.first_output)
     assert problem == "blocks run one by one do not give the model's own output"

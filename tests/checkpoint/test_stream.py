@@ -200,7 +200,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
     """Counted by looking at every block whenever one is read."""
     source = saved(tmp_path / "dense", MODELS[name])
     held: list[int] = []
-    fill = blocks.StreamedBlocks._fill
+    fill = blocks.Streamed._fill
 
     def count(blocks: Any) -> None:
         full = [
@@ -214,7 +214,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
         fill(self, block)
         count(self)
 
-    monkeypatch.setattr(blocks.StreamedBlocks, "_fill", counting)
+    monkeypatch.setattr(blocks.Streamed, "_fill", counting)
     streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches(name), reconstruct=1)
     assert len(held) > 9
     assert set(held) == {1}
@@ -223,7 +223,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
 def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypatch):
     source = saved(tmp_path / "dense", MODELS["llama"])
     alive: list[weakref.ref] = []
-    write = blocks.StreamedBlocks._write
+    write = blocks.Streamed._write
     numbers = []
 
     def watching(self, index, layers, tuned):
@@ -233,7 +233,7 @@ def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypa
             alive.append(weakref.ref(mask))
         write(self, index, layers, tuned)
 
-    monkeypatch.setattr(blocks.StreamedBlocks, "_write", watching)
+    monkeypatch.setattr(blocks.Streamed, "_write", watching)
     streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
     assert len(alive) == 21
     assert numbers == [0, 0, 0]

@@ -13,7 +13,6 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,13 @@ from torch.distributed.fsdp import fully_shard
 
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
-from modelopt_sparse.calibration.inputs import Group, walk
-from modelopt_sparse.distributed import RankError, Team
+from modelopt_sparse.calibration.collect import collect
+from modelopt_sparse.calibration.order import blocks_in_call_order
+from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.magnitude import Magnitude
-from modelopt_sparse.oneshot import _calibrating
-from modelopt_sparse.plan.config import resolve
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import Report
-from tests.helpers import tiny_llama, token_batches
+from modelopt_sparse.oneshot import calibrating
+from tests.helpers import calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES
 from tests.models.changing import Choosing, Sharing
@@ -185,16 +182,14 @@ def gram_matrices() -> Found:
     found: Found = {}
     for name, make in MODELS.items():
         model = make()
-        options = {"data_loader": BATCHES[name], "progress": False, "min_tokens": 1}
-        method, config = resolve("sparsegpt", None, options)
-        plan, team = plan_for(model, method, config), Team.of(None)
-        with _calibrating(model), closing(walk(model, plan, config, Report(), team=team)) as walked:
-            for item in walked:
-                assert isinstance(item, Group)
-                assert isinstance(item.stats, Stats)
-                found[f"{name} {item.targets[0].name}"] = (item.stats.tokens, item.stats.gram)
-        team.end()
-        team.close()
+        run, data = calibrated_run(model, "sparsegpt", data_loader=BATCHES[name], min_tokens=1)
+        with run.processes, calibrating(model):
+            for block in blocks_in_call_order(run, data):
+                for shared in collect(block.layer_plans, block.inputs(), run):
+                    assert isinstance(shared.stats, Stats)
+                    found[f"{name} {shared.layer_plans[0].name}"] = (shared.stats.tokens, shared.stats.gram)
+                block.inputs().advance()
+            run.processes.barrier()
     return found
 
 

@@ -9,6 +9,8 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
-from modelopt_sparse.distributed import Team, processes
+from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.identity import checksum
+from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.sharing import Shares
+from modelopt_sparse.solving.sharing import WorkShares
 from tests.distributed import ranks
-from tests.helpers import TESTBED, run_python, tiny_llama, trained_model
+from tests.helpers import TESTBED, calibrated_run, run_python, tiny_llama, token_batches, trained_model
 
 GROUPS = {"two": 2, "four": 4}
 MASKS_ALIKE = 0.999
@@ -382,16 +385,15 @@ def test_a_process_that_does_not_come_is_not_waited_for_forever(results):
 
 
 def test_alone_everything_is_as_it_was():
-    team = Team.of(None)
-    assert (team.rank, team.size) == (0, 1)
-    assert team.meet("anything", 3) == [3]
     tensor = torch.arange(3.0)
-    team.add_up("anything", [tensor])
-    team.give("anything", [tensor], 0)
-    team.same({"a": 1}, "nothing can differ")
-    team.fail(ValueError("nobody hears"))
-    team.end()
-    team.close()
+    with suppress(KeyError), Processes.of(None) as processes:  # an error that nobody else hears
+        assert (processes.rank, processes.size) == (0, 1)
+        assert processes.all_gather("anything", 3) == [3]
+        processes.all_reduce("anything", [tensor])
+        processes.broadcast("anything", [tensor], 0)
+        processes.check_same({"a": 1}, "nothing can differ")
+        raise KeyError
+    processes.barrier()
     assert tensor.tolist() == [0, 1, 2]
 
 
@@ -400,7 +402,7 @@ def test_working_together_without_a_group_is_refused():
         mts.sparsify(tiny_llama(), "magnitude", distributed=True)
     with pytest.raises(ValueError, match=r"distributed='yes': must be True, False or None"):
         mts.sparsify(tiny_llama(), "magnitude", {"distributed": "yes"})
-    assert processes(None) == processes(False) == 1
+    assert count_processes(None) == count_processes(False) == 1
 
 
 def test_statistics_in_order_are_nearly_those_that_are_summed_as_they_come():
@@ -426,8 +428,10 @@ def test_checksums_tell_bits_and_rows_apart():
 # dealing out ----------------------------------------------------------------------------------------------------------
 
 
-def team(size: int) -> Team:
-    return Team(0, size)
+def shares_of(groups: list[list[LayerPlan]], size: int, *, whole_layers: bool) -> WorkShares:
+    model = tiny_llama()
+    run, _ = calibrated_run(model, "wanda", data_loader=token_batches(1), deterministic=whole_layers)
+    return WorkShares.of(groups, replace(run, processes=Processes(0, size)))
 
 
 def test_layers_are_dealt_out_by_cost():
@@ -440,22 +444,22 @@ def test_layers_are_dealt_out_by_cost():
         [layers["down_proj"]],
     ]
     for size in (2, 3, 4, 8):
-        shares = Shares.of(groups, team(size), whole_layers=True)
+        shares = shares_of(groups, size, whole_layers=True)
         assert {name for name, _ in shares.owners} == {layer.name for layer in layers.values()}
         down, gate = (shares.owners[layers[name].name, 0] for name in ("down_proj", "gate_proj"))
         assert down != gate  # the two that cost most
-        assert shares == Shares.of(groups, team(size), whole_layers=True)
+        assert shares.owners == shares_of(groups, size, whole_layers=True).owners
         if size >= 7:
             assert len(set(shares.owners.values())) >= 4
-    assert Shares.of(groups, team(1), whole_layers=True).owners == {}
+    assert set(shares_of(groups, 1, whole_layers=True).owners.values()) == {0}
 
 
 def test_experts_are_dealt_out_in_ranges():
     plan = make_plan(ranks.mixtral(), "wanda")
     (layer,) = [layer for layer in plan.layers if layer.name == "model.layers.0.mlp.experts.down_proj"]
-    shares = Shares.of([[layer]], team(3), whole_layers=False)
+    shares = shares_of([[layer]], 3, whole_layers=False)
     assert shares.pieces(layer) == [range(2), range(2, 4)]
     assert sorted(shares.owners.values()) == [0, 1]
-    whole = Shares.of([[layer]], team(3), whole_layers=True)
+    whole = shares_of([[layer]], 3, whole_layers=True)
     assert whole.pieces(layer) == [range(4)]
     assert whole.owners == {(layer.name, 0): 0}

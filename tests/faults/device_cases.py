@@ -17,7 +17,6 @@ from modelopt_sparse.checkpoint.streaming import storage as blocks
 from modelopt_sparse.checkpoint.streaming.spill import spilled
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.runtime.settings import Settings
-from modelopt_sparse.solving import cpu_matmul as products
 from tests.checkpoint.streams import Stopping
 from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device
 from tests.helpers import tiny_llama, token_batches
@@ -276,13 +275,6 @@ def test_a_permutation_is_undone_at_home(device):
     with pytest.raises(ValueError, match="cannot be solved"):
         sparse(model, token_batches(), Failing(), "device=", device, permute=True)
     assert_same(model, before, atol=0)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_products_on_the_cpu_are_not_timed_for_another_device(place, device, monkeypatch):
-    monkeypatch.setattr(products, "WORTH_ASKING", 1)
-    monkeypatch.setattr(products, "onednn_is_much_faster", lambda threads: pytest.fail("timed"))
-    sparse(tiny_llama(), token_batches(), place=place, device=device)
 
 
 def test_masks_hold_on_the_device(device):

@@ -6,8 +6,9 @@ import torch
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.plan.config import REFINE_SWEEPS, Reconstruct, resolve
+from modelopt_sparse.plan.config import TRUE_MEANS, Reconstruct
 from modelopt_sparse.plan.quality import QUALITIES
+from modelopt_sparse.plan.resolve import resolve
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -135,7 +136,7 @@ def test_refine_after_a_compensating_method_needs_update_false():
 
 
 def test_refine_true_is_a_number_of_sweeps():
-    assert settings("wanda", refine=True)[1]["refine"] == REFINE_SWEEPS
+    assert settings("wanda", refine=True)[1]["refine"] == TRUE_MEANS["refine"]
     assert settings("wanda", refine=False)[1]["refine"] == settings("wanda", refine=None)[1]["refine"] == 0
     with pytest.raises(ValueError, match=r"refine=-1: must be True, False or a positive whole number"):
         mts.make_plan(tiny_llama(), "wanda", refine=-1)

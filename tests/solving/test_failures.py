@@ -1,7 +1,6 @@
 """What goes wrong, and what is left of the model then; and models that are made sparse more than once."""
 
 import signal
-import sys
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.methods import Magnitude
 from modelopt_sparse.model.masking import SparseModule
+from modelopt_sparse.solving import attach
 from tests.helpers import (
     TESTBED,
     assert_bits,
@@ -389,8 +389,7 @@ def test_interrupted_while_held_solutions_wait():
 def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
     model = tiny_llama()
     before = state_of(model)
-    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
-    original, seen = module.set_mask, []
+    original, seen = attach.set_mask, []
 
     def pressed(*args):
         seen.append(args[1])
@@ -398,7 +397,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         original(*args)
 
-    monkeypatch.setattr(module, "set_mask", pressed)
+    monkeypatch.setattr(attach, "set_mask", pressed)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,6 +1,5 @@
 """Memory that runs out in a solve: smaller pieces give the same, and where there are none the error says what to do."""
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,8 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
-from modelopt_sparse.solving.pieces import Piece, some_of
+from modelopt_sparse.solving import attach
+from modelopt_sparse.solving.pieces import Piece
 from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
@@ -170,7 +170,7 @@ def test_a_piece_of_a_layer_with_a_mask_of_ones_own_has_a_piece_of_the_mask():
     mask = torch.arange(64).view(-1, 1) % 4 != torch.arange(32) % 4
     mask &= torch.arange(64).view(-1, 1) % 4 != (torch.arange(32) + 1) % 4
     (target,) = mts.make_plan(tiny_llama(), masks={f"{name}.weight": mask}, pattern="2:4").layers
-    part = some_of(target, Piece(slice(None), slice(3, 9)))
+    part = Piece(slice(None), slice(3, 9)).plan(target)
     assert part.shape == (6, 32)
     assert isinstance(part.method, GivenMask)
     assert part.method.mask is not None
@@ -296,8 +296,7 @@ def test_a_preparation_has_no_pieces():
 
 
 def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
-    module = sys.modules["modelopt_sparse.oneshot"]  # as an attribute of the package it is the function
-    original, seen = module.set_mask, []
+    original, seen = attach.set_mask, []
 
     def scarce(*args: Any) -> None:
         seen.append(args[1])
@@ -305,7 +304,7 @@ def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
             raise FAILURES["cpu"]()
         original(*args)
 
-    monkeypatch.setattr(module, "set_mask", scarce)
+    monkeypatch.setattr(attach, "set_mask", scarce)
     model = tiny_llama()
     before = state_of(model)
     with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory .* while its solution was written into"):
