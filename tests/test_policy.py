@@ -1,9 +1,12 @@
 """Rules that the whole package keeps, read from its source and from a fresh import."""
 
 import ast
+import gc
 import importlib.util
+import inspect
 import json
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -251,43 +254,159 @@ def test_a_run_patches_nothing_and_sets_nothing(method):
     assert look() == before
 
 
-# hops ---------------------------------------------------------------------------------------------------------------
+# words --------------------------------------------------------------------------------------------------------------
+
+# names that say nothing of what they hold, or that mean several things
+RIDDLES = {"target", "item", "given", "found", "their", "keep", "kept"}
+# where one of them stands all the same, and why
+ALLOWED = {
+    ("checkpoint/streaming/stream.py", "target"): "a public parameter of sparsify_checkpoint: the folder to write",
+    ("plan/config.py", "target"): "a public option of Reconstruct",
+}
 
 
-def frames_to(monkeypatch, cls, run) -> set[tuple[str, ...]]:
-    """The package's functions on the stack when a pattern's mask is computed, from `sparsify` inwards."""
-    found = set()
-    original = cls.mask
+def test_no_parameter_field_or_local_is_a_riddle():
+    names = set()
+    for path, name in zip(SOURCES, NAMES):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.arg):
+                names.add((name, node.arg))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add((name, node.id))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add((name, node.attr))
+    assert {(file, name) for file, name in names if name in RIDDLES} == set(ALLOWED)
+
+
+def test_one_file_knows_how_accelerate_leaves_its_hooks():
+    users = {name for path, name in zip(SOURCES, NAMES) if "_hf_hook" in path.read_text(encoding="utf-8")}
+    assert users == {"model/offload.py"}
+
+
+# the order of the rooms ---------------------------------------------------------------------------------------------
+
+# each imports only what stands on a line before its own, and itself
+ORDER = (
+    ("version", "distributed", "methods"),
+    ("model",),
+    ("reports",),
+    ("plan", "runtime"),
+    ("calibration",),
+    ("accuracy",),
+    ("solving",),
+    ("oneshot",),
+    ("checkpoint",),
+    ("cli",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_who_may_import_whom(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room in ("__init__", "__main__"):
+        return
+    for name in imports(path):
+        if name == "modelopt_sparse" or not within(name, "modelopt_sparse"):
+            continue
+        other = name.split(".")[1]
+        if (room, name) in PUBLIC_NAMES:
+            continue
+        assert other == room or FLOOR[other] < FLOOR[room], f"{room} imports {name}"
+
+
+# the command line is a user of the public names
+PUBLIC_NAMES = {("cli", f"modelopt_sparse.{name}") for name in mts.__all__}
+
+
+def test_every_room_has_its_floor():
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
+    assert rooms - {"__init__", "__main__"} == set(FLOOR)
+
+
+def test_reports_see_no_plan_no_option_and_no_data():
+    for path in sorted((PACKAGE / "reports").glob("*.py")):
+        for name in imports(path):
+            assert not within(name, *(f"modelopt_sparse.{room}" for room in ("plan", "calibration", "solving"))), name
+
+
+# the straight line --------------------------------------------------------------------------------------------------
+
+WAY = ("sparsify", "prune", "sparsify_block", "solve_layers", "solve_layer", "solve_piece", "solve")  # then the mask
+
+
+def behind_a_with() -> set[str]:
+    """The generator functions that are context managers."""
+    names = set()
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef) and "contextmanager" in map(dotted, node.decorator_list):
+                names.add(node.name)
+    return names
+
+
+def of_package(code: types.CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(PACKAGE)
+
+
+def looks_at_the_mask(monkeypatch, cls, run) -> tuple[set[tuple[str, ...]], set[str], set[str]]:
+    """Whenever a pattern's mask is computed in ``run``: the package's functions on the stack, from `sparsify` inwards;
+    their files; and the package's generators that have begun, but for those behind a ``with``."""
+    ways, files, generators = set(), set(), set()
+    original, contexts, looked = cls.mask, behind_a_with(), []
 
     def spy(self, score):
         frame, chain = sys._getframe(1), ["mask"]
         while frame is not None:
-            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            if of_package(frame.f_code):
                 chain.append(frame.f_code.co_name)
+                files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
             frame = frame.f_back
-        found.add(tuple(reversed(chain)))
+        ways.add(tuple(reversed(chain)))
+        looked.append(self)
+        # over all objects of the process, which takes a while: at one layer in the first block, and one in the second
+        for thing in gc.get_objects() if len(looked) in (3, 10) else ():
+            if type(thing) is types.GeneratorType and of_package(thing.gi_code):
+                begun = inspect.getgeneratorstate(thing) in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
+                if begun and thing.gi_code.co_name not in contexts:
+                    generators.add(thing.gi_code.co_name)
         return original(self, score)
 
     monkeypatch.setattr(cls, "mask", spy)
     run()
-    return found
+    return ways, files, generators
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "50%"])
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria"])
-def test_from_sparsify_to_the_mask_is_two_calls(monkeypatch, method, pattern):
+@pytest.mark.parametrize(
+    ("method", "pattern", "sequential"),
+    [
+        ("magnitude", "2:4", "block"),
+        ("ria", "50%", "block"),
+        *(("wanda", "2:4", sequential) for sequential in ("block", "stage", "none")),
+    ],
+)
+def test_the_way_to_the_mask_is_a_straight_line(monkeypatch, method, pattern, sequential):
+    """Run, block, layer, method, pattern: calls, not yields; the only generator is the one of solved layers."""
     cls = NM if ":" in pattern else Unstructured
+    options = {"pattern": pattern, "data_loader": token_batches(), "sequential": sequential}
 
     def run():
-        mts.sparsify(tiny_llama(), method, pattern=pattern, data_loader=token_batches())
+        mts.sparsify(tiny_llama(), method, options)
 
-    assert frames_to(monkeypatch, cls, run) == {("sparsify", "solve", "mask")}
+    ways, files, generators = looks_at_the_mask(monkeypatch, cls, run)
+    assert ways == {(*WAY, "mask")}
+    assert generators == {"solve_layers"}
+    read = {*files, "methods/patterns.py"}
+    assert len(read) <= 6
+    assert sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in read) <= 900
 
 
-def test_from_sparsify_to_the_line_that_calls_for_a_mask_is_two_calls_in_sparsegpt(monkeypatch):
+def test_the_way_to_the_mask_is_a_straight_line_in_sparsegpt(monkeypatch):
     """SparseGPT chooses each group inside its sweep over the columns."""
 
     def run():
-        mts.sparsify(tiny_llama(), "sparsegpt", data_loader=token_batches())
+        mts.sparsify(tiny_llama(), "sparsegpt", data_loader=token_batches(), permute=True, quality="balanced")
 
-    assert frames_to(monkeypatch, NM, run) == {("sparsify", "solve", "eliminate", "mask")}
+    ways, _, generators = looks_at_the_mask(monkeypatch, NM, run)
+    assert ways == {(*WAY, "eliminate", "mask")}
+    assert generators == {"solve_layers"}

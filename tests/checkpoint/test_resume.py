@@ -109,6 +109,29 @@ def test_started_again_it_goes_on(stopped):
     assert_same_folders(target, target.with_name("fresh"))
 
 
+class Broken(Stopping):
+    """The same method as far as its name tells, which fails at once."""
+
+    name = "stopping"
+
+    def solve(self, *args):
+        raise ValueError("cannot be solved")
+
+
+def test_what_fails_after_a_reused_block_that_was_permuted_is_the_error_that_shows(tmp_path):
+    """The reused block is permuted again for what it puts out; there is no way back to its dense weights, which are
+    not in memory any more."""
+    source, target = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3)), tmp_path / "sparse"
+    options: dict[str, Any] = {"data_loader": token_batches(3), "permute": True, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, target, Stopping(10), **options)
+    with pytest.raises(ValueError, match=r"^layer 'model.layers.1.self_attn.q_proj': cannot be solved$"):
+        mts.sparsify_checkpoint(source, target, Broken(0), **options)
+    report = mts.sparsify_checkpoint(source, target, Stopping(0), **options)
+    assert report.notes[-1] == "1 of 3 blocks were reused from a stopped run"
+    assert any(layer.recipe.startswith("permute+") for layer in report.layers)
+
+
 def test_overwrite_goes_on_with_a_run_of_the_same_arguments(stopped):
     source, target, given = stopped
     given["method"].left = 0

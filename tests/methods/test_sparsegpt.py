@@ -215,12 +215,14 @@ def test_a_gram_matrix_that_is_not_positive_takes_more_damping_and_says_so(lowes
 
 
 def test_what_float32_cannot_factorize_is_factorized_in_float64():
-    """A rank-one matrix of +-1 with pivots of 2^-22 that float32 loses in its own rounding."""
-    size = 256
-    signs = torch.ones(size) - 2 * torch.randint(0, 2, (size,))
-    gram = torch.outer(signs, signs)
-    gram.diagonal().fill_(0.5 + 2.0**-23)  # with damping 1: 1 + 2^-22
-    weight = torch.randn(3, size)
+    """Two channels that are each other's negative. With damping 1 their diagonal is 1 + 2^-24, which float32 rounds
+    to 1:
+    then the matrix is singular, whatever the order in which a CPU computes."""
+    step = 2.0**-24
+    gram = torch.diag(torch.tensor([0.5 + step, 0.5 + 3 * step, 0.5, 0.5]))
+    gram[2, 3] = gram[3, 2] = -1.0
+    assert float(gram.diagonal().mean()) == 0.5 + step
+    weight = torch.randn(3, 4)
     found = solve(weight, of_gram(gram), NM(2, 4), damping=1.0)
     assert found.notes == ("factorized with damping 1 in float64, because damping 1 in float32 was not enough",)
     assert found.weight.dtype == torch.float32

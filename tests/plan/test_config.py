@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
-from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.config import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
 from modelopt_sparse.plan.resolve import resolve_method
 from modelopt_sparse.plan.rules import Rule, parse_rules
@@ -368,3 +368,16 @@ def test_class_rules_do_not_go_with_a_finished_config():
 def test_numbers_that_only_look_like_fractions_are_refused_as_patterns():
     with pytest.raises(ValueError, match=re.escape("pattern Fraction(1, 2) is not known")):
         make(pattern=Fraction(1, 2))
+
+
+def test_a_config_takes_values_as_sparsify_does():
+    config = SparsifyConfig(
+        polish=True, refine=False, reconstruct=2, pattern="1:4", device="cpu", memory_limit="1KB", exclude="*.o_proj"
+    )
+    assert (config.polish, config.refine, config.memory_limit) == (30, 0, 1000)
+    assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
+    assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))
+    with pytest.raises(ValueError, match="polish=-1: must be True, False or a positive whole number"):
+        SparsifyConfig(polish=-1)
+    with pytest.raises(ValueError, match="update='yes': must be True or False"):
+        SparsifyConfig(update="yes")  # type: ignore[arg-type]

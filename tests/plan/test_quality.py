@@ -1,5 +1,8 @@
 """quality=: what it chooses, and what wins over it. masks=: masks of the user's own. update=: dense values."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -225,3 +228,12 @@ def test_masks_of_a_pattern_that_the_columns_do_not_fit():
     masks = some_masks()
     with pytest.raises(ValueError, match="not a multiple of 5"):
         mts.make_plan(tiny_llama(), masks=masks, pattern=NM(2, 5))
+
+
+def test_what_a_config_says_wins_over_quality_even_if_it_is_the_default():
+    assert settings(config=mts.SparsifyConfig(quality="fast", polish=0))[1]["polish"] == 0
+    assert settings(config=mts.SparsifyConfig(quality="balanced", permute=False))[1]["permute"] is False
+    assert settings(config=mts.SparsifyConfig(quality="balanced", reconstruct=False))[1]["reconstruct"] is None
+    assert settings(config=mts.SparsifyConfig(quality="fast"))[1]["polish"] == 3
+    assert settings(config=replace(mts.SparsifyConfig(quality="fast"), seed=3))[1]["polish"] == 3
+    assert settings(config=copy.deepcopy(mts.SparsifyConfig(quality="fast", polish=0)))[1]["polish"] == 0
