@@ -25,12 +25,12 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     try:
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, hold_outputs=goes_on)
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, hold=goes_on)
     except SharingChanged:
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run, hold_outputs=goes_on)
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run, hold=goes_on)
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on:
-        inputs.send_held_on()
+        inputs.advance(held=True)
     for names, stats in groups:
         if not torch.isfinite(stats.square_sums).all():
             raise ValueError(
@@ -54,12 +54,12 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[
 
 
 def sum_up(
-    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, hold_outputs: bool = False
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, hold: bool = False
 ) -> Groups:
     """What the ``collector`` sums up over all calls of all processes. Raises SharingChanged, in all of them."""
     sums = SumsOfAllProcesses(collector, run)
     try:
-        inputs.collect(layer_plans, collector.see, sums, hold_outputs=hold_outputs)
+        inputs.collect(layer_plans, collector.see, sums, hold=hold)
     except SharingChanged:
         sums.changed()
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}

@@ -35,19 +35,13 @@ class Inputs(ABC):
         """To be entered for all the work on a block: its weights go to the execution device and come back once."""
 
     @abstractmethod
-    def collect(
-        self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold_outputs: bool
-    ) -> None:
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
         """Run what reaches the layers on all calls; ``see`` sees their inputs, and each call is ended for ``sums``.
-        ``hold_outputs``: what the block puts out is held, for `send_held_on`."""
+        ``hold``: what the block puts out is held, for `advance`."""
 
     @abstractmethod
-    def send_held_on(self) -> None:
-        """Go on to the next block with the outputs that were held."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Go on to the next block with what this one puts out now."""
+    def advance(self, *, held: bool = False) -> None:
+        """Go on to the next block with what this one puts out now, or with the outputs that were ``held``."""
 
 
 class NoData(Inputs):
@@ -58,15 +52,10 @@ class NoData(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def collect(
-        self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold_outputs: bool
-    ) -> None:
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
         raise AssertionError("there is no data to collect the inputs of layers from")
 
-    def send_held_on(self) -> None:
-        """Nothing was held."""
-
-    def advance(self) -> None:
+    def advance(self, *, held: bool = False) -> None:
         """Nothing is sent from block to block."""
 
 
@@ -81,18 +70,13 @@ class WholeModel(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def collect(
-        self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold_outputs: bool
-    ) -> None:
-        del hold_outputs
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
+        del hold
         hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
         self._data.run_model(sums.between(hooks.begin), hooks)
         sums.end_call()
 
-    def send_held_on(self) -> None:
-        """Nothing was held."""
-
-    def advance(self) -> None:
+    def advance(self, *, held: bool = False) -> None:
         """The next run goes through the block as it is then."""
 
 
@@ -124,12 +108,8 @@ class Replay(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return on_execution_device(self.data.run, [self.block], outputs_stay=self._outputs_stay)
 
-    def collect(
-        self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold_outputs: bool
-    ) -> None:
-        early_exit = self._exits.of(
-            self.block, layer_plans, allowed=not hold_outputs, will_be_checked=not self._is_last
-        )
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
+        early_exit = self._exits.of(self.block, layer_plans, allowed=not hold, will_be_checked=not self._is_last)
         hooks = self.data.input_hooks(layer_plans, [self.block], see)
         hooks.after = early_exit.after
         held: list[list[Tensor | None]] = []
@@ -138,26 +118,21 @@ class Replay(Inputs):
                 hooks.begin(masks)
                 output = early_exit.run(lambda i=index: self.replay.forward(i))
                 sums.end_call()
-                if hold_outputs:
+                if hold:
                     held.append(self.replay.held(index, output))
         self._held = held or self._held
 
-    def send_held_on(self) -> None:
-        for index, state in enumerate(self._held):
-            self.replay.advance_one(index, state)
-        self._held = []
-        self._next_block()
-
-    def advance(self) -> None:
-        if not self._is_last:  # nothing is sent on after the last one
+    def advance(self, *, held: bool = False) -> None:
+        if held:
+            for index, state in enumerate(self._held):
+                self.replay.advance_one(index, state)
+            self._held = []
+        elif not self._is_last:  # nothing is sent on after the last one
             name = self.replay.stack.names[self.replay.position] or type(self.data.run.model).__name__
             problem = self._exits.check(name, self.block, self._send_on)
             if problem is not None:
                 warnings.warn(problem, stacklevel=2)
                 self.data.run.report.notes.append(problem)
-        self._next_block()
-
-    def _next_block(self) -> None:
         self._exits.next_block()
         self.replay.next_block()
 

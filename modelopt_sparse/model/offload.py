@@ -90,12 +90,6 @@ def stored(module: nn.Module, name: str) -> Tensor:
     return hook.weights_map[name]
 
 
-def working_device(module: nn.Module) -> torch.device | None:
-    """The device that accelerate runs an offloaded module on; None for a module that is not offloaded."""
-    hook = offloading_hook(module)
-    return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
-
-
 @contextmanager
 def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
     """If a forward inside raises, offload the weights again that accelerate had loaded for it."""

@@ -5,7 +5,7 @@ Shape letters: R rows (out features), C columns (in features), T tokens.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,14 @@ def _operand(x: Tensor, multiple: int) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
+# the arguments of `product` and of `multiply`, as torch writes them
+PRODUCT = (
+    "(Tensor x, Tensor packed, Tensor? metadata, Tensor? dense, Tensor? bias, SymInt rows, str backend, "
+    "SymInt[] choices) -> Tensor"
+)
+LINEAR = PRODUCT.replace("Tensor? dense", "Tensor? scales, Tensor? dense")
+
+
 @functools.cache
 def register_operators() -> None:
     """Register `product` and `multiply` as operators, which torch.compile does not trace into.
@@ -101,30 +109,13 @@ def register_operators() -> None:
     gradient that leaves this layer out would be wrong.
     """
 
-    def product_24(
-        x: Tensor,
-        packed: Tensor,
-        metadata: Tensor | None,
-        dense: Tensor | None,
-        bias: Tensor | None,
-        rows: int,
-        backend: str,
-        choices: Sequence[int],
-    ) -> Tensor:
-        return product(x, packed, metadata, dense, bias, rows, backend, _choices(choices))
+    def product_24(*operands: Any) -> Tensor:
+        *others, choices = operands
+        return product(*others, choices=_choices(choices))
 
-    def linear_24(
-        x: Tensor,
-        packed: Tensor,
-        metadata: Tensor | None,
-        scales: Tensor | None,
-        dense: Tensor | None,
-        bias: Tensor | None,
-        rows: int,
-        backend: str,
-        choices: Sequence[int],
-    ) -> Tensor:
-        return multiply(x, packed, metadata, scales, dense, bias, rows, backend, _choices(choices))
+    def linear_24(*operands: Any) -> Tensor:
+        *others, choices = operands
+        return multiply(*others, choices=_choices(choices))
 
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError(
@@ -141,13 +132,13 @@ def register_operators() -> None:
         x, dense, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, None, dense, bias, None, None, None
 
-    bare = torch.library.custom_op("modelopt_sparse::product_24", product_24, mutates_args=())
+    bare = torch.library.custom_op("modelopt_sparse::product_24", product_24, mutates_args=(), schema=PRODUCT)
     bare.register_fake(
         lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(
             x.shape[0], rows, dtype=SUMS.get(packed.dtype)
         )
     )
-    whole = torch.library.custom_op("modelopt_sparse::linear_24", linear_24, mutates_args=())
+    whole = torch.library.custom_op("modelopt_sparse::linear_24", linear_24, mutates_args=(), schema=LINEAR)
     whole.register_fake(
         lambda x, packed, metadata, scales, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows)
     )

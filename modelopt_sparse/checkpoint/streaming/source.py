@@ -25,7 +25,6 @@ class SourceFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         weights = _existing_weight_files(folder)
         self._as_seen: dict[Path, tuple[int, ...]] = {}
         self.hashes: dict[str, str] = {}
