@@ -11,8 +11,9 @@ import transformers
 from compare_methods import SEQ_LEN, load, windows
 
 import modelopt_sparse as mts
-from modelopt_sparse.plan.config import ALLOCATIONS
+from modelopt_sparse.plan.config import CHOICES
 
+ALLOCATIONS = CHOICES["allocation"]
 RECIPES = {
     "`sparsegpt`": {"method": "sparsegpt"},
     "`alps`": {"method": "alps"},

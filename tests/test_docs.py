@@ -20,7 +20,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.plan.config import ALLOCATIONS, SEQUENTIAL
+from modelopt_sparse.plan.config import CHOICES
 from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
 from modelopt_sparse.plan.quality import QUALITIES
 from tests.helpers import TESTBED, run_python, tiny_llama, token_batches
@@ -243,7 +243,7 @@ def test_compare_allocations_prints_a_table():
     ran = run_python("examples/compare_allocations.py", "--calibration", 8, "--heldout", 2, "--patterns", "60%")
     assert ran.returncode == 0, ran.stderr
     head, _, *rows = [line for line in ran.stdout.splitlines() if line.startswith("|")]
-    assert [cell.strip() for cell in head.split("|")[3:-1]] == list(ALLOCATIONS)
+    assert [cell.strip() for cell in head.split("|")[3:-1]] == list(CHOICES["allocation"])
     for row in rows:
         assert all(float(cell) > 0 for cell in row.split("|")[3:-1])
     assert len(rows) == 2
@@ -409,7 +409,7 @@ def test_calibration_page_states_the_passes_of_every_mode():
     batches = token_batches(count=3)
     rows = _table("docs/calibration.md", "mode")
     cost = {row[0].split()[0].strip('`"'): [row[2], row[3].split(",")[0]] for row in rows}
-    assert set(cost) == set(SEQUENTIAL)
+    assert set(cost) == set(CHOICES["sequential"])
     for mode, stated in cost.items():
         whole, partial = (4 if passes == "L" else int(passes) for passes in stated)
         model, begun, ended = tiny_llama(num_hidden_layers=3), [], []
