@@ -418,3 +418,18 @@ def test_calibration_page_states_the_passes_of_every_mode():
         mts.sparsify(model, "wanda", data_loader=batches, sequential=mode, progress=False)
         assert len(begun) == 2 + (whole + partial) * len(batches), mode
         assert len(ended) == 2 + whole * len(batches) + partial, mode
+
+
+def test_maps_of_the_package_name_every_folder_and_lead_to_files():
+    """CONTRIBUTING's map has one row for each folder; the diagram of a run names each of them too."""
+    package = ROOT / "modelopt_sparse"
+    folders = {f"{init.parent.name}/" for init in package.glob("*/__init__.py")}
+    rows = _table("CONTRIBUTING.md", "in `modelopt_sparse/`")
+    assert {row[0].strip("`") for row in rows} == folders | {"oneshot.py", "distributed.py"}
+    for where, _, start in rows:
+        assert (package / where.strip("`") / start.strip("`")).is_file() or not where.endswith("/`"), where
+    page = ROOT / "docs" / "how-a-run-works.md"
+    (diagram,) = [text for language, text, _ in _blocks(page) if language == "text"]
+    assert set(re.findall(r"\b\w+/", diagram)) == folders
+    for path in re.findall(r"\b\w+/\w+\.py", page.read_text(encoding="utf-8")):
+        assert (package / path).is_file(), path

@@ -100,7 +100,7 @@ class TimedSparseGPT(mts.Method):
 
 
 class Blocks(TorchFunctionMode):
-    """Times every call of the blocks, and in them the matrix multiplications that make Gram matrices, whose operations it
+    """Times every call of the blocks, and in them the multiplications that make Gram matrices, whose operations it
     counts."""
 
     def __init__(self, blocks: nn.ModuleList, clock: Clock) -> None:
