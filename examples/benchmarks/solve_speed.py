@@ -111,7 +111,7 @@ class Blocks(TorchFunctionMode):
         self._began: Any = None
         for block in blocks:
             block.register_forward_pre_hook(self._enter, prepend=True)
-            block.register_forward_hook(self._leave, prepend=True)
+            block.register_forward_hook(self._leave, prepend=True, always_call=True)  # also after an early exit
 
     def _enter(self, block: nn.Module, args: tuple) -> None:
         self._began = self._clock.now()
@@ -274,7 +274,7 @@ def table(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"{found['device']}; {found['model']['num_hidden_layers']} blocks, {found['tokens']} tokens, "
-        f"{found['passes']:.2f} passes over the blocks (the floor: 1)",
+        f"{found['passes']:.2f} passes over the blocks begun (the floor: 1)",
         f"measured: {rates['model_dtype'] / 1e12:.3g} TFLOP/s in {found['model']['dtype']}, "
         f"{rates['float32'] / 1e12:.3g} in float32, copies {rates['copy_bytes'] / 1e9:.3g} GB/s",
     ]
