@@ -13,7 +13,6 @@ from compare_methods import SEQ_LEN, load, windows
 import modelopt_sparse as mts
 from modelopt_sparse.plan.config import CHOICES
 
-ALLOCATIONS = CHOICES["allocation"]
 RECIPES = {
     "`sparsegpt`": {"method": "sparsegpt"},
     "`alps`": {"method": "alps"},
@@ -32,12 +31,13 @@ def main() -> None:
         f"tiny-llama, float32, KL from dense on {len(heldout)} windows of {SEQ_LEN} tokens; {os.cpu_count()}-core CPU, "
         f"torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
-    print(f"| pattern | recipe | {' | '.join(ALLOCATIONS)} |\n| --- | --- |{' ---: |' * len(ALLOCATIONS)}")
+    allocations = CHOICES["allocation"]
+    print(f"| pattern | recipe | {' | '.join(allocations)} |\n| --- | --- |{' ---: |' * len(allocations)}")
     dense = load()
     for pattern in given.patterns.split(","):
         for name, recipe in RECIPES.items():
             print(f"| {pattern} | {name} |", end="", flush=True)
-            for allocation in ALLOCATIONS:
+            for allocation in allocations:
                 model = load()
                 mts.sparsify(
                     model, pattern=pattern, allocation=allocation, data_loader=batches, progress=False, **recipe
