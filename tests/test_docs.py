@@ -259,10 +259,10 @@ def test_benchmarks_beside_others_start(script):
 
 @pytest.mark.slow
 def test_the_speed_benchmark_times_every_stage(tmp_path):
-    """On a tiny model: each stage took time, no more than all of them, and the Gram products that it timed are those of
-    the model's four inputs per block."""
+    """On a tiny model: each stage took time, no more than all of them, and the Gram matrices that it timed are those of
+    the model's four inputs per block, whose first is left early."""
     ran = run_python(
-        "examples/benchmarks/solve_speed.py", "--device", "cpu", "--tiny", "--layers", 1, "--out", tmp_path / "a.json"
+        "examples/benchmarks/solve_speed.py", "--device", "cpu", "--tiny", "--layers", 2, "--out", tmp_path / "a.json"
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
@@ -273,7 +273,7 @@ def test_the_speed_benchmark_times_every_stage(tmp_path):
     assert sum(found["seconds"].values()) == pytest.approx(found["wall_seconds"])
     assert found["seconds"]["other"] > 0
     hidden, wide = found["model"]["hidden_size"], found["model"]["intermediate_size"]
-    assert found["gram_operations"] == 2 * found["tokens"] * (3 * hidden**2 + wide**2)
+    assert found["gram_operations"] == 2 * 2 * found["tokens"] * (3 * hidden**2 + wide**2)
     assert [row.split("|")[1].strip() for row in ran.stdout.splitlines()[2:9]] == [*stages, "other", "all"]
 
 
@@ -418,3 +418,18 @@ def test_calibration_page_states_the_passes_of_every_mode():
         mts.sparsify(model, "wanda", data_loader=batches, sequential=mode, progress=False)
         assert len(begun) == 2 + (whole + partial) * len(batches), mode
         assert len(ended) == 2 + whole * len(batches) + partial, mode
+
+
+def test_maps_of_the_package_name_every_folder_and_lead_to_files():
+    """CONTRIBUTING's map has one row for each folder; the diagram of a run names each of them too."""
+    package = ROOT / "modelopt_sparse"
+    folders = {f"{init.parent.name}/" for init in package.glob("*/__init__.py")}
+    rows = _table("CONTRIBUTING.md", "in `modelopt_sparse/`")
+    assert {row[0].strip("`") for row in rows} == folders | {"oneshot.py", "distributed.py"}
+    for where, _, start in rows:
+        assert (package / where.strip("`") / start.strip("`")).is_file() or not where.endswith("/`"), where
+    page = ROOT / "docs" / "how-a-run-works.md"
+    (diagram,) = [text for language, text, _ in _blocks(page) if language == "text"]
+    assert set(re.findall(r"\b\w+/", diagram)) == folders
+    for path in re.findall(r"\b\w+/\w+\.py", page.read_text(encoding="utf-8")):
+        assert (package / path).is_file(), path

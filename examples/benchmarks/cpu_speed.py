@@ -4,8 +4,7 @@ This library three times: in float32; with the blocks under autocast in bfloat16
 
 Two jobs: the testbed with 128 x 512 tokens, and a random Llama of 4 blocks, 1,024 wide, with 64 x 512 tokens. Every
 tool runs ``--rounds`` times, one after the other; a ratio is between fastest runs. The floor is what the arithmetic of
-this library's way would take at the rate of large float32 products, which the same run measures, by torch's BLAS and by
-oneDNN; the library takes the latter where that is much faster.
+this library's way would take at the rate of torch's large float32 matrix multiplications, which the same run measures.
 """
 
 import argparse
@@ -47,14 +46,14 @@ def wide(folder: Path, tokenizer: Any) -> Path:
 
 
 def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]:
-    """Seconds that the products take at ``rate`` operations a second: each block run once up to its last layer, all but
-    the last once to the end, attention without its causal half, the lower half of one Gram matrix for each input that
-    layers share, and the solver's updates."""
+    """Seconds that the matrix multiplications take at ``rate`` operations a second: each block run once up to its last
+    layer, all but the last once to the end, attention without its causal half, the lower half of one Gram matrix for
+    each input that layers share, and the solver's updates."""
     config, blocks = model.config, model.model.layers
     hidden, wide = config.hidden_size, config.intermediate_size
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if p.dim() == 2)
     runs = 2 * len(blocks) - 1
-    attention = 2 * tokens * length * config.num_attention_heads * config.head_dim  # half of two products
+    attention = 2 * tokens * length * config.num_attention_heads * config.head_dim  # half of two multiplications
     operations = {
         "forward": runs * (2 * tokens * weights + attention) - len(blocks) * 2 * tokens * hidden * wide,
         "Gram": len(blocks) * tokens * (3 * hidden**2 + wide**2),
@@ -63,19 +62,15 @@ def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]
     return {name: count / rate for name, count in operations.items()}
 
 
-def product_rates() -> dict[str, float]:
-    """Operations a second of the fastest of ten float32 products of 2,048 x 2,048, by torch's BLAS and by oneDNN."""
+def multiplication_rate() -> float:
+    """Operations a second of the fastest of ten of torch's float32 multiplications of two 2,048 x 2,048 matrices."""
     a = torch.randn(2048, 2048)
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] - the module gets it as it is imported
-    times: dict[str, list[float]] = {"BLAS": [], "oneDNN": []}
+    seconds = []
     for _ in range(10):
-        for library, precision in (("BLAS", "none"), ("oneDNN", "tf32")):
-            setting.fp32_precision = precision
-            began = time.perf_counter()
-            a @ a
-            times[library].append(time.perf_counter() - began)
-    setting.fp32_precision = "none"
-    return {library: 2 * 2048**3 / min(found) for library, found in times.items()}
+        began = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(seconds)
 
 
 def job(name: str, folder: Path, windows: Tensor, heldout: Tensor, tools: Tools, rounds: int) -> dict[str, Any]:
@@ -95,15 +90,15 @@ def job(name: str, folder: Path, windows: Tensor, heldout: Tensor, tools: Tools,
         if not found["holds"] or found["layers_with_zeros"] != found["layers"]:
             raise SystemExit(f"{name}: {title} left layers that are not 2:4, so its time says nothing")
         worth[row] = found["heldout"]
-    rates = product_rates()
+    rate = multiplication_rate()
     return {
         "job": name,
         "windows": len(windows),
         "runs": runs,
         "loaded": loaded,
         "heldout": worth,
-        "rates": rates,
-        "floor": floor(dense, windows.numel(), windows.shape[1], max(rates.values())),
+        "rate": rate,
+        "floor": floor(dense, windows.numel(), windows.shape[1], rate),
     }
 
 
@@ -159,8 +154,7 @@ def main() -> int:
         f"- SparseGPT, 2:4, float32 models, batches of 8 windows; fastest of {given.rounds} rounds, largest peak",
     ]
     for one in found:
-        rates = [f"{rate / 1e9:.0f} GFLOP/s by {library}" for library, rate in one["rates"].items()]
-        text += [f"- {one['job']}: products at {' and '.join(rates)}"]
+        text += [f"- {one['job']}: torch's float32 matrix multiplications at {one['rate'] / 1e9:.0f} GFLOP/s"]
     for row, cost in found[0]["loaded"].items():
         if ROWS[row][2]:
             continue  # the same versions as without arguments

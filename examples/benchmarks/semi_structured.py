@@ -92,7 +92,7 @@ def measure_layer(name: str, given: argparse.Namespace, kind: str, pack: Pack, t
 
 def dense_fp8(weight: Tensor, tokens: int, timer: Timer) -> float | None:
     """Seconds of the dense layer in fp8, scales per row and per token, rounding of the input included; None if torch
-    has no such product here."""
+    has no such multiplication here."""
     codes, scales = quantize_rows(weight, torch.float8_e4m3fn)
     x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype)
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size if weight.is_cuda else 0

@@ -5,8 +5,8 @@
     python examples/benchmarks/solve_speed.py --device cpu --tiny   # a try-out on a small model
 
 Random weights and tokens say nothing about accuracy, and cost what real ones cost. The stages are timed from outside
-the library: the method through an object that hands on to it, the blocks through hooks, the products of Gram matrices
-through a function mode, polish through the report.
+the library: the method through an object that hands on to it, the blocks through hooks, the matrix multiplications of
+Gram matrices through a function mode, polish through the report.
 """
 
 import argparse
@@ -100,7 +100,8 @@ class TimedSparseGPT(mts.Method):
 
 
 class Blocks(TorchFunctionMode):
-    """Times every call of the blocks, and in them the products that make Gram matrices, whose operations it counts."""
+    """Times every call of the blocks, and in them the multiplications that make Gram matrices, whose operations it
+    counts."""
 
     def __init__(self, blocks: nn.ModuleList, clock: Clock) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class Blocks(TorchFunctionMode):
         self._began: Any = None
         for block in blocks:
             block.register_forward_pre_hook(self._enter, prepend=True)
-            block.register_forward_hook(self._leave, prepend=True)
+            block.register_forward_hook(self._leave, prepend=True, always_call=True)  # also after an early exit
 
     def _enter(self, block: nn.Module, args: tuple) -> None:
         self._began = self._clock.now()
@@ -146,9 +147,9 @@ def best_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, float]:
-    """Operations and bytes a second of the device, by large products and a large copy."""
+    """Operations and bytes a second of the device, by large matrix multiplications and a large copy."""
 
-    def product(kind: torch.dtype) -> float:
+    def rate(kind: torch.dtype) -> float:
         a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
         return 2 * size**3 / best_seconds(lambda: a @ b, device)
 
@@ -156,13 +157,13 @@ def measured_rates(device: torch.device, dtype: torch.dtype, size: int) -> dict[
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), device)
     copied = 2 * source.numel() * source.element_size() / seconds
-    return {"model_dtype": product(dtype), "float32": product(torch.float32), "copy_bytes": copied}
+    return {"model_dtype": rate(dtype), "float32": rate(torch.float32), "copy_bytes": copied}
 
 
 def floors(config: LlamaConfig, tokens: int, seq_len: int, polish: int, rates: dict[str, float]) -> dict[str, float]:
-    """Seconds of each stage's products alone, at the measured rates: the forward pass once, with causal attention; of
-    the Gram matrices, of which a block has four, the upper half; Cholesky factorizations; the updates of the sweep; one
-    product for each iteration of polish."""
+    """Seconds of each stage's matrix multiplications alone, at the measured rates: the forward pass once, with causal
+    attention; of the Gram matrices, of which a block has four, the upper half; Cholesky factorizations; the updates of
+    the sweep; one multiplication for each iteration of polish."""
     hidden, wide = config.hidden_size, config.intermediate_size
     assert config.num_key_value_heads is not None
     narrow = hidden * config.num_key_value_heads // config.num_attention_heads
@@ -273,7 +274,7 @@ def table(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"{found['device']}; {found['model']['num_hidden_layers']} blocks, {found['tokens']} tokens, "
-        f"{found['passes']:.2f} passes over the blocks (the floor: 1)",
+        f"{found['passes']:.2f} passes over the blocks begun (the floor: 1)",
         f"measured: {rates['model_dtype'] / 1e12:.3g} TFLOP/s in {found['model']['dtype']}, "
         f"{rates['float32'] / 1e12:.3g} in float32, copies {rates['copy_bytes'] / 1e9:.3g} GB/s",
     ]
