@@ -174,20 +174,7 @@ def _decide(
     if block is None and not included:
         return "outside the model's blocks"
 
-    rule_options = dict(rule.options)
-    layer_method = method
-    if "method" in rule_options:
-        layer_method, _ = resolve_method(rule_options.pop("method"), None)
-    pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
-    options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
-    for key in rule_options:
-        if key not in layer_method.options:
-            allowed = sorted(["method", "pattern", *layer_method.options])
-            raise ValueError(
-                f"rule {rule.glob!r}: option {key!r} is not known{nearest(key, allowed)}; "
-                f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
-            )
-    layer_method.check(options)
+    layer_method, pattern, options = _by_rule(rule, method, config)
     if isinstance(layer_method, GivenMask):
         outcome = _user_mask(layer, pattern, config)
         if isinstance(outcome, str):
@@ -207,6 +194,25 @@ def _decide(
     if misfit and in_full:
         raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
     return misfit or (layer_method, pattern, options)
+
+
+def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method, Pattern, dict[str, Any]]:
+    """The method, pattern and options of the layers that a rule matches."""
+    rule_options = dict(rule.options or {})
+    layer_method = method
+    if "method" in rule_options:
+        layer_method, _ = resolve_method(rule_options.pop("method"), None)
+    pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
+    options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
+    for key in rule_options:
+        if key not in layer_method.options:
+            allowed = sorted(["method", "pattern", *layer_method.options])
+            raise ValueError(
+                f"rule {rule.glob!r}: option {key!r} is not known{nearest(key, allowed)}; "
+                f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
+            )
+    layer_method.check(options)
+    return layer_method, pattern, options
 
 
 def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:

@@ -74,14 +74,7 @@ def sparsify_checkpoint(
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
     """
-    target = checked_path(target)
-    if target.is_file():
-        raise ValueError(f"{str(target)!r} is a file: a folder is written, give another path")
-    if Path(source).is_dir() and target.resolve() == Path(source).resolve():
-        raise ValueError(f"{str(target)!r} is the source: give another target")
-    remove_leftovers(target)
-    if target.exists() and not overwrite and not is_finished(target):
-        raise ValueError(f"{str(target)!r} exists: give another target, or overwrite=True (--overwrite)")
+    folder_to_write = _checked_target(source, target, overwrite)
     chosen, settings = resolve(method, config, options)
     _refuse_several_processes(settings)
     _refuse_whole_model(settings)
@@ -92,14 +85,14 @@ def sparsify_checkpoint(
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
     files = SourceFiles(folder)
-    with _saying_where_it_is_full(target):
-        work = WorkFolder(target, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
+    with _saying_where_it_is_full(folder_to_write):
+        work = WorkFolder(folder_to_write, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
     try:
         if work.finished:
             work.put_in_place()
-            return report_in(target)
+            return report_in(folder_to_write)
         with ExitStack() as stack:
-            stack.enter_context(_saying_where_it_is_full(target))
+            stack.enter_context(_saying_where_it_is_full(folder_to_write))
             stack.enter_context(files.watched())
             built = without_blocks(folder, names, dtype, quantized, work, remote)
             files.check_all()  # what lies outside of the blocks has been read
@@ -130,6 +123,19 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
             f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
             f"again with the same arguments; the blocks that are done are kept in {str(work_path(target))!r}"
         ) from error
+
+
+def _checked_target(source: str | Path, target: str | Path, overwrite: bool) -> Path:
+    """The folder to write, if it can be written to."""
+    folder = checked_path(target)
+    if folder.is_file():
+        raise ValueError(f"{str(folder)!r} is a file: a folder is written, give another path")
+    if Path(source).is_dir() and folder.resolve() == Path(source).resolve():
+        raise ValueError(f"{str(folder)!r} is the source: give another target")
+    remove_leftovers(folder)
+    if folder.exists() and not overwrite and not is_finished(folder):
+        raise ValueError(f"{str(folder)!r} exists: give another target, or overwrite=True (--overwrite)")
+    return folder
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
