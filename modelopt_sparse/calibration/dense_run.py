@@ -36,13 +36,17 @@ class SeenInputs:
         self.first_call: dict[str, int] = {}
         self.finite: dict[str, Tensor] = {}
         self.calls = 0
-        self._block_of = block_of
+        self.block_of = block_of
         # of the first call, by block: input -> the first layer that got it, and the tensors, so that no id is reused
         self._leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = {}
 
     def begin(self) -> None:
         """A call of the model starts."""
         self.calls += 1
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The inputs of the call before are not held any more."""
         self._leaders.clear()
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
@@ -58,7 +62,7 @@ class SeenInputs:
             self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
 
     def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
-        block = self._block_of[layer.name]
+        block = self.block_of[layer.name]
         if block is not None and block not in self._leaders:  # inputs of the blocks before it are not wanted any more
             for other in self._leaders.keys() - {None}:
                 del self._leaders[other]
@@ -109,6 +113,7 @@ class DenseRun:
                 contexts.callback(recorder.stop)
             digest = hashlib.sha256()
             data.run_model(begin, hooks, digest=digest if data.sha256 is None else None)
+        seen.let_go()
         bar.update()
         run.report.calibration.update(calls=seen.calls, sha256=data.sha256 or digest.hexdigest())
         if seen.calls == 0:
@@ -119,7 +124,7 @@ class DenseRun:
         run, seen = self.data.run, self.seen
         if run.config.sequential == "none" or not seen.order:
             return
-        first = seen._block_of[next(iter(seen.order))]
+        first = seen.block_of[next(iter(seen.order))]
         for stack, recorder in self.recorders.items():
             if first is None or first not in stack.names:
                 if recorder.problem is not None:
