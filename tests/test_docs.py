@@ -1,5 +1,6 @@
 """README and docs: every snippet runs, every link leads somewhere, and what they list is what the package has."""
 
+import doctest
 import json
 import os
 import re
@@ -433,3 +434,16 @@ def test_maps_of_the_package_name_every_folder_and_lead_to_files():
     assert set(re.findall(r"\b\w+/", diagram)) == folders
     for path in re.findall(r"\b\w+/\w+\.py", page.read_text(encoding="utf-8")):
         assert (package / path).is_file(), path
+
+
+def test_examples_in_docstrings_run_one_after_the_other(tmp_path, monkeypatch):
+    """Those of the five calls that everybody makes."""
+    monkeypatch.chdir(tmp_path)
+    names = {"mts": mts, "model": tiny_llama(), "batches": token_batches()}
+    runner = doctest.DocTestRunner()
+    for function in (mts.sparsify, mts.save, mts.verify, mts.load, mts.export):
+        examples = doctest.DocTestParser().get_doctest(function.__doc__ or "", names, function.__name__, None, 0)
+        assert examples.examples, function.__name__
+        runner.run(examples, clear_globs=False)
+        names.update(examples.globs)
+    assert runner.summarize(verbose=False).failed == 0

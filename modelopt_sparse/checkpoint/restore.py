@@ -82,6 +82,10 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     device, so that the dense model is never in the device's memory. Packed layers carry no masks.
 
     Raises ValueError with a list of everything that is wrong with the folder.
+
+    >>> model = mts.load("sparse-model")
+    >>> len(list(mts.named_masks(model)))
+    14
     """
     folder = checked_path(folder)
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None

@@ -50,6 +50,8 @@ def save(
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
     Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
+
+    >>> mts.save(model, "sparse-model")
     """
     folder = checked_path(folder)
     if folder.is_file():

@@ -99,8 +99,8 @@ class SparsifyConfig:
     How:
       sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
         its statistics are collected.
-      permute: reorder the hidden channels of MLPs so that an N:M pattern keeps more; the dense model computes the same.
-        Those inside of fused experts stay in their order.
+      permute: reorder the hidden channels of MLPs, and those inside of value heads, so that an N:M pattern keeps more;
+        the dense model computes the same. Channels inside of fused experts stay in their order.
       update: False keeps the dense values of the weights that stay: masks only.
       refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
         sweeps.
