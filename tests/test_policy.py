@@ -283,6 +283,45 @@ def test_one_file_knows_how_accelerate_leaves_its_hooks():
     assert users == {"model/offload.py"}
 
 
+# sizes --------------------------------------------------------------------------------------------------------------
+
+# functions of more than 60 lines, and why
+LONG = {
+    ("checkpoint/streaming/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters",
+    ("cli/commands.py", "sparsify"): "a third of it declares the options of the command",
+}
+
+
+def test_no_function_is_longer_than_a_screen():
+    long = set()
+    for path, name in zip(SOURCES, NAMES):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if (node.end_lineno or first) - first >= 60:
+                    long.add((name, node.name))
+    assert long == set(LONG)
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    """What a class declares, and what its methods set on ``self``."""
+    declared = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign)}  # type: ignore[union-attr]
+    written = {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and dotted(inner.value) == "self"
+    }
+    return declared | written
+
+
+@pytest.mark.parametrize("room", ["calibration", "solving", "accuracy"])
+def test_no_class_of_the_core_holds_more_than_seven_things(room):
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                assert len(fields_of(node)) <= 7, f"{path.name}: {node.name}"
+
+
 # the order of the rooms ---------------------------------------------------------------------------------------------
 
 # each imports only what stands on a line before its own, and itself
