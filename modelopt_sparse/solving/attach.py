@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.permute import Permuted
 from modelopt_sparse.calibration.run import Run
@@ -25,8 +25,8 @@ FEW_TOKENS = {
 
 
 @torch.no_grad()
-def attach(solved: Solved, permuted: Permuted | None, run: Run) -> Tensor:
-    """Write a layer's solution, in place, and report it -> its mask, shaped like the parameter.
+def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Parameter, Tensor]:
+    """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
     """
@@ -47,7 +47,7 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> Tensor:
         values.copy_(new)
         values.masked_fill_(pruned, 0)
         run.report.layers.append(layer_report(solved, permuted, config))
-    return mask
+    return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
 def layer_report(solved: Solved, permuted: Permuted | None, config: SparsifyConfig) -> LayerReport:

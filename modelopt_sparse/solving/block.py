@@ -39,9 +39,10 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
                 write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
                 if stays_dense:
                     later.append(write)
-                    continue
-                masks[solved.parameter] = write()
-                undo.pop_all()  # there is no way back once a layer is written
+                else:
+                    masks |= write()
+                    undo.pop_all()  # there is no way back once a layer is written
+                del solved, write  # not held while the next layer is solved
         undo.pop_all()
         if masks and tuned:
             reconstruct(block, tuned, masks, inputs, run)

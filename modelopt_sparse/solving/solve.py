@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelopt_sparse.calibration.routed import DeferredStats, part_of
 from modelopt_sparse.calibration.run import Run
@@ -33,10 +33,6 @@ class Solved:
     solution: Solution
     steps: list[StepReport]
     input: InputFacts
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.layer_plan.layer.parameter
 
 
 class PreparedStates:
@@ -88,6 +84,7 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
                         yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
                     else:
                         own[layer_plan.name, experts.start] = solved
+                    del solved  # not held while the next layer is solved
     for shared in shared_inputs if run.processes.size > 1 else ():
         for layer_plan in shared.layer_plans:
             pieces = shares.exchange(layer_plan, own, run.config.device or layer_plan.layer.values.device)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.methods.wanda import Wanda
 from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
@@ -109,6 +110,25 @@ def test_only_one_blocks_statistics_are_alive_at_a_time():
         mts.sparsify(model, Watching(), data_loader=token_batches(), sequential=sequential, progress=False)
         assert len(alive) == 12
         assert max(leftover) == 0, sequential
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage"])
+def test_a_solution_is_not_held_while_the_next_layer_is_solved(sequential):
+    alive: list[weakref.ref] = []
+    leftover: list[int] = []
+
+    class Watched(Wanda):
+        name = "watched"
+
+        def solve(self, weight, state, pattern, options):
+            leftover.append(sum(reference() is not None for reference in alive))
+            solution = super().solve(weight, state, pattern, options)
+            alive.extend([weakref.ref(solution.weight), weakref.ref(solution.mask)])
+            return solution
+
+    mts.sparsify(tiny_llama(), Watched(), data_loader=token_batches(), sequential=sequential, progress=False)
+    assert len(leftover) == 14
+    assert max(leftover) == 0
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
