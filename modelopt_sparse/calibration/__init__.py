@@ -1,1 +1,1 @@
-"""Calibration: data, statistics and the walk through a model's blocks."""
+"""From calibration data to the statistics of layers' inputs, block by block."""

@@ -1,1 +1,1 @@
-"""From the statistics of a group of layers to their solutions."""
+"""One block from top to bottom: from the statistics of its inputs to sparse layers."""
