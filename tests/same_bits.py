@@ -39,8 +39,7 @@ from torch import Tensor, nn
 Result = dict[str, Any]
 mts: Any = None  # the package, as the checkout has it whose jobs this process runs; `run_jobs` imports it
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTBED = ROOT / "examples" / "testbed"
+TESTBED = Path(__file__).resolve().parent.parent / "examples" / "testbed"
 TIMES = re.compile(r"(?<![\d.=])\d+\.\d\d(?![\d%])|\d+\.\d(?= s of )")  # as tables and last lines print seconds
 NOT_COMPARED = ("seconds", "versions", "checksum")  # a checksum is of a whole file, its times and versions included
 SHOWN, LIMIT = 2, 900  # differences that the table spells out; seconds that a side may take
@@ -223,8 +222,7 @@ def one_of_two(rank: int, name: str, method: Any, options: dict[str, Any]) -> No
 def stream(name: str, method: Any, **options: Any) -> Result:
     built(name).save_pretrained("dense")
     report = mts.sparsify_checkpoint("dense", "sparse", method, **with_data(name, options))
-    verified = str(mts.verify("sparse"))
-    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": verified}
+    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": str(mts.verify("sparse"))}
 
 
 def written(name: str, method: Any, **options: Any) -> Result:
@@ -468,7 +466,7 @@ def problems_of(name: str, other: Result, this: Result) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, metavar="OTHER_CHECKOUT")
-    parser.add_argument("--this", type=Path, metavar="CHECKOUT", default=ROOT, help="default: where this file lies")
+    parser.add_argument("--this", type=Path, default=TESTBED.parents[1], help="default: the one this file lies in")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="jobs with this in their names")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, with all that differs")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # this process is one of the sides

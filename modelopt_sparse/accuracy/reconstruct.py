@@ -30,6 +30,8 @@ EPSILON = 1e-12  # far below any gradient of a block: the steps do not depend on
 WARMUP_STEPS = 10
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
+Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of it
+
 
 @dataclass(frozen=True)
 class TunedModule:
@@ -149,12 +151,7 @@ class _Batches:
 
 
 def _tune(
-    part: TunedModule,
-    batches: _Batches,
-    masks: Mapping[nn.Parameter, Tensor | None],
-    counts: Sequence[int],
-    options: Reconstruct,
-    seed: int,
+    part: TunedModule, batches: _Batches, masks: Masks, counts: Sequence[int], options: Reconstruct, seed: int
 ) -> BlockReport:
     """``counts``: how many outputs each parameter of ``masks`` has (of all of its experts); 0 for vectors."""
     began = time.perf_counter()
@@ -189,12 +186,7 @@ def _tune(
 
 
 def _gradients(
-    part: TunedModule,
-    number: int,
-    batches: _Batches,
-    energies: Mapping[int, float],
-    masks: Mapping[nn.Parameter, Tensor | None],
-    masters: Sequence[Tensor],
+    part: TunedModule, number: int, batches: _Batches, energies: dict[int, float], masks: Masks, masters: list[Tensor]
 ) -> list[Tensor | None]:
     """The gradients of one batch, in all processes, from the one that has it."""
     if number in batches.own:
@@ -215,10 +207,7 @@ def _gradients(
 
 
 def _optimizer(
-    masters: Sequence[Tensor],
-    masks: Sequence[Tensor | None],
-    outputs: Sequence[int],
-    learning_rate: float,
+    masters: Sequence[Tensor], masks: Sequence[Tensor | None], outputs: Sequence[int], learning_rate: float
 ) -> torch.optim.Adam:
     """Adam with a learning rate for each tensor: ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``;
     ``outputs`` says how many outputs each has (0: it is no matrix).
@@ -253,7 +242,7 @@ def _taken_gradient(parameter: nn.Parameter, like: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def _write(masks: Mapping[nn.Parameter, Tensor | None], values: Sequence[Tensor]) -> None:
+def _write(masks: Masks, values: Sequence[Tensor]) -> None:
     for (parameter, mask), value in zip(masks.items(), values):
         everywhere = torch.ones_like(parameter, dtype=torch.bool) if mask is None else mask
         parameter.copy_(written(value, everywhere, parameter.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks
+from modelopt_sparse.calibration.padding import PaddingError, SideOf, TokenMasks
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.nested import flat_tensors, version
@@ -28,11 +28,7 @@ class InputHooks:
     """
 
     def __init__(
-        self,
-        layer_plans: Iterable[LayerPlan],
-        blocks: Sequence[nn.Module],
-        side_of: Callable[[nn.Module], Side],
-        see: See,
+        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], side_of: SideOf, see: See
     ) -> None:
         self._layers: dict[nn.Module, list[Layer]] = {}
         for layer_plan in layer_plans:
@@ -81,7 +77,7 @@ class InputHooks:
 class _PaddingOfInputs:
     """Which token mask goes with the input of a layer, in the call of the model that runs now."""
 
-    def __init__(self, side_of: Callable[[nn.Module], Side]) -> None:
+    def __init__(self, side_of: SideOf) -> None:
         self._side_of = side_of
         self.masks = TokenMasks()
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
@@ -148,12 +144,12 @@ def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
 def watched_outputs(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Tensor]]:
     """What ``run`` returns, and the first output tensor of each of the ``modules`` in it."""
     outputs: dict[nn.Module, Tensor] = {}
+
+    def see(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[module] = flat_tensors(output)[0]
+
     with ExitStack() as hooks:
         for module in modules:
-            hooks.enter_context(
-                module.register_forward_hook(
-                    lambda module, _, output: outputs.update({module: flat_tensors(output)[0]})
-                )
-            )
+            hooks.enter_context(module.register_forward_hook(see))
         returned = run()
     return returned, [outputs[module] for module in modules]

@@ -1,7 +1,7 @@
 """Which tokens of a call are padding."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +100,7 @@ def _any_padding(real: Tensor) -> Tensor | None:
 
 
 Side = Literal["encoder", "decoder", "image"]  # the fields of TokenMasks
+SideOf = Callable[[nn.Module], Side]
 
 
 def sides_of(model: nn.Module) -> dict[nn.Module, Side]:

@@ -1,8 +1,9 @@
 """Where the weights of blocks and the activations between them are held while a run goes on."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -13,14 +14,12 @@ class Unreadable(ValueError):
     """The weights of a block cannot be read, now that they are needed."""
 
 
+@dataclass(frozen=True)
 class OpenBlock:
-    """A block that is worked on. ``solved_earlier``: an earlier run has made it sparse and only its output is needed;
-    `write_sparse_weights` then puts that run's weights in the place of the dense ones."""
+    """A block that is worked on. ``write_sparse_weights``: of a block that an earlier run has made sparse, so that only
+    its output is needed; it puts that run's weights in the place of the dense ones. None: of all others."""
 
-    solved_earlier = False
-
-    def write_sparse_weights(self) -> None:
-        raise AssertionError("no earlier run has solved this block")
+    write_sparse_weights: Callable[[], None] | None = None
 
 
 class Storage(ABC):

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def settings_of(
         settings[key] = read_yaml(value, f"--set {option!r}")
     for key in settings.keys() & set(PYTHON_ONLY):
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
-    known = {"method", *(option.name for option in fields(mts.SparsifyConfig) if option.name != "options")}
+    known = {"method", *mts.SparsifyConfig.names()}
     settings.update({key: value for key, value in flags.items() if key in known and value is not None})
     settings.setdefault("method", None)
     if "data" in settings:

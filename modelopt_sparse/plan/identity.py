@@ -64,7 +64,8 @@ def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) ->
     facts.update({f"option {name!r}": str(value) for name, value in identity.settings.items()})
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
     facts.update({f"option {name!r}": str(getattr(config, name)) for name in ("split_data", "max_batches")})
-    facts["the kind of device"] = config.device.type if config.device is not None else _device_types(model)
+    types = sorted({parameter.device.type for parameter in model.parameters()})
+    facts["the kind of device"] = config.device.type if config.device is not None else types
     facts.update({f"masks[{name!r}]": sha256 for name, sha256 in identity.masks.items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
@@ -92,7 +93,3 @@ def checksum(values: Tensor) -> str:
 def _hash(mask: Tensor) -> str:
     """SHA-256 of the bits, packed as a folder holds them."""
     return hashlib.sha256(np.packbits(mask.flatten().cpu().numpy(), bitorder="little").tobytes()).hexdigest()
-
-
-def _device_types(model: nn.Module) -> list[str]:
-    return sorted({parameter.device.type for parameter in model.parameters()})

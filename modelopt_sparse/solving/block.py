@@ -30,11 +30,11 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
     with run.storage.open(block.block, run.report) as stored, inputs.on_device(), ExitStack() as undo:
         permuted = permute(block, inputs, run, undo) if config.permute else {}
         tuned = dense_goals(block, inputs, run) if config.reconstruct else []
-        if stored.solved_earlier:  # by a run that was stopped: what the block puts out is all that is needed
+        if reused := stored.write_sparse_weights is not None:  # only what the block puts out is needed
             if dense_goes_on:
                 inputs.advance()
             stored.write_sparse_weights()
-        for stage in [] if stored.solved_earlier else block.stages(config.sequential):
+        for stage in [] if reused else block.stages(config.sequential):
             for solved in solve_layers(collect(stage, inputs, run), run):
                 write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
                 if stays_dense:

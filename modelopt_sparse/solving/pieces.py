@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.methods.base import Solution, Stats, output_energy
+from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
@@ -70,19 +70,6 @@ class SolvedPiece:
     solution: Solution
     steps: list[StepReport]
     energy: float
-
-    @classmethod
-    def of(
-        cls,
-        layer_plan: LayerPlan,
-        piece: Piece,
-        solution: Solution,
-        steps: list[StepReport],
-        weight: Tensor,
-        stats: Stats | None,
-    ) -> "SolvedPiece":
-        energy = 1.0 if weight.numel() == layer_plan.size else output_energy(weight, stats)
-        return cls(piece, solution, steps, energy)
 
 
 def joined(piece: Piece, shape: Sequence[int], pieces: Sequence[SolvedPiece], notes: Sequence[str] = ()) -> SolvedPiece:

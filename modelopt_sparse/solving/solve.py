@@ -13,7 +13,7 @@ from torch import Tensor
 from modelopt_sparse.calibration.routed import DeferredStats, part_of
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import InputFacts, SharedInput
-from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.methods.base import Solution, Stats, output_energy
 from modelopt_sparse.methods.conjugate_gradients import Scaled
 from modelopt_sparse.methods.polish import DAMPING
 from modelopt_sparse.model.experts import RoutedAdapter
@@ -153,7 +153,8 @@ def solve_piece(layer_plan: LayerPlan, piece: Piece, prepared: Prepared, began: 
     states = prepared.states
     scaled = partial(states.scaled, plan.options.get("damping", DAMPING))
     solution, later = follow_up(plan, weight, solution, states.stats, scaled, run.config)
-    return SolvedPiece.of(layer_plan, piece, solution, [first, *later], weight, states.stats)
+    energy = 1.0 if weight.numel() == layer_plan.size else output_energy(weight, states.stats)
+    return SolvedPiece(piece, solution, [first, *later], energy)
 
 
 def _prepared(

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Streamed(Storage):
         self.load(block)
         self._open, self._passing = block, None
         try:
-            yield OpenBlock() if record is None else _SolvedEarlier(self, block)
+            yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
             if record is None:
                 self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
             else:
@@ -280,16 +281,6 @@ class Streamed(Storage):
         own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
         stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in own}
         return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
-
-
-class _SolvedEarlier(OpenBlock):
-    solved_earlier = True
-
-    def __init__(self, storage: Streamed, block: nn.Module) -> None:
-        self._storage, self._block = storage, block
-
-    def write_sparse_weights(self) -> None:
-        self._storage.fill_sparse(self._block)
 
 
 def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, nn.Parameter]:
