@@ -216,8 +216,7 @@ def test_a_gram_matrix_that_is_not_positive_takes_more_damping_and_says_so(lowes
 
 def test_what_float32_cannot_factorize_is_factorized_in_float64():
     """Two channels that are each other's negative. With damping 1 their diagonal is 1 + 2^-24, which float32 rounds
-    to 1:
-    then the matrix is singular, whatever the order in which a CPU computes."""
+    to 1. Then the matrix is singular, in whatever order a CPU computes."""
     step = 2.0**-24
     gram = torch.diag(torch.tensor([0.5 + step, 0.5 + 3 * step, 0.5, 0.5]))
     gram[2, 3] = gram[3, 2] = -1.0
