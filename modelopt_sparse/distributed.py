@@ -17,10 +17,11 @@ from torch import Tensor
 
 if torch.distributed.is_available():
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, distribute_tensor
 else:  # builds of torch without distributed support have no sharded weights either, and no processes to talk to
     dist = None
-    DTensor = distribute_tensor = None
+    FSDPModule = DTensor = distribute_tensor = None
 
 TIMEOUT = timedelta(hours=1)  # how long a process waits for the others, which may be solving a large layer
 BARRIER = "the end of the run"
@@ -29,6 +30,11 @@ BARRIER = "the end of the run"
 def is_sharded(weight: Tensor) -> bool:
     """Whether this process holds a part of the weight only (fully_shard, tensor parallelism)."""
     return DTensor is not None and isinstance(weight, DTensor)
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` (FSDP2) manages parameters of a module."""
+    return FSDPModule is not None and any(isinstance(child, FSDPModule) for child in module.modules())
 
 
 def mask_like(mask: Tensor, weight: Tensor) -> Tensor:

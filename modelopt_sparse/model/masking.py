@@ -10,95 +10,120 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from modelopt_sparse.distributed import mask_like
+from modelopt_sparse.distributed import is_fully_sharded, mask_like
 from modelopt_sparse.model.offload import stored, without_hook
+from modelopt_sparse.model.zeros import (
+    MaskedParameter,
+    hold_zeros,
+    holds_zeros,
+    is_recorded,
+    masked_copy,
+    masked_gradient,
+    memory,
+    renew_zeros,
+    unwatch,
+    watch,
+    write_zeros,
+)
 
 SUFFIX = "_mask"
 GradientObserver = Callable[[Tensor], None]
+# forwards that use their weight once, in an operator whose gradient is a tensor that nobody else has
+MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 class _MaskGradient(torch.autograd.Function):
     """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
 
     Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
-    is handed the gradient as it was before masking.
+    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient.
     """
 
     @staticmethod
-    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool) -> Tensor:
         return weight.view_as(weight)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, mask, ctx.observer = inputs
+        weight, mask, ctx.observer, ctx.in_place = inputs
+        ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
         ctx.save_for_backward(mask)
 
     @staticmethod
     def backward(ctx, *gradients):
         (gradient,) = gradients
         (mask,) = ctx.saved_tensors
+        if ctx.parameter is not None:
+            ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
         if ctx.observer is not None:
             ctx.observer(gradient.detach())
-        return torch.where(mask, gradient, 0), None, None
+        return masked_gradient(gradient, mask, in_place=ctx.in_place and ctx.observer is None), None, None, None
 
 
-def _masked(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
-    """The weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
+def _masked(module: "SparseModule", name: str) -> Tensor:
+    """A weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
 
     - With gradients, pruned places are first zeroed in the parameter itself, and its own storage is used. A masked copy
       would stay alive until the backward pass, for every layer.
     - In a compiled graph a masked copy is made, and made once more in the backward pass.
-    - Without gradients a masked copy is made, which is freed after the call.
+    - Otherwise a masked copy is made, which is freed after the call.
     """
-    mask = mask_like(mask, weight)
-    if _may_write(weight):
-        weight.data.masked_fill_(~mask, 0)
-        return _MaskGradient.apply(weight, mask, observer)
+    weight = getattr(module, name)
+    own_mask = module._buffers[name + SUFFIX]
+    assert own_mask is not None
+    mask = mask_like(own_mask, weight)
+    observer = module.__dict__.get("gradient_observers", {}).get(name)
+    # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
+    if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
+        if not holds_zeros(weight, own_mask):
+            write_zeros(memory(weight), mask)
+        if isinstance(weight, MaskedParameter):
+            weight.zeroed = None
+        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
-        masked = checkpoint(_masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
+        masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
     else:
-        masked = _masked_copy(weight, mask)
+        masked = masked_copy(weight, mask)
     # the copy's gradient is masked by selection as well
-    return masked if observer is None else _MaskGradient.apply(masked, mask, observer)
-
-
-def _masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
-    return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
-
-
-def _may_write(weight: Tensor) -> bool:
-    """Whether a forward with gradients may write zeros into the weight itself.
-
-    It may not write into tensors that are no Parameter: they belong to the caller (functional_call, replicas). Nor may
-    it write under torch.func's transforms, which refuse to trace it.
-    """
-    return (
-        torch.is_grad_enabled()
-        and isinstance(weight, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False)
 
 
 class SparseModule(nn.Module):
-    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export."""
+    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
+
+    ``masked_names`` are the parameters that carry a mask.
+    """
 
     base: ClassVar[type[nn.Module]]
+    makes_gradients: ClassVar[bool]
+    masked_names: tuple[str, ...] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
-        # Nothing of the module itself changes during the call, so threads and replicas do not meet.
-        stand_in = _stand_in(self, self.base)
-        before = dict(stand_in.__dict__)
-        try:
-            return self.base.forward(stand_in, *args, **kwargs)
-        finally:
-            _keep_changes(self, before, stand_in.__dict__)
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            apply_masks(self, recurse=False)
+        return super().train(mode)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        _watch_weights(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for name, mask in _own_masks(self):  # `type(dtype)` converts buffers of all dtypes
+            self._buffers[name + SUFFIX] = mask.bool()
+        _watch_weights(self)
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        _watch_weights(self)
 
     def extra_repr(self) -> str:
         held = (f"{name}: {_share_of_zeros(mask)} zeros" for name, mask in _own_masks(self))
@@ -129,13 +154,67 @@ class SparseModule(nn.Module):
         apply_masks(self, recurse=False)
 
 
+def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a sparse module: that of its base class, on weights that are zero at pruned places."""
+    if _weights_are_masked(self):
+        return self.base.forward(self, *args, **kwargs)
+    # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
+    # Nothing of the module itself changes during the call, so threads and replicas do not meet.
+    stand_in = _stand_in(self, self.base)
+    before = dict(stand_in.__dict__)
+    try:
+        return self.base.forward(stand_in, *args, **kwargs)
+    finally:
+        _keep_changes(self, before, stand_in.__dict__)
+
+
+def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
+    """The forward of nn.Linear, which runs for each token that a language model writes.
+
+    It asks in one breath what `_weights_are_masked` asks, and saves what nn.Linear spends on finding its parameters; so
+    a small layer takes no longer than a dense one (examples/benchmarks/masks.py).
+    """
+    parameters = self._parameters
+    weight = parameters.get("weight")
+    zeroed = getattr(weight, "zeroed", None)
+    if zeroed is not None and len(args) == 1 and isinstance(args[0], Tensor) and len(self.masked_names) == 1:
+        mask, mask_version, version, on_gpu, plain = zeroed
+        if (
+            mask is self._buffers.get("weight_mask")
+            and mask_version == mask._version
+            and version == weight._version  # type: ignore[union-attr]
+            and weight.grad is None  # type: ignore[union-attr]
+            and not (on_gpu and torch.cuda.is_current_stream_capturing())
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_dynamo_compiling()
+            and not torch._C._is_tracing()
+        ):
+            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
+            return F.linear(args[0], plain, bias)
+    return _forward(self, *args, **kwargs)
+
+
+def _weights_are_masked(module: SparseModule) -> bool:
+    """Whether the weights that a forward reads are zero at pruned places, and no gradient of them is wanted."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
+        return False  # a graph that runs later has the mask inside
+    with_gradients = torch.is_grad_enabled()
+    for name in module.masked_names:
+        weight, mask = module._parameters.get(name), module._buffers.get(name + SUFFIX)
+        if weight is None or mask is None or (with_gradients and weight.requires_grad):
+            return False
+        if not hold_zeros(weight, mask, module):
+            return False
+    child = getattr(module, "out_proj", None) if issubclass(module.base, nn.MultiheadAttention) else None
+    return not isinstance(child, SparseModule) or _weights_are_masked(child)
+
+
 def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
     """An instance of ``base`` that shares everything with ``module``, except that its weights are masked."""
     stand_in = object.__new__(base)
     stand_in.__dict__.update(module.__dict__)
-    observers = module.__dict__.get("gradient_observers", {})
-    for name, mask in _own_masks(module):
-        stand_in.__dict__[name] = _masked(getattr(module, name), mask, observers.get(name))
+    for name, _ in _own_masks(module):
+        stand_in.__dict__[name] = _masked(module, name)
     if issubclass(base, nn.MultiheadAttention) and isinstance(module.out_proj, SparseModule):
         # attention reads this child's weight without calling it
         stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
@@ -152,16 +231,21 @@ def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str,
             module.__dict__.pop(name, None)
 
 
-def _own_masks(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
     """(parameter name, mask) of the masks that a module itself holds."""
     masks = []
-    for key, mask in module._buffers.items():
-        name = key.removesuffix(SUFFIX)
+    for name in module.masked_names:
+        mask = module._buffers.get(name + SUFFIX)
         # in replicas (DataParallel) weights are plain attributes
         weight = module._parameters.get(name, module.__dict__.get(name))
-        if name != key and isinstance(weight, Tensor) and mask is not None and mask.dtype == torch.bool:
+        if isinstance(weight, Tensor) and mask is not None:
             masks.append((name, mask))
     return masks
+
+
+def _watch_weights(module: SparseModule) -> None:
+    for name in module.masked_names:
+        watch(module._parameters.get(name), module)
 
 
 def _share_of_zeros(mask: Tensor) -> str:
@@ -170,7 +254,9 @@ def _share_of_zeros(mask: Tensor) -> str:
 
 @functools.cache
 def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
-    return type(f"Sparse{base.__name__}", (SparseModule, base), {"base": base, "__module__": __name__})
+    forward = _forward_linear if base.forward is nn.Linear.forward else _forward
+    members = {"base": base, "forward": forward, "makes_gradients": base.forward in MAKE_GRADIENTS}
+    return type(f"Sparse{base.__name__}", (SparseModule, base), {**members, "__module__": __name__})
 
 
 def dense_class(module: nn.Module) -> Any:
@@ -229,7 +315,11 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
         own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
         _swap(owner)
         owner.register_buffer(param + SUFFIX, own)
+        owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
+    if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
+        _watch_weights(owner)
     apply_masks(owner, recurse=False)
+    torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX)
     path = name.rpartition(".")[0]
     parent = module.get_submodule(path.rpartition(".")[0]) if path else owner
@@ -247,8 +337,10 @@ def remove_masks(module: nn.Module) -> None:
         with without_hook(child):
             for name, _ in _own_masks(child):
                 delattr(child, name + SUFFIX)
+                unwatch(child._parameters.get(name), child)
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
-            child.__dict__.pop("gradient_observers", None)
+            for attribute in ("masked_names", "gradient_observers"):
+                child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
             # then it stays, and without a mask it does nothing
@@ -279,13 +371,15 @@ def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | 
         observers[param] = observer
 
 
-@torch.no_grad()
 def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
-    """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well."""
+    """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well.
+
+    A forward does so by itself where it can see that something has written to a weight. Call this after writes that
+    nothing can see: through NumPy, DLPack or another process that shares the memory.
+    """
     for child in module.modules() if recurse else [module]:
         for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
-            weight = stored(child, name)
-            _zero(weight, mask.to(weight.device))
+            renew_zeros(stored(child, name), mask, child)
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -314,16 +408,10 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
             for value in optimizer.state.get(weight, {}).values():
                 # integers of this shape are codes (8-bit states), where the code 0 need not stand for the number 0
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
-                    _zero(value, mask.to(value.device))
+                    write_zeros(value, mask_like(mask.to(value.device), value))
 
     reapply()
     return optimizer.register_step_post_hook(reapply)
-
-
-def _zero(tensor: Tensor, mask: Tensor) -> None:
-    # inference tensors can only be written to in inference mode
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.masked_fill_(~mask_like(mask, tensor), 0)
 
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:

@@ -132,9 +132,8 @@ def test_forwards_are_masked(hook):
 
 
 @every_kind
-@torch.no_grad()
 def test_every_sparse_module_runs_its_masked_forward(hook, monkeypatch):
-    """Once in each call of the model, behind the hook."""
+    """Once in each call of the model, behind the hook. With gradients, so that each makes its stand-in."""
     model = hook(tiny_llama())
     mts.sparsify(model, data_loader=token_batches(), progress=False)
     paths = {module: path for path, module in model.named_modules()}

@@ -47,7 +47,7 @@ def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
     }
     for name, parameter in module.named_parameters():
         assert parameter is parameters[name]
-        assert type(parameter) is nn.Parameter
+        assert isinstance(parameter, nn.Parameter)
         assert parameter.is_leaf
         assert parameter.requires_grad == wanted[name]
     assert at_rest(module)
