@@ -7,7 +7,7 @@ from modelopt_sparse.checkpoint.verify import PatternError, Verification, verify
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.methods.patterns import NM, Unstructured
-from modelopt_sparse.model.masking import attach_optimizer, named_masks, observe_gradient, set_mask
+from modelopt_sparse.model.masking import apply_masks, attach_optimizer, named_masks, observe_gradient, set_mask
 from modelopt_sparse.oneshot import export, sparsify
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
@@ -35,6 +35,7 @@ __all__ = [
     "Unstructured",
     "Verification",
     "__version__",
+    "apply_masks",
     "attach_optimizer",
     "evaluate",
     "export",

@@ -22,7 +22,6 @@ from modelopt_sparse.model.offload import stored, without_hook
 from modelopt_sparse.model.zeros import (
     MaskedParameter,
     hold_zeros,
-    holds_zeros,
     is_recorded,
     masked_copy,
     masked_gradient,
@@ -82,10 +81,8 @@ def _masked(module: "SparseModule", name: str) -> Tensor:
     observer = module.__dict__.get("gradient_observers", {}).get(name)
     # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
     if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
-        if not holds_zeros(weight, own_mask):
+        if not hold_zeros(weight, own_mask, module):
             write_zeros(memory(weight), mask)
-        if isinstance(weight, MaskedParameter):
-            weight.zeroed = None
         return _MaskGradient.apply(weight, mask, observer, module.makes_gradients)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
         masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
@@ -189,7 +186,7 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
             and not torch.compiler.is_dynamo_compiling()
             and not torch._C._is_tracing()
         ):
-            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
+            bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
             return F.linear(args[0], plain, bias)
     return _forward(self, *args, **kwargs)
 
@@ -314,10 +311,11 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
         _swap(owner)
+        assert isinstance(owner, SparseModule)
         owner.register_buffer(param + SUFFIX, own)
         owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
-        _watch_weights(owner)
+        watch(owner.get_parameter(param), owner)
     apply_masks(owner, recurse=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX)

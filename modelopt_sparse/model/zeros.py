@@ -66,7 +66,7 @@ class MaskedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.data, self.requires_grad)
         own = {"holders", "zeroed"}
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
+        vars(plain).update({name: value for name, value in vars(self).items() if name not in own})
         return plain.__reduce_ex__(protocol)
 
 
@@ -76,9 +76,9 @@ def watch(weight: Tensor | None, holder: nn.Module) -> None:
     Other classes (sharded, quantized tensors) stay what they are, and are zeroed in each forward.
     """
     if type(weight) is nn.Parameter:
-        weight.__class__ = MaskedParameter
+        object.__setattr__(weight, "__class__", MaskedParameter)
     if isinstance(weight, MaskedParameter):
-        weight.__dict__.setdefault("holders", weakref.WeakSet()).add(holder)
+        vars(weight).setdefault("holders", weakref.WeakSet()).add(holder)
         weight.zeroed = None
 
 
@@ -86,13 +86,12 @@ def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
     """The way back for a module that is no longer sparse; without a holder the Parameter is a plain one again."""
     if not isinstance(weight, MaskedParameter):
         return
-    holders = weight.__dict__.get("holders", ())
-    if holder in holders:
-        holders.discard(holder)
+    holders = vars(weight).get("holders", weakref.WeakSet())
+    holders.discard(holder)
     if not holders:
         for name in ("holders", "zeroed"):
-            weight.__dict__.pop(name, None)
-        weight.__class__ = nn.Parameter
+            vars(weight).pop(name, None)
+        object.__setattr__(weight, "__class__", nn.Parameter)
 
 
 def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
@@ -105,7 +104,7 @@ def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
         return True
     if (
         not isinstance(weight, MaskedParameter)
-        or holder not in weight.__dict__.get("holders", ())
+        or holder not in vars(weight).get("holders", ())
         or weight.is_inference()  # tensors made in inference mode have no version
         or mask.is_inference()
         or weight.device != mask.device

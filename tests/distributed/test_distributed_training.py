@@ -217,6 +217,27 @@ def fsdp_with_drifted_weights() -> dict[str, Any]:
     return found
 
 
+def fsdp_evaluated_between_writes() -> dict[str, Any]:
+    """After a forward the gathered Parameters stay in place; later all-gathers fill them without counting it up."""
+    model = fully_shard(sparse_model())
+    x, _ = data()
+    found: dict[str, Any] = {"outputs": [], "values": []}
+    with torch.no_grad():
+        model(x)
+        assert not isinstance(model[0].weight, DTensor)
+        mts.set_mask(model, "0.weight", dict(mts.named_masks(model))["0.weight"])
+        mts.apply_masks(model)
+        model.train().eval()
+        model(x)
+        for _ in range(2):
+            model.reshard()
+            for name, _ in mts.named_masks(model):
+                model.get_parameter(name).add_(1.0)
+            found["values"].append(values(model))
+            found["outputs"].append(full(model(x)))
+    return found
+
+
 def fsdp_loading_full_state_dicts() -> dict[str, Any]:
     found = {}
     source = dense_model()
@@ -293,6 +314,7 @@ SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
     fsdp_with_masks_set_after_sharding,
     fsdp_with_momentum_older_than_the_masks,
     fsdp_with_drifted_weights,
+    fsdp_evaluated_between_writes,
     fsdp_loading_full_state_dicts,
     fsdp_then_export,
     tensor_parallel_and_fsdp,
@@ -430,6 +452,15 @@ def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(results
     torch.testing.assert_close(found["without gradients"], expected)
     assert set(found["lost after forward"]) == set(MASKED)  # the forward saw the gathered copies
     assert found["lost after state_dict"] == []
+
+
+def test_forwards_without_gradients_see_each_all_gather(results):
+    found = results(fsdp_evaluated_between_writes)
+    plain = dense_model()
+    masks = dict(mts.named_masks(sparse_model()))
+    for state, output in zip(found["values"], found["outputs"]):
+        plain.load_state_dict({n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in state.items()})
+        torch.testing.assert_close(output, plain(data()[0]).detach())
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])

@@ -1,0 +1,507 @@
+"""A forward zeroes a weight after whatever may have written to it, and only then."""
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
+
+import modelopt_sparse as mts
+from modelopt_sparse.model import masking, zeros
+from modelopt_sparse.model.zeros import MaskedParameter, write_zeros
+from tests.model.sparse_modules import (
+    CASES,
+    Case,
+    at_rest,
+    every_case,
+    is_plus_zero,
+    output,
+    random_mask,
+    sparse_and_dense,
+    sparse_linear,
+)
+
+pytestmark = pytest.mark.core
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(11))
+
+
+class Passes(list):
+    """The shapes of the weights that were zeroed since `clear`."""
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    seen, write = Passes(), zeros.write_zeros
+
+    def counted(tensor: Tensor, mask: Tensor) -> None:
+        seen.append(tensor.shape)
+        write(tensor, mask)
+
+    monkeypatch.setattr(zeros, "write_zeros", counted)
+    monkeypatch.setattr(masking, "write_zeros", counted)
+    return seen
+
+
+def masked_output(module: nn.Linear, mask: Tensor) -> Tensor:
+    """By hand, from a copy of whatever the weight holds."""
+    weight = module.weight.detach().clone()
+    weight[~mask] = 0
+    return F.linear(X, weight, module.bias)
+
+
+# writes ---------------------------------------------------------------------------------------------------------------
+
+VALUES = torch.randn(8, 8, generator=torch.Generator().manual_seed(12))
+
+
+@torch.no_grad()
+def add(module: nn.Linear) -> None:
+    module.weight.add_(1)
+
+
+@torch.no_grad()
+def copy_into(module: nn.Linear) -> None:
+    module.weight.copy_(VALUES)
+
+
+@torch.no_grad()
+def index(module: nn.Linear) -> None:
+    module.weight[2:5] = 3.0
+
+
+@torch.no_grad()
+def through_a_detached_tensor(module: nn.Linear) -> None:
+    module.weight.detach().add_(1)
+
+
+@torch.no_grad()
+def through_a_view(module: nn.Linear) -> None:
+    module.weight.view(-1)[::3] = 5.0
+
+
+@torch.no_grad()
+def as_output(module: nn.Linear) -> None:
+    torch.mul(VALUES, 2, out=module.weight)
+
+
+@torch.no_grad()
+def foreach(module: nn.Linear) -> None:
+    torch._foreach_add_([module.weight], 1.0)
+
+
+def foreach_data(module: nn.Linear) -> None:
+    torch._foreach_add_([module.weight.data], 1.0)
+
+
+def data_add(module: nn.Linear) -> None:
+    module.weight.data.add_(1)
+
+
+def data_copy(module: nn.Linear) -> None:
+    module.weight.data.copy_(VALUES)
+
+
+def data_set(module: nn.Linear) -> None:
+    module.weight.data = VALUES.clone()
+
+
+def storage_copy(module: nn.Linear) -> None:
+    module.weight.untyped_storage().copy_(VALUES.untyped_storage())
+
+
+@torch.no_grad()
+def set_storage(module: nn.Linear) -> None:
+    module.weight.set_(VALUES.clone())
+
+
+def vector(module: nn.Linear) -> None:
+    vector_to_parameters(torch.randn(72), module.parameters())
+
+
+def inference_mode(module: nn.Linear) -> None:
+    with torch.inference_mode():
+        module.weight.add_(1)
+
+
+def moving_average(module: nn.Linear) -> None:
+    """Weights averaged without masks, swapped in as trainers do."""
+    averaged = {name: parameter.detach() * 0.9 + 0.1 for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        parameter.data.copy_(averaged[name])
+
+
+def load(module: nn.Linear) -> None:
+    module.load_state_dict({"weight": VALUES, "bias": torch.ones(8)})
+
+
+def load_and_assign(module: nn.Linear) -> None:
+    module.load_state_dict({"weight": VALUES.clone(), "bias": torch.ones(8)}, assign=True)
+
+
+def new_parameter(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(VALUES.clone())
+
+
+def to_another_type_and_back(module: nn.Linear) -> None:
+    module.double().type(torch.float32)
+    module.weight.data[0] = 4.0
+
+
+def another_thread(module: nn.Linear) -> None:
+    thread = threading.Thread(target=add, args=(module,))
+    thread.start()
+    thread.join()
+
+
+def manual_step(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[nn.Linear], None]:
+    """A step with a dense gradient, as one has it that comes from elsewhere; the gradient stays, as after backward."""
+
+    def write(module: nn.Linear) -> None:
+        module.weight.grad = VALUES.clone()
+        make([module.weight]).step()
+
+    return write
+
+
+STEPS = {
+    f"{kind.__name__} {name}": manual_step(lambda weights, kind=kind, options=options: kind(weights, lr=0.1, **options))
+    for kind in (torch.optim.SGD, torch.optim.AdamW)
+    for name, options in {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items()
+}
+WRITES: dict[str, Callable[[nn.Linear], None]] = {
+    write.__name__: write
+    for write in (
+        add,
+        copy_into,
+        index,
+        through_a_detached_tensor,
+        through_a_view,
+        as_output,
+        foreach,
+        foreach_data,
+        data_add,
+        data_copy,
+        data_set,
+        storage_copy,
+        set_storage,
+        vector,
+        inference_mode,
+        moving_average,
+        load,
+        load_and_assign,
+        new_parameter,
+        to_another_type_and_back,
+        another_thread,
+    )
+} | STEPS
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_the_forward_after_a_write_is_masked_and_the_next_one_costs_nothing(write, mode, passes: Passes):
+    module, mask = sparse_linear()
+    with mode():
+        module(X)
+    write(module)
+    expected = masked_output(module, mask)
+    with mode():
+        assert torch.equal(module(X), expected)
+        assert is_plus_zero(module.weight[~mask])
+        module.weight.grad = None  # a step that may follow a gradient is always feared
+        module(X)
+        passes.clear()
+        assert torch.equal(module(X), expected)
+    assert not passes
+
+
+def test_a_fused_optimizer_that_moves_pruned_weights_is_seen_whenever_gradients_go():
+    """It does not count up the version. Its momentum is older than the mask, so it writes under it."""
+    module = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=True)
+    module(X).sum().backward()
+    optimizer.step()
+    mts.set_mask(module, "weight", mask := random_mask(module.weight))
+    for order in ("forward, evaluation, backward", "evaluation, forward, backward"):
+        if order.startswith("evaluation"):
+            with torch.no_grad():
+                module(X)
+        loss = module(X).sum()
+        if order.startswith("forward"):
+            with torch.no_grad():
+                module(X)
+        loss.backward()
+        version = module.weight._version
+        optimizer.step()
+        assert module.weight._version == version
+        assert module.weight[~mask].any()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(module(X), masked_output(module, mask)), order
+
+
+@every_case
+def test_a_forward_without_gradients_runs_on_the_parameters_themselves(case: Case, passes: Passes):
+    sparse, dense, _ = sparse_and_dense(case)
+    inputs = case.inputs()
+    pointers = {p.untyped_storage().data_ptr() for p in sparse.parameters()}
+    with torch.no_grad():
+        for _ in range(2):
+            passes.clear()
+            torch.testing.assert_close(output(sparse, *inputs), output(dense, *inputs))
+        assert not passes
+    assert {p.untyped_storage().data_ptr() for p in sparse.parameters()} == pointers
+
+
+def test_frozen_weights_cost_nothing_with_gradients_either(passes: Passes):
+    module, mask = sparse_linear()
+    module.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    module(x)
+    passes.clear()
+    module(x).sum().backward()
+    assert not passes
+    torch.testing.assert_close(x.grad, (module.weight * mask).sum(0).expand(3, 8))
+    loss = module(x).sum()
+    module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_mask_that_is_changed_in_place_is_seen(passes: Passes):
+    module, mask = sparse_linear()
+    with torch.no_grad():
+        module(X)
+        module.weight_mask[0] = False
+        expected = masked_output(module, module.weight_mask)
+        assert torch.equal(module(X), expected)
+        assert is_plus_zero(module.weight[0])
+        module.weight_mask.copy_(mask)  # back: what was zeroed stays zero
+        assert torch.equal(module(X), expected)
+        passes.clear()
+        module(X)
+    assert not passes
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "state_dict", "apply_masks", "export"])
+def test_calls_that_zero_whatever_wrote(how: str):
+    """NumPy's alias is one that no forward can see."""
+    module, mask = sparse_linear()
+    alias = module.weight.detach().numpy()
+    module.train(how != "train")
+    with torch.no_grad():
+        module(X)
+    alias[:] = 2.0
+    {
+        "train": module.train,
+        "eval": module.eval,
+        "state_dict": module.state_dict,
+        "apply_masks": lambda: mts.apply_masks(module),
+        "export": lambda: mts.export(module),
+    }[how]()
+    assert is_plus_zero(module.weight.detach()[~mask])
+    assert (module.weight.detach()[mask] == 2).all()
+
+
+def test_evaluation_between_forward_and_backward_is_no_write():
+    """Zeros written again are the zeros that the forward has used."""
+    module, mask = sparse_linear()
+    loss = module(X).sum()
+    module.eval()
+    module.state_dict()
+    mts.apply_masks(module)
+    module.train()
+    loss.backward()
+    assert is_plus_zero(module.weight.grad[~mask])
+
+
+# copies ---------------------------------------------------------------------------------------------------------------
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+def saved(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
+def test_copies_watch_their_own_weights(make: Callable[[nn.Module], nn.Module], passes: Passes):
+    module, mask = sparse_linear()
+    module.weight.requires_dense = True  # an attribute of the user's
+    with torch.no_grad():
+        expected = module(X)
+        other = make(module)
+        other.weight.data.add_(1)
+        assert torch.equal(other(X), masked_output(other, mask))
+        passes.clear()
+        other(X)
+        assert not passes
+        assert torch.equal(module(X), expected)
+        module.weight.data.add_(1)
+        assert torch.equal(module(X), masked_output(module, mask))
+    assert at_rest(other)
+
+
+def test_pickles_hold_nothing_of_this_package():
+    """A state dict that was pickled whole is read where this package is not installed."""
+    module, _ = sparse_linear()
+    module.weight.requires_dense = True
+    with torch.no_grad():
+        module(X)
+    data = pickle.dumps(dict(module.named_parameters()))
+    assert b"modelopt_sparse" not in data
+    weight = pickle.loads(data)["weight"]
+    assert type(weight) is nn.Parameter
+    assert weight.requires_dense
+    assert torch.equal(weight, module.weight)
+
+
+def test_the_callers_parameters_are_not_written_to():
+    """Neither plain ones nor those of another sparse module, which has a mask of its own."""
+    module, mask = sparse_linear()
+    other = nn.Linear(8, 8)
+    mts.set_mask(other, "weight", ~mask)
+    for weight in (nn.Parameter(VALUES.clone()), other.weight):
+        before = weight.detach().clone()
+        with torch.no_grad():
+            result = torch.func.functional_call(module, {"weight": weight}, (X,))
+        assert torch.equal(weight, before)
+        torch.testing.assert_close(result, F.linear(X, before * mask, module.bias))
+
+
+def test_tied_weights_are_zero_under_both_masks():
+    first, mask = sparse_linear()
+    second = nn.Linear(8, 8)
+    second.weight = first.weight
+    mts.set_mask(second, "weight", other := random_mask(first.weight, seed=4))
+    with torch.no_grad():
+        first.weight.data.fill_(1.0)
+        first(X)
+        second(X)
+    assert torch.equal(first.weight.detach(), (mask & other).float())
+    mts.export(second)
+    assert type(first.weight) is MaskedParameter
+    mts.export(first)
+    assert type(first.weight) is nn.Parameter
+    assert not first.weight.__dict__
+
+
+def test_a_swapped_tensor_is_seen():
+    module, mask = sparse_linear()
+    with torch.no_grad():
+        module(X)
+        torch.utils.swap_tensors(module.weight, nn.Parameter(VALUES.clone()))
+        for _ in range(2):
+            assert torch.equal(module(X), masked_output(module, mask))
+
+
+def test_offloaded_weights_are_masked_in_each_call():
+    model = cpu_offload(nn.Sequential(sparse_linear()[0]), execution_device=torch.device("cpu"))
+    module = model[0]
+    values = module._hf_hook.weights_map["weight"]
+    for _ in range(2):
+        values[:] = 1.0
+        with torch.no_grad():
+            result = model(X)
+        bias = module._hf_hook.weights_map["bias"]
+        torch.testing.assert_close(result, F.linear(X, module.weight_mask.float(), bias))
+
+
+def test_merged_and_unmerged_adapters_are_seen(passes: Passes):
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.Sequential(sparse_linear()[0])
+    mask = model[0].weight_mask.clone()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    base = adapted.base_model.model[0].base_layer
+    with torch.no_grad():
+        plain = base(X)
+        for write in (adapted.merge_adapter, adapted.unmerge_adapter):
+            write()
+            assert torch.equal(base(X), masked_output(base, mask))
+            assert not torch.equal(base(X), plain)
+            passes.clear()
+            base(X)
+            assert not passes
+
+
+# bits -----------------------------------------------------------------------------------------------------------------
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["small", "large", "transposed", "experts", "empty", "scalar"])
+def test_zeros_are_written_bit_by_bit(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch):
+    """NaN, infinities and -0.0 become +0.0 where they are pruned, and stay what they are where they are kept."""
+    monkeypatch.setattr(zeros, "PIECE", 1024)
+    shape = {"small": (3, 5), "experts": (4, 30, 40), "empty": (0, 8), "scalar": ()}.get(layout, (70, 90))
+    values = torch.randn(shape).to(dtype) if dtype != torch.float8_e4m3fn else torch.randn(shape).clamp(-2, 2).to(dtype)
+    flat = values.view(-1).clone()
+    for place, value in enumerate((float("nan"), float("inf"), -float("inf"), -0.0)):
+        if place < flat.numel() and (dtype != torch.float8_e4m3fn or value in (0.0,)):
+            flat[place::7] = torch.tensor(value, dtype=torch.float32).to(dtype)
+    values = flat.view(shape)
+    if layout == "transposed":
+        values = values.t()
+    mask = torch.rand(values.shape) > 0.5
+    before = bits(values)
+    expected = torch.where(mask.unsqueeze(-1), before, 0)
+    write_zeros(values, mask)
+    assert torch.equal(bits(values), expected)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """[..., bytes of a number]"""
+    size = tensor.element_size()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).view(*tensor.shape, size).clone()
+
+
+def test_gradients_are_masked_in_place_only_where_nobody_else_has_them():
+    """Addition hands one gradient tensor to both of its inputs."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self) -> Tensor:
+            return self.left + self.right
+
+    module = Sum()
+    mts.set_mask(module, "left", torch.tensor([True, False, True, False]))
+    module().backward(torch.arange(1.0, 5.0))
+    assert module.left.grad.tolist() == [1, 0, 3, 0]
+    assert module.right.grad.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
+def test_a_gradient_that_is_masked_in_place_becomes_the_parameters(name: str):
+    """No copy on the way: what the layer's backward made is what `.grad` holds."""
+    case = CASES[name]
+    sparse, _, _ = sparse_and_dense(case)
+    made: list[int] = []
+    mts.set_mask(sparse, "weight", torch.ones_like(sparse.weight, dtype=torch.bool))
+    sparse.weight.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    output(sparse, *case.inputs()).sum().backward()
+    assert made == [sparse.weight.grad.data_ptr()]
