@@ -46,14 +46,12 @@ class _MaskGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        weight, mask, ctx.observer, ctx.in_place = inputs
+    def forward(ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool) -> Tensor:
+        # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
+        ctx.observer, ctx.in_place = observer, in_place and observer is None
         ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
         ctx.save_for_backward(mask)
+        return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -63,7 +61,7 @@ class _MaskGradient(torch.autograd.Function):
             ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
         if ctx.observer is not None:
             ctx.observer(gradient.detach())
-        return masked_gradient(gradient, mask, in_place=ctx.in_place and ctx.observer is None), None, None, None
+        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None
 
 
 def _masked(module: "SparseModule", name: str) -> Tensor:
@@ -166,23 +164,27 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of nn.Linear, which runs for each token that a language model writes.
+    """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
 
-    It asks in one breath what `_weights_are_masked` asks, and saves what nn.Linear spends on finding its parameters; so
-    a small layer takes no longer than a dense one (examples/benchmarks/masks.py).
+    It asks in one breath what `_weights_are_masked` asks, needs no stand-in, and saves what nn.Linear spends on finding
+    its parameters; so a small layer takes no longer than a dense one (examples/benchmarks/masks.py).
     """
     parameters = self._parameters
     weight = parameters.get("weight")
+    if weight is None or self.masked_names != ("weight",) or len(args) != 1:
+        return _forward(self, *args, **kwargs)
     zeroed = getattr(weight, "zeroed", None)
-    if zeroed is not None and len(args) == 1 and isinstance(args[0], Tensor) and len(self.masked_names) == 1:
+    if torch.is_grad_enabled():
+        if weight.requires_grad:
+            return F.linear(args[0], _masked(self, "weight"), self.bias)
+    elif zeroed is not None and isinstance(args[0], Tensor):
         mask, mask_version, version, on_gpu, plain = zeroed
         if (
             mask is self._buffers.get("weight_mask")
             and mask_version == mask._version
-            and version == weight._version  # type: ignore[union-attr]
-            and weight.grad is None  # type: ignore[union-attr]
+            and version == weight._version
+            and weight.grad is None
             and not (on_gpu and torch.cuda.is_current_stream_capturing())
-            and not torch.is_grad_enabled()
             and not torch.compiler.is_dynamo_compiling()
             and not torch._C._is_tracing()
         ):

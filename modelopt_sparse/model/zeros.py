@@ -190,9 +190,9 @@ def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor:
-    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: it may be overwritten."""
+    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: nobody else holds it, it may be overwritten."""
     if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-        return torch.where(mask, gradient, 0)
+        return torch.where(mask, gradient, 0)  # what is recorded must be differentiable once more
     masked = gradient if in_place else gradient.clone()
     write_zeros(masked, mask)
     return masked

@@ -290,6 +290,88 @@ def test_a_mask_that_is_changed_in_place_is_seen(passes: Passes):
     assert not passes
 
 
+def test_all_masks_of_a_module_are_asked_for():
+    module, mask = sparse_linear()
+    mts.set_mask(module, "bias", kept := torch.arange(8) % 2 == 0)
+    with torch.no_grad():
+        module(X)
+        module.bias.data.fill_(3.0)
+        assert torch.equal(module(X), F.linear(X, module.weight * mask, 3.0 * kept))
+        module.weight.data.add_(1.0)
+        assert torch.equal(module(X), F.linear(X, module.weight * mask, 3.0 * kept))
+
+
+def test_attention_reads_its_childs_weight_masked():
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    mts.set_mask(module, "out_proj.weight", mask := random_mask(module.out_proj.weight))
+    with torch.no_grad():
+        x = X[None]
+        expected = module(x, x, x)[0]
+        module.out_proj.weight.data[~mask] = 5.0
+        assert torch.equal(module(x, x, x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("make", [torch.fx.symbolic_trace, lambda model: torch.jit.trace(model, X)])
+@pytest.mark.parametrize("module", [lambda: sparse_linear()[0], lambda: sparse_and_dense(CASES["own_parameter"])[0]])
+def test_graphs_that_run_later_have_the_mask_inside(make, module, gradients: bool):
+    model = nn.Sequential(module())
+    with torch.set_grad_enabled(gradients):
+        expected = model(X).detach()
+        graph = make(model)
+    for name, mask in mts.named_masks(model):
+        model.get_parameter(name).data[~mask] = 7.0
+    with torch.no_grad():
+        torch.testing.assert_close(graph(X), expected)
+
+
+def test_weights_that_autocast_has_cast_are_not_cast_again():
+    """As of a dense module: its casts live as long as the region."""
+    module, _ = sparse_linear()
+    casts = []
+
+    class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].shape == (8, 8):
+                casts.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        module(X)
+        with Casts():
+            module(X)
+            module(X)
+    assert len(casts) <= 1
+
+
+@pytest.mark.parametrize("made", ["weight", "mask", "both"])
+def test_tensors_made_in_inference_mode_are_masked_in_each_call(made: str):
+    """They have no version."""
+    with torch.inference_mode(made != "mask"):
+        module = nn.Linear(8, 8).requires_grad_(False)
+    mask = random_mask(module.weight)
+    mts.set_mask(module, "weight", mask)
+    if made != "weight":
+        with torch.inference_mode():
+            module.weight_mask = mask.clone()
+    for _ in range(2):
+        with torch.inference_mode():
+            module.weight.add_(1)
+        with torch.no_grad():
+            assert torch.equal(module(X), masked_output(module, mask))
+
+
+def test_a_set_mask_counts_as_a_write():
+    """A graph that was made with other zeros must not be used."""
+    module, mask = sparse_linear()
+    x = X.clone().requires_grad_()
+    loss = module(x).sum()
+    mts.set_mask(module, "weight", mask.roll(1, 1))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("how", ["train", "eval", "state_dict", "apply_masks", "export"])
 def test_calls_that_zero_whatever_wrote(how: str):
     """NumPy's alias is one that no forward can see."""
