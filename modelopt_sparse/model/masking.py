@@ -171,7 +171,7 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     """
     parameters = self._parameters
     weight = parameters.get("weight")
-    if weight is None or self.masked_names != ("weight",) or len(args) != 1:
+    if weight is None or self.masked_names != ("weight",) or len(args) != 1 or torch._C._is_tracing():
         return _forward(self, *args, **kwargs)
     zeroed = getattr(weight, "zeroed", None)
     if torch.is_grad_enabled():
@@ -186,7 +186,6 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
             and weight.grad is None
             and not (on_gpu and torch.cuda.is_current_stream_capturing())
             and not torch.compiler.is_dynamo_compiling()
-            and not torch._C._is_tracing()
         ):
             bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
             return F.linear(args[0], plain, bias)
