@@ -45,21 +45,22 @@ class ALPS(Method):
 
     def solve(self, weight, state: Scaled, pattern: Pattern, options) -> Solution:
         root = state.root_C.unsqueeze(-2)
-        scaled = weight.to(root.dtype).masked_fill(state.dead_C.unsqueeze(-2), 0) * root
-        settled, mask = _settle(scaled, state.gram, pattern, options["iterations"])
+        scaled = weight.to(root.dtype) * root
+        settled, mask = _settle(scaled, state, pattern, options["iterations"])
         sparse = refit(scaled, settled, mask, state.gram, options["refit_iterations"])
         worse = squared_error(scaled, sparse, state.gram) >= squared_error(scaled, settled, state.gram)
         sparse = torch.where(worse, settled, sparse)
-        pruned = written(sparse / root, mask, weight.dtype)
+        pruned = written(state.unscaled(sparse, weight), mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats))
 
 
-def _settle(scaled: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> tuple[Tensor, Tensor]:
+def _settle(scaled: Tensor, state: Scaled, pattern: Pattern, iterations: int) -> tuple[Tensor, Tensor]:
     """ADMM on the scaled dense weights -> the projected weights D and their support, a mask.
 
-    Each of several matrices has its own rho and stops by itself.
+    Each of several matrices has its own rho and stops by itself. Weights of dead channels are projected as they are.
     """
     *lead, _, _ = scaled.shape
+    gram, dead_C = state.gram, state.dead_C
     rho = scaled.new_full((*lead, 1, 1), FIRST_RHO)
     settled = torch.zeros_like(rho, dtype=torch.bool)
     inverse: Tensor | None = None
@@ -72,6 +73,8 @@ def _settle(scaled: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> 
             inverse = _inverse(gram, rho)
         ridge = (correlation - dual + rho * sparse) @ inverse
         lifted = ridge + dual / rho
+        if dead_C is not None:  # nothing pulls at them
+            lifted = torch.where(dead_C.unsqueeze(-2), scaled, lifted)
         mask = torch.where(settled, mask, pattern.mask(lifted.abs()))
         sparse = torch.where(settled, sparse, lifted.masked_fill(~mask, 0))
         dual += rho * (ridge - sparse)

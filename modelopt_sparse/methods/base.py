@@ -26,6 +26,7 @@ class Stats:
     square_sums: ``[..., C]``, the sum of x**2 over the rows, for each input channel; float32 or float64.
     gram: ``[..., C, C]``, X^T X; float32 or float64. None if no method asks for it with ``needs = "gram"``.
     counts: ``[E]``, how many of the rows each expert of a mixture got. None for all other layers.
+    dead: ``[..., C]``, bool: the channels that `with_dead_channels` has filled in. They count for nothing in errors.
 
     The leading dimensions are those of the weight's matrices, or none if all of its matrices share one input. Adding
     two Stats gives the Stats of both sets of rows; ``gram`` and ``counts`` are None in it if either has none.
@@ -35,11 +36,33 @@ class Stats:
     square_sums: Tensor
     gram: Tensor | None = None
     counts: Tensor | None = None
+    dead: Tensor | None = None
 
     def __add__(self, other: "Stats") -> "Stats":
+        assert self.dead is None
+        assert other.dead is None
         gram = None if self.gram is None or other.gram is None else self.gram + other.gram
         counts = None if self.counts is None or other.counts is None else self.counts + other.counts
         return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram, counts)
+
+    def with_dead_channels(self) -> "Stats":
+        """The sums that weights are chosen by: dead channels, those that were zero in all rows, are filled in.
+
+        No data says what the weights of such a channel are worth. It counts as large as the smallest live channel of
+        its matrix, and as uncorrelated with all others. Where all channels of a matrix are dead, each counts as 1, so
+        that the weights alone decide. Without dead channels it is ``self``; otherwise a new object, with a copy of the
+        Gram matrix. (The published methods give weights of dead channels a score of 0, or set them to zero.)
+        """
+        dead = self.square_sums == 0
+        if self.dead is not None or not dead.any():
+            return self
+        smallest = self.square_sums.masked_fill(dead, torch.inf).amin(-1, keepdim=True)
+        filler = dead * smallest.masked_fill(smallest.isinf(), 1)
+        gram = None
+        if self.gram is not None:
+            gram = self.gram.clone()
+            gram.diagonal(dim1=-2, dim2=-1).add_(filler)
+        return Stats(self.tokens, self.square_sums + filler, gram, self.counts, dead)
 
 
 @dataclass(frozen=True)
@@ -92,13 +115,13 @@ class Method(ABC):
             cls.name = cls.__name__
 
     def prepare(self, stats: Stats | None, options: Mapping[str, Any]) -> Any:
-        """Statistics of an input -> the ``state`` of ``solve``. Default: the statistics themselves.
+        """Statistics of an input -> the ``state`` of ``solve``. Default: `Stats.with_dead_channels`.
 
         It is called once for all layers that share the input: here belongs work such as a factorization. ``stats`` is
         None if nothing was collected.
         """
         del options
-        return stats
+        return None if stats is None else stats.with_dead_channels()
 
     @abstractmethod
     def solve(self, weight: Tensor, state: Any, pattern: Pattern, options: Mapping[str, Any]) -> Solution:
@@ -130,6 +153,8 @@ def output_energy(weight: Tensor, stats: Stats | None) -> float:
     matrix = weight.to(work)
     if stats is None:
         return float(matrix.square().sum(dtype=torch.float64))
+    if stats.dead is not None:
+        matrix = matrix.masked_fill(stats.dead.unsqueeze(-2), 0)
     if stats.gram is None:
         return float((matrix.square() * stats.square_sums.to(work).unsqueeze(-2)).sum(dtype=torch.float64))
     energy = torch.zeros((), dtype=torch.float64, device=matrix.device)

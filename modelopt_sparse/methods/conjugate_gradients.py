@@ -16,26 +16,31 @@ class Scaled:
 
     gram: ``[..., C, C]``, the scaled H: H_ij / (root_i root_j).
     root_C: ``[..., C]``, the root of the diagonal of H. Weights times it are the scaled weights.
-    dead_C: ``[..., C]``, bool: input channels that were zero in all of the calibration data.
+    dead_C: ``[..., C]``, bool: channels of the input that were zero in all of the data; None if there are none.
     stats: what H was made from.
     """
 
     gram: Tensor
     root_C: Tensor
-    dead_C: Tensor
+    dead_C: Tensor | None
     stats: Stats
 
     @classmethod
     def of(cls, stats: Stats | None, damping: float) -> "Scaled":
         assert stats is not None
         assert stats.gram is not None
-        gram = stats.gram.clone()
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        dead_C = diagonal == 0
-        # a dead channel never reaches the output: a unit pivot decouples it from all others
-        diagonal.add_(damping * diagonal.mean(-1, keepdim=True) + dead_C.to(gram.dtype))
-        root_C = diagonal.sqrt()
-        return cls(gram / root_C.unsqueeze(-1) / root_C.unsqueeze(-2), root_C, dead_C, stats)
+        mean_diagonal = stats.gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        filled = stats.with_dead_channels()
+        gram = stats.gram.clone() if filled is stats else filled.gram
+        assert gram is not None
+        root_C = gram.diagonal(dim1=-2, dim2=-1).add_(damping * mean_diagonal).sqrt()
+        return cls(gram / root_C.unsqueeze(-1) / root_C.unsqueeze(-2), root_C, filled.dead, stats)
+
+    def unscaled(self, scaled: Tensor, dense: Tensor) -> Tensor:
+        """Scaled weights ``[..., R, C]`` -> weights of the layer, whose ``dense`` ones those of dead channels keep: no
+        data says what would be better."""
+        weight = scaled / self.root_C.unsqueeze(-2)
+        return weight if self.dead_C is None else torch.where(self.dead_C.unsqueeze(-2), dense.to(weight), weight)
 
 
 def refit(

@@ -26,7 +26,7 @@ def polish(weight: Tensor, solution: Solution, state: Scaled, iterations: int) -
     scaled, start = (x.to(root.dtype) * root for x in (weight, solution.weight))
     pull = (scaled - start) @ state.gram  # a large product, needed by `refit` and for the error before
     refitted = refit(scaled, start, solution.mask, state.gram, iterations, pull)
-    values = written(refitted / root, solution.mask, weight.dtype)
+    values = written(state.unscaled(refitted, weight), solution.mask, weight.dtype)
     before = (pull * (scaled - start)).sum(-1, keepdim=True, dtype=torch.float64)
     better = squared_error(scaled, values.to(root.dtype) * root, state.gram) < before
     values = torch.where(better, values, solution.weight)

@@ -39,9 +39,10 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
     with N:M of the same group, so that all counts stay. It ends after ``sweeps`` rounds, or when a round improves no
     row. Ties go to the lower index.
     """
-    assert stats.gram is not None
+    gram = stats.with_dead_channels().gram
+    assert gram is not None
     work = torch.promote_types(weight.dtype, torch.float32)
-    dense, gram = weight.to(work), stats.gram.to(work)
+    dense, gram = weight.to(work), gram.to(work)
     if damping:
         gram = gram + damping * gram.diagonal(dim1=-2, dim2=-1).diag_embed()
     error = _objective(dense, mask, gram)

@@ -27,13 +27,11 @@ class Factor:
     """The factor of an input's damped Gram matrix. All layers with this input share it.
 
     upper: ``[..., C, C]``, the upper factor U.
-    dead_C: ``[..., C]``, bool: input channels that were zero in all of the calibration data.
     stats: what it was made from.
     notes: for the report, if more damping or float64 was needed.
     """
 
     upper: Tensor
-    dead_C: Tensor
     stats: Stats
     notes: tuple[str, ...]
 
@@ -57,17 +55,15 @@ class SparseGPT(Method):
     def prepare(self, stats: Stats | None, options) -> Factor:
         assert stats is not None
         assert stats.gram is not None
-        diagonal = stats.gram.diagonal(dim1=-2, dim2=-1)
-        dead_C = diagonal == 0
-        damped = stats.gram.clone()
-        # a dead channel never reaches the output: a unit pivot decouples it from all others
-        damped.diagonal(dim1=-2, dim2=-1).add_(dead_C.to(damped.dtype))
-        upper, notes = _factorize(damped, diagonal.mean(-1, keepdim=True), options["damping"])
-        return Factor(upper, dead_C, stats, notes)
+        mean_diagonal = stats.gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        gram = stats.with_dead_channels().gram
+        assert gram is not None
+        upper, notes = _factorize(gram, mean_diagonal, options["damping"])
+        return Factor(upper, stats, notes)
 
     def solve(self, weight, state: Factor, pattern: Pattern, options) -> Solution:
         work = state.upper.dtype
-        dense = weight.to(work).masked_fill(state.dead_C.unsqueeze(-2), 0)
+        dense = weight.to(work)
         columns = dense.shape[-1]
         step = pattern.m if isinstance(pattern, NM) else 1
         block = -(-options["block_size"] // step) * step  # N:M groups never straddle two blocks

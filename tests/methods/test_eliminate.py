@@ -279,7 +279,6 @@ def test_dead_channels_through_the_kernel(through_kernel):
     found = solve(weight, gram.float(), NM(2, 4), through_kernel)
     assert torch.equal(found.mask.cpu(), mask)
     torch.testing.assert_close(found.weight.cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
-    assert not found.weight[:, [0, 5, 8, 9, 10, 11]].any()
 
 
 # which path ----------------------------------------------------------------------------------------------------------

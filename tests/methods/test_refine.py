@@ -275,15 +275,23 @@ def test_a_swap_that_changes_nothing_is_not_made():
     assert refined.tolist() == [[True, True, False, False, False, False, True, True]]
 
 
-def test_dead_channels_and_zero_weights_give_way():
-    """Channel 0 is dead and weight 1 is zero: the rest is kept whatever its size."""
-    gram = torch.diag(torch.tensor([0.0, 1, 1, 1]))
-    weight = torch.tensor([[9.0, 0, 1e-3, -1e-3], [0, 0, 0, 0]])
-    mask = torch.tensor([[True, True, False, False]]).expand(2, 4)
-    expected = torch.tensor([[False, False, True, True], [True, True, False, False]])
+def test_zero_weights_give_way():
+    weight = torch.tensor([[9.0, 0, 1e-3, -1e-4], [0, 0, 0, 0]])
+    mask = torch.tensor([[False, True, False, True]]).expand(2, 4)
+    expected = torch.tensor([[True, False, True, False], [False, True, False, True]])
     for pattern in (NM(2, 4), Unstructured(0.5, "row")):
-        assert torch.equal(refine(weight, mask, stats_of(gram), pattern, 9), expected)
-        assert torch.equal(refine(weight, mask, stats_of(torch.zeros(4, 4)), pattern, 9), mask)
+        assert torch.equal(refine(weight, mask, stats_of(torch.eye(4)), pattern, 9), expected)
+
+
+def test_dead_channels_are_swapped_by_the_size_of_the_smallest_live_one():
+    """Channels 0 and 1 are dead, and count as channel 3 does: 4 * 9 > 16 * 1 > 4 * 3 > 4 * 1, of squared weights."""
+    gram = torch.diag(torch.tensor([0.0, 0, 16, 4]))
+    weight = torch.tensor([[3.0, 1, 1, 3**0.5]])
+    mask = torch.tensor([[False, True, False, True]])
+    for pattern in (NM(2, 4), Unstructured(0.5, "row")):
+        assert refine(weight, mask, stats_of(gram), pattern, 9).tolist() == [[True, False, True, False]]
+        by_size = refine(weight, mask, stats_of(torch.zeros(4, 4)), pattern, 9)
+        assert by_size.tolist() == [[True, False, False, True]]
 
 
 def test_rows_with_few_or_no_columns_of_one_kind():

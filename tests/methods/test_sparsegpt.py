@@ -146,30 +146,7 @@ def test_compensation_halves_the_error_of_the_same_mask():
     assert found.error < 0.5 * reference.output_error(weight, mask_alone, inputs)
 
 
-# dead channels -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
-def test_weights_of_dead_channels_become_zero_and_count_for_nothing(pattern):
-    weight, inputs = problem(6, 32)
-    dead = [1, 8, 9, 10, 11, 30]
-    inputs[:, dead] = 0
-    found = solve(weight, stats_of(inputs), parse_pattern(pattern))
-    assert not found.weight[:, dead].any()
-    assert not torch.signbit(found.weight[:, dead]).any()
-    other = weight.clone()
-    other[:, dead] = -1000
-    again = solve(other, stats_of(inputs), parse_pattern(pattern))
-    assert torch.equal(again.mask, found.mask)
-    assert torch.equal(again.weight, found.weight)
-    assert found.error == pytest.approx(reference.output_error(weight, found.weight, inputs), rel=1e-9)
-
-
-def test_inputs_that_are_zero_everywhere_give_a_zero_weight_and_no_error():
-    found = solve(torch.randn(4, 8), of_gram(torch.zeros(8, 8)), NM(2, 4))
-    assert not found.weight.any()
-    assert (found.mask.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
-    assert found.error == 0
+# unusual inputs ------------------------------------------------------------------------------------------------------
 
 
 def test_the_scale_of_the_inputs_does_not_matter():

@@ -210,6 +210,9 @@ class Recording(mts.Method):
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, mts.Stats]] = []
 
+    def prepare(self, stats, options):
+        return stats  # as they were summed up
+
     def solve(self, weight, state, pattern, options) -> mts.Solution:
         self.seen.append((weight.clone(), state))
         mask = pattern.mask(weight.abs())

@@ -44,6 +44,12 @@ def unstructured_mask(score: Tensor, sparsity: float, scope: str) -> Tensor:
     return torch.stack(kept).view(score.shape)
 
 
+def filled_square_sums(square_sums: list[float]) -> list[float]:
+    """A dead channel counts as the smallest live one, and as 1 where none lives."""
+    live = [value for value in square_sums if value > 0]
+    return [value if value > 0 else min(live, default=1.0) for value in square_sums]
+
+
 def sparsegpt(
     weight: Tensor,
     gram: Tensor,
@@ -63,11 +69,9 @@ def sparsegpt(
     damped = gram.double().clone()
     rows, columns = current.shape
     mean_diagonal = damped.diagonal().mean()
+    square_sums = filled_square_sums(gram.diagonal().tolist())
     for j in range(columns):
-        if gram[j, j] == 0:  # a dead channel
-            damped[j, j] = 1
-            current[:, j] = 0
-        damped[j, j] += damping * mean_diagonal
+        damped[j, j] = square_sums[j] + damping * mean_diagonal
     # the inverse of what is not processed yet when it is column j's turn
     inverse = [torch.linalg.inv(damped[j:, j:]) for j in range(columns)]
     mask = torch.ones(rows, columns, dtype=torch.bool)
