@@ -18,11 +18,11 @@ from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
 PERMUTED, RECONSTRUCTED = "permute", "reconstruct"
-# what the error of a layer was measured with -> how far that goes
+# what the error of a layer was measured with -> what its row says, and how far that goes
 ERROR_FROM = {
-    "gram": "X as calibration saw it",
-    "square_sums": "X as calibration saw it, its channels taken as uncorrelated",
-    "weights": "X taken as white, for no data was used",
+    "gram": ("X", "exact, for X as calibration saw it"),
+    "square_sums": ("norms of X", "the same with the channels of X taken as uncorrelated"),
+    "weights": ("W alone", "X taken as white, for no data was used"),
 }
 
 
@@ -159,12 +159,13 @@ class Report:
                 layer.pattern,
                 f"{layer.zeros / layer.size:.2%}",
                 " -> ".join(f"{error:.4f}" for error in layer.errors),
+                ERROR_FROM[layer.error_from][0] if layer.errors else "",
                 f"{layer.seconds:.2f}",
                 "; ".join(layer.notes),
             )
             for layer in self.layers
         ]
-        parts = [table(("layer", "recipe", "pattern", "zeros", "error", "seconds", "notes"), rows)]
+        parts = [table(("layer", "recipe", "pattern", "zeros", "error", "error from", "seconds", "notes"), rows)]
         if self.blocks:
             tuned = [
                 (
@@ -194,8 +195,8 @@ class Report:
         if self.blocks:
             spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
         ending.append(" and ".join(spent) + ".")
-        measured = {layer.error_from for layer in self.layers if layer.error is not None}
-        how = "; ".join(text for key, text in ERROR_FROM.items() if key in measured)
+        measured = {layer.error_from for layer in self.layers if layer.errors}
+        how = "; ".join(f"from {short}: {text}" for key, (short, text) in ERROR_FROM.items() if key in measured)
         parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))
         if self.blocks:
             parts[-1] += "\nError of a block: the same of its output, on calibration batches that it was not tuned on."

@@ -1,0 +1,67 @@
+"""What the error of each layer means: against the inputs themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama, token_batches
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+
+RULES = {
+    "*o_proj": {"method": "wanda"},
+    "*.down_proj": {"method": "magnitude"},
+    "model.layers.1.*": {"method": "ria"},
+}
+
+
+def inputs_of(model: torch.nn.Module, names: list[str], batches: list[Tensor]) -> dict[str, Tensor]:
+    """All tokens [T, C] that these layers of the dense model see."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2))
+        )
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+@pytest.mark.parametrize("error_from", ["gram", "square_sums", "weights"])
+def test_each_row_says_what_its_error_means(error_from):
+    """Exact where a Gram matrix was made, whatever the method; otherwise of channels that are taken as uncorrelated,
+    and without data as equal."""
+    model, batches = tiny_llama(), token_batches(6)
+    dense = copy.deepcopy(model)
+    methods = {"*.layers.1.*": {"method": "magnitude"}} if error_from == "weights" else RULES
+    sequential = "block" if error_from == "weights" else "none"
+    mts.sparsify(model, "sparsegpt", data_loader=batches, rules=methods, sequential=sequential, progress=False)
+    report = mts.report(model)
+    layers = [layer for layer in report.layers if layer.error_from == error_from]
+    assert {layer.recipe for layer in layers} == {
+        "gram": {"sparsegpt", "wanda", "magnitude"},
+        "square_sums": {"wanda", "magnitude", "ria"},
+        "weights": {"magnitude"},
+    }[error_from]
+
+    table = str(report).splitlines()
+    head, *_ = table
+    place = slice(head.index("error from"), head.index("seconds"))
+    inputs = inputs_of(dense, [layer.name for layer in layers], batches)
+    for layer in layers:
+        x = inputs[layer.name].double()
+        if error_from == "square_sums":
+            x = x.norm(dim=0).diag()
+        elif error_from == "weights":
+            x = torch.eye(x.shape[1])
+        weights = (each.get_submodule(layer.name).weight.detach() for each in (dense, model))
+        assert layer.error == pytest.approx(reference.output_error(*weights, x), rel=1e-3), layer.name
+        (row,) = (line for line in table if line.split(" ")[0] == layer.name)
+        said = {"gram": "X", "square_sums": "norms of X", "weights": "W alone"}[error_from]
+        assert row[place].strip() == said
+        assert f"from {said}: " in table[-1]
