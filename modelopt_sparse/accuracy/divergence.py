@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache
 
+from modelopt_sparse.calibration.enough import says_nothing, without_data
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
-from modelopt_sparse.calibration.routed import filled, pooled
+from modelopt_sparse.calibration.routed import filled, pooled, without_silent_experts
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.methods import wanda
@@ -228,11 +229,10 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
     stats = {name: summed for (name,), summed in sums.groups() if isinstance(summed, Stats)}  # none are deferred
     for layer_plan in layer_plans:
         name = layer_plan.name
-        if name not in stats or not stats[name].tokens:
-            raise ValueError(
-                f"layer {name!r} saw no calibration data, and allocation needs its inputs: give data that reaches "
-                "it, or exclude it"
-            )
+        summed = stats.get(name, Stats(0, torch.zeros(1)))
+        if says_nothing(summed.square_sums).all():
+            why = without_data(name, summed.tokens, summed.square_sums)
+            raise ValueError(f"allocation needs the inputs of all layers: {why}")
         if not torch.isfinite(stats[name].square_sums).all():
             raise ValueError(
                 f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
@@ -241,10 +241,12 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
     minimum, how = data.run.config.min_tokens, data.run.config.experts
     # what all tokens would be to an expert is not worth a run here: the pool is close
     how = "pool" if how == "all_tokens" else how
-    return {
-        name: summed if summed.counts is None else filled(summed, minimum, how, pooled(summed), None)
-        for name, summed in stats.items()
-    }
+    for name, summed in stats.items():
+        if summed.counts is not None:
+            heard = without_silent_experts(summed)
+            assert isinstance(heard, Stats)
+            stats[name] = filled(heard, minimum, how, pooled(heard), None)
+    return {name: summed.with_dead_channels() for name, summed in stats.items()}
 
 
 def score(layer_plan: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:

@@ -81,7 +81,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             taker = fold.taker
             if taker.name in permuted or taker.name not in stats:
                 continue
-            pattern, square_sums = taker.pattern, stats[taker.name].square_sums
+            pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
             score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
             columns, rows = _orders(fold, score, pattern)

@@ -5,10 +5,18 @@ from typing import Any
 
 import torch
 
+from modelopt_sparse.calibration.enough import says_nothing, warn_of_few_tokens, without_data
 from modelopt_sparse.calibration.hooks import SharingChanged
 from modelopt_sparse.calibration.inputs import Inputs
 from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
-from modelopt_sparse.calibration.routed import DeferredStats, few, filled, filled_modules, pooled
+from modelopt_sparse.calibration.routed import (
+    DeferredStats,
+    few,
+    filled,
+    filled_modules,
+    pooled,
+    without_silent_experts,
+)
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import Collector, Groups, SharedInput
 from modelopt_sparse.methods.base import Stats
@@ -18,8 +26,8 @@ from modelopt_sparse.plan.plan import LayerPlan
 def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[SharedInput]:
     """The layers by shared input, each with its statistics; the same in all processes.
 
-    With ``sequential="none"`` the dense outputs of the block go on at the same time. Raises ValueError for a layer that
-    saw no data, or data that is not finite.
+    With ``sequential="none"`` the dense outputs of the block go on at the same time. Inputs that are all zero, or too
+    small for the sums, are no data. Raises ValueError for a layer that saw no data, or data that is not finite.
     """
     goes_on = run.config.sequential == "none" and inputs.blockwise
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
@@ -28,6 +36,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[
         groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, hold=goes_on)
     except SharingChanged:
         groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run, hold=goes_on)
+    saw = {name: (stats.tokens, stats.square_sums) for names, stats in groups for name in names}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on:
         inputs.advance(held=True)
@@ -37,20 +46,23 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[
                 f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
                 "before it are sparse; run the model in bfloat16 or float32"
             )
-    groups = _with_listed_experts(layer_plans, [(names, stats) for names, stats in groups if stats.tokens], run)
+    groups = [(names, stats) for names, stats in groups if not says_nothing(stats.square_sums).all()]
+    groups = _with_listed_experts(layer_plans, groups, run)
     seen = {name for names, _ in groups for name in names}
-    without_data = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
-    for layer_plan in without_data:
+    unseen = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
+    for layer_plan in unseen:
         if layer_plan.needs != "nothing":
-            raise ValueError(
-                f"layer {layer_plan.name!r} saw no calibration data, now that the layers before it are sparse: give "
-                "more varied data, or exclude it"
-            )
+            now = ", now that the layers before it are sparse"
+            raise ValueError(without_data(layer_plan.name, *saw.get(layer_plan.name, (0, None)), now))
     shared = [
         SharedInput([layer_plan for layer_plan in layer_plans if layer_plan.name in names], stats)
         for names, stats in groups
     ]
-    return [*shared, *(SharedInput([layer_plan], None) for layer_plan in without_data)]
+    for each in shared:
+        if each.stats is not None and any(layer_plan.needs != "nothing" for layer_plan in each.layer_plans):
+            columns = each.stats.square_sums.shape[-1]
+            warn_of_few_tokens(each.layer_plans[0].name, each.stats.tokens, columns, run.report)
+    return [*shared, *(SharedInput([layer_plan], None) for layer_plan in unseen)]
 
 
 def sum_up(
@@ -77,7 +89,7 @@ def _with_few_tokens(
     layer_plans: Sequence[LayerPlan], inputs: Inputs, names: list[str], stats: Stats | DeferredStats, run: Run
 ) -> Stats | DeferredStats:
     """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more pass."""
-    config = run.config
+    config, stats = run.config, without_silent_experts(stats)
     if stats.counts is None or not stats.tokens or not (experts := few(stats, config.min_tokens)):
         return stats
     everyone = None

@@ -5,12 +5,13 @@ Shape letters: E experts, C columns.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from modelopt_sparse.calibration.enough import says_nothing
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.experts import Route
@@ -78,6 +79,18 @@ class RoutedTokens:
         for route in self.routes[expert]:
             rows = route.rows.detach().to(total.dtype)
             total.addmm_(rows.mT, rows)
+
+
+def without_silent_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredStats":
+    """Statistics of experts in which those whose rows say nothing count as experts that got none."""
+    if stats.counts is None:
+        return stats
+    counts = stats.counts.masked_fill(says_nothing(stats.square_sums).cpu(), 0)
+    if torch.equal(counts, stats.counts):
+        return stats
+    if isinstance(stats, DeferredStats):
+        return replace(stats, rows=replace(stats.rows, counts=counts.tolist()))
+    return replace(stats, tokens=int(counts.sum()), counts=counts)
 
 
 def few(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
@@ -173,7 +186,18 @@ class DeferredStats:
 
     @property
     def square_sums(self) -> Tensor:
+        """Of the rows that were routed, before experts with few of them are filled."""
         return self.rows.square_sums
+
+    def filled_square_sums(self) -> Tensor:
+        """Those of all experts, ``[E, C]``, as `part` has them."""
+
+        def sums(rows: RoutedTokens) -> Stats:
+            return Stats(sum(rows.counts), rows.square_sums.clone(), counts=torch.tensor(rows.counts))
+
+        everyone = None if self.everyone is None else sums(self.everyone)
+        own = sums(self.rows)
+        return filled(own, self.minimum, self.how, pooled(own), everyone).square_sums
 
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""

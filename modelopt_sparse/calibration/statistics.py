@@ -28,12 +28,15 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What a report says of a layer's input: how many tokens it had in all and by expert, and what the error of the
-    layer is measured with (see `reports.report.ERROR_FROM`)."""
+    """What a report says of a layer's input: how many tokens it had in all and by expert, what the error of the layer
+    is measured with (see `reports.report.ERROR_FROM`), and how many of its channels (those of all its matrices) were
+    zero in all of them."""
 
     tokens: int
     expert_tokens: list[int]
     error_from: str
+    channels: int = 0
+    dead: int = 0
 
     @classmethod
     def of(cls, stats: Stats | DeferredStats | None) -> "InputFacts":
@@ -41,7 +44,9 @@ class InputFacts:
             return cls(0, [], "weights")
         formed = isinstance(stats, DeferredStats) or stats.gram is not None
         counts = [] if stats.counts is None else stats.counts.tolist()
-        return cls(stats.tokens, counts, "gram" if formed else "square_sums")
+        sums = stats.filled_square_sums() if isinstance(stats, DeferredStats) else stats.square_sums
+        dead = int((sums == 0).sum())
+        return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead)
 
 
 @dataclass

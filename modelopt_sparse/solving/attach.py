@@ -53,6 +53,8 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Param
 def layer_report(solved: Solved, permuted: Permuted | None, config: SparsifyConfig) -> LayerReport:
     plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
     notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(solved, config)]
+    if dead := solved.input.dead:
+        notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
     return LayerReport(
         name=plan.name,
         parameter=plan.layer.parameter_name,

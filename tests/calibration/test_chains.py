@@ -72,5 +72,5 @@ def test_blocks_that_cannot_be_chained_are_calibrated_through_the_whole_model(ki
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_blocks_that_can_be_chained_give_the_same_statistics_without_a_note(sequential):
-    model = assert_calibrated(Stacked(), STACKED, vectors(), sequential)
+    model = assert_calibrated(Stacked(), STACKED, vectors(6), sequential)
     assert mts.report(model).notes == []

@@ -1,0 +1,308 @@
+"""Inputs that say little or nothing: dead channels, nothing but zeros, numbers too small for the sums, few tokens."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.solving import pieces
+from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed
+from tests.helpers import correlated_inputs, refused, tiny_llama, token_batches
+from tests.models.expert_models import MODELS
+from tests.models.stacked import Routed, Stacked, vectors
+from tests.oracles import reference
+
+pytestmark = pytest.mark.core
+
+DEAD = range(8, 16)
+CALIBRATED = ["wanda", "ria", "sparsegpt", "alps"]
+every_calibrated_method = pytest.mark.parametrize("method", CALIBRATED)
+
+
+def llama_with_dead_units() -> nn.Module:
+    """Units 8 to 15 of each MLP give 0 for every token, so that down_proj has 8 dead channels of 64."""
+    model = tiny_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[list(DEAD)] = 0
+    return model
+
+
+def zeros_in(weight: Tensor) -> int:
+    return int((weight == 0).sum())
+
+
+# dead channels --------------------------------------------------------------------------------------------------------
+
+
+@every_calibrated_method
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+def test_a_layer_with_dead_channels_has_the_zeros_that_its_report_says(method, pattern):
+    """Half of its weights, those of the dead channels included, which keep their dense values; and a note."""
+    dense = llama_with_dead_units()
+    model = copy.deepcopy(dense)
+    mts.sparsify(model, method, pattern=pattern, data_loader=token_batches(), progress=False)
+    mts.verify(model, pattern)
+    for layer in mts.report(model).layers:
+        if not layer.name.endswith("down_proj"):
+            assert not layer.notes
+            continue
+        weight, before = (each.get_submodule(layer.name).weight.detach() for each in (model, dense))
+        assert layer.zeros == zeros_in(weight) == weight.numel() // 2
+        stay = weight[:, DEAD] != 0
+        assert torch.equal(weight[:, DEAD], before[:, DEAD].masked_fill(~stay, 0))
+        if pattern == "2:4" and method != "ria":
+            assert torch.equal(stay, reference.nm_mask(before[:, DEAD].abs(), 2, 4))
+        assert layer.notes == ["8 of 64 input channels were zero on all calibration data (dead)"]
+
+
+@every_calibrated_method
+def test_data_that_wakes_dead_channels_up_finds_them_as_magnitude_would_leave_them(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48))
+    dense = copy.deepcopy(model)
+    asleep = correlated_inputs(256, 32, dtype=torch.float32)
+    asleep[:, :16] = 0
+    mts.sparsify(model, method, pattern="2:4", data_loader=[asleep], progress=False)
+    alone = torch.cat([torch.randn(256, 16), torch.zeros(256, 16)], dim=1)  # the channels that were dead
+    by_size = dense[0].weight.detach() * reference.nm_mask(dense[0].weight.detach().abs(), 2, 4)
+    errors = [
+        reference.output_error(dense[0].weight.detach(), weight, alone)
+        for weight in (model[0].weight.detach(), by_size)
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)
+    assert errors[0] < 0.3
+
+
+def test_relu_units_that_never_fire():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 256, "num_attention_heads": 4}
+    dense = OPTForCausalLM(OPTConfig(vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, **sizes)).eval()
+    with torch.no_grad():
+        for layer in dense.model.decoder.layers:
+            layer.fc1.bias[:40] = -1e4
+    model = copy.deepcopy(dense)
+    mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=token_batches(10), progress=False)
+    for layer in mts.report(model).layers:
+        if layer.name.endswith("fc2"):
+            weight = model.get_submodule(layer.name).weight
+            assert zeros_in(weight) == layer.zeros == layer.size // 2
+            assert any(note.endswith("input channels were zero on all calibration data (dead)") for note in layer.notes)
+
+
+@pytest.mark.parametrize("more", [{"refine": True}, {"polish": True}, {"permute": True}, {"reconstruct": 2}], ids=str)
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more):
+    if "refine" in more and method == "sparsegpt":
+        more = {**more, "update": False}
+    model = llama_with_dead_units()
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    mts.sparsify(model, method, pattern="2:4", data_loader=token_batches(), progress=False, **more)
+    mts.verify(model, "2:4")
+    for layer in mts.report(model).layers:
+        if layer.name.endswith("down_proj"):
+            weight, dense = model.get_submodule(layer.name).weight.detach(), before[layer.parameter]
+            assert layer.zeros == zeros_in(weight) == weight.numel() // 2
+            if "permute" in more:
+                assert layer.recipe.startswith("permute+")
+            elif "reconstruct" not in more:  # which may tune the units awake
+                stay = weight[:, DEAD] != 0
+                assert torch.equal(weight[:, DEAD], dense[:, DEAD].masked_fill(~stay, 0))
+
+
+@pytest.mark.parametrize("how", ["block", "owl", "search"])
+def test_allocation_shares_out_zeros_by_what_dead_channels_count(how):
+    model = llama_with_dead_units()
+    mts.sparsify(model, "wanda", pattern="50% per matrix", allocation=how, data_loader=token_batches(), progress=False)
+    for layer in mts.report(model).layers:
+        if layer.name.endswith("down_proj"):
+            weight = model.get_submodule(layer.name).weight
+            assert layer.zeros == zeros_in(weight)
+            assert how == "search" or weight[:, DEAD].any()
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "alps"])
+def test_dead_channels_in_a_stream(tmp_path, method):
+    source = saved(tmp_path / "dense", llama_with_dead_units)
+    options: dict[str, Any] = {"data_loader": token_batches()}
+    report = streamed(source, tmp_path / "streamed", method, **options)
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", method, **options))
+    notes = [note for layer in report.layers if layer.name.endswith("down_proj") for note in layer.notes]
+    assert notes == 2 * ["8 of 64 input channels were zero on all calibration data (dead)"]
+
+
+def test_dead_channels_of_a_layer_that_is_solved_some_rows_at_a_time(monkeypatch):
+    whole, cut = llama_with_dead_units(), llama_with_dead_units()
+    options: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
+    mts.sparsify(whole, "sparsegpt", **options)
+    monkeypatch.setattr(pieces.PieceSizes, "rows", property(lambda _: 8, lambda *_: None), raising=False)
+    mts.sparsify(cut, "sparsegpt", **options)
+    for one, other in zip(mts.report(whole).layers, mts.report(cut).layers):
+        weights = [model.get_submodule(one.name).weight for model in (whole, cut)]
+        torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+        if one.name.endswith("down_proj"):
+            assert one.notes[0] in other.notes
+            assert other.error == pytest.approx(one.error, rel=1e-4)
+
+
+# nothing but zeros ----------------------------------------------------------------------------------------------------
+
+
+class Silent(Stacked):
+    """Gives its blocks zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0 * x)
+
+
+def silent() -> nn.Module:
+    model = Silent(blocks=2)
+    model.stem = nn.Identity()
+    return model
+
+
+@every_calibrated_method
+def test_a_layer_that_saw_nothing_but_zeros_is_an_error(method):
+    message = "layer 'blocks.0.up' saw nothing but zeros .* give data that reaches it, exclude it, or .*magnitude"
+    refused(mts.sparsify, silent(), method, match=message, data_loader=vectors(), progress=False)
+
+
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_what_the_error_tells_to_do_works(sequential):
+    """Sizes alone decide, as the user asked for, and the report does not say that this is without error."""
+    model = silent()
+    dense = copy.deepcopy(model)
+    rules = {"blocks.0.up": {"method": "magnitude"}}
+    options: dict[str, Any] = {"data_loader": vectors(20), "rules": rules, "sequential": sequential}
+    mts.sparsify(model, "sparsegpt", **options, progress=False)
+    (layer,) = (layer for layer in mts.report(model).layers if layer.name == "blocks.0.up")
+    assert (layer.recipe, layer.error_from, layer.tokens) == ("magnitude", "weights", 0)
+    weight = dense.blocks[0].up.weight.detach()
+    assert torch.equal(model.blocks[0].up.weight != 0, reference.nm_mask(weight.abs(), 2, 4))
+    assert layer.error == pytest.approx(
+        reference.output_error(weight, model.blocks[0].up.weight.detach(), torch.eye(16))
+    )
+
+
+@pytest.mark.parametrize("how", ["block", "owl", "search"])
+def test_allocation_refuses_such_a_layer(how):
+    message = "allocation needs the inputs of all layers: layer 'blocks.0.up' saw nothing but zeros"
+    options: dict[str, Any] = {"pattern": "50%", "allocation": how, "data_loader": vectors(), "progress": False}
+    refused(mts.sparsify, silent(), "wanda", match=message, **options)
+
+
+def mixtral_with_a_silent_expert() -> nn.Module:
+    """Expert 2 makes nothing of its tokens, so that its down_proj sees zeros."""
+    model: Any = MODELS["mixtral"]()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj[2] = 0
+    return model
+
+
+@pytest.mark.parametrize("limit", [None, 100_000])
+@pytest.mark.parametrize("how", ["pool", "all_tokens", "weight_only"])
+def test_an_expert_that_saw_nothing_but_zeros_is_one_without_tokens(how, limit):
+    model = mixtral_with_a_silent_expert()
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    options: dict[str, Any] = {"experts": how, "min_tokens": 16, "memory_limit": limit}
+    batches = token_batches(20, vocab=53)
+    mts.sparsify(model, "sparsegpt", data_loader=batches, progress=False, **options)
+    for layer in mts.report(model).layers:
+        if not layer.name.endswith("experts.down_proj"):
+            continue
+        assert layer.expert_tokens[2] == 0
+        assert min(layer.expert_tokens[:2] + layer.expert_tokens[3:]) >= 16
+        assert layer.notes[0].startswith("experts with fewer than 16 tokens were ")
+        assert layer.notes[0].endswith(": 2 (0)")
+        weight = model.get_parameter(layer.parameter).detach()
+        assert zeros_in(weight) == layer.zeros == layer.size // 2
+        # of zeros all tokens make zeros, too
+        dead = ["24 of 96 input channels were zero on all calibration data (dead)"] if how == "all_tokens" else []
+        assert layer.notes[1:] == dead
+        if how != "pool":
+            by_size = reference.nm_mask(before[layer.parameter][2].abs(), 2, 4)
+            assert torch.equal(weight[2] != 0, by_size)
+
+
+def test_an_expert_in_a_list_that_saw_nothing_but_zeros():
+    class HalfSilent(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu()) + self.experts[0](x) + self.experts[1](0 * x)
+
+    model = Stacked(blocks=1, block=HalfSilent)
+    mts.sparsify(model, "wanda", data_loader=vectors(10), min_tokens=8, progress=False)
+    first, second = (layer for layer in mts.report(model).layers if "experts" in layer.name)
+    assert first.tokens > 16
+    assert second.tokens == 0
+    assert second.notes == [
+        "experts with fewer than 8 tokens were filled up to 8 from the tokens of all experts: this one (0)"
+    ]
+    masks = [expert.weight != 0 for expert in model.blocks[0].experts]
+    assert not torch.equal(*masks)
+    mts.verify(model, "2:4")
+
+
+# too small ------------------------------------------------------------------------------------------------------------
+
+
+@every_calibrated_method
+@pytest.mark.parametrize("scale", [1e-20, 1e-22])
+def test_inputs_whose_squares_are_lost_are_an_error_that_says_so(method, scale):
+    """SparseGPT pruned by noise there, with an error of 2, and said that it cannot factorize a little below."""
+    inputs = scale * correlated_inputs(256, 32, dtype=torch.float32)
+    message = "layer '0': its inputs on the calibration data are too small.*float32 holds such sums.*model.double"
+    refused(mts.sparsify, nn.Sequential(nn.Linear(32, 48)), method, match=message, data_loader=[inputs], progress=False)
+
+
+@every_calibrated_method
+def test_what_is_not_refused_is_solved_as_if_it_were_larger(method):
+    """Down to the limit, and far below it in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48))
+    inputs = correlated_inputs(256, 32, dtype=torch.float32)
+    plain, small, double = (copy.deepcopy(model) for _ in range(3))
+    mts.sparsify(plain, method, data_loader=[inputs], progress=False)
+    mts.sparsify(small, method, data_loader=[2.0**-56 * inputs], progress=False)
+    mts.sparsify(double.double(), method, data_loader=[1e-22 * inputs.double()], progress=False)
+    for other in (small, double):
+        assert torch.equal(other[0].weight != 0, plain[0].weight != 0)
+        torch.testing.assert_close(other[0].weight.float(), plain[0].weight, rtol=1e-2, atol=1e-3)
+
+
+# few tokens -----------------------------------------------------------------------------------------------------------
+
+FEW = "saw {} tokens?, fewer than its inputs"
+
+
+@every_calibrated_method
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_fewer_tokens_than_inputs_are_warned_of_once(method, sequential):
+    """On the terminal and in the report, with the layer's name; though every layer of the model saw as few."""
+    model = tiny_llama()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mts.sparsify(model, method, data_loader=[torch.tensor([[5]])], sequential=sequential, progress=False)
+    (said,) = (str(warning.message) for warning in caught)
+    assert said.startswith("layer 'model.layers.0.self_attn.q_proj' saw 1 token, fewer than its inputs (32)")
+    assert mts.report(model).notes == [said]
+    assert str(mts.report(model)).count("fewer than its inputs") == 1
+
+
+def test_as_many_tokens_as_inputs_are_enough():
+    """32 tokens for 32 inputs; of down_proj, which has 64, they are fewer."""
+    model, batch = tiny_llama(), token_batches(1)
+    assert batch[0].numel() == 32
+    with pytest.warns(UserWarning, match="layer 'model.layers.0.mlp.down_proj' saw 32 tokens, fewer .* \\(64\\)"):
+        mts.sparsify(model, "wanda", data_loader=batch, progress=False)
+    model = tiny_llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mts.sparsify(model, "wanda", data_loader=token_batches(2), progress=False)
+        mts.sparsify(tiny_llama(), "magnitude", data_loader=batch, sequential="none", progress=False)
+    assert not mts.report(model).notes
