@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.accuracy.divergence import statistics
+from modelopt_sparse.methods.wanda import Wanda
+from modelopt_sparse.oneshot import calibrating
 from modelopt_sparse.solving import pieces
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed
-from tests.helpers import correlated_inputs, refused, tiny_llama, token_batches
+from tests.helpers import calibrated_run, correlated_inputs, refused, tiny_llama, token_batches
 from tests.models.expert_models import MODELS
 from tests.models.stacked import Routed, Stacked, vectors
 from tests.oracles import reference
@@ -124,6 +127,38 @@ def test_allocation_shares_out_zeros_by_what_dead_channels_count(how):
             weight = model.get_submodule(layer.name).weight
             assert layer.zeros == zeros_in(weight)
             assert how == "search" or weight[:, DEAD].any()
+
+
+def test_allocation_measures_with_the_norms_that_wanda_scores_with():
+    model = llama_with_dead_units()
+    options: dict[str, Any] = {"pattern": "50%", "allocation": "search", "data_loader": token_batches()}
+    run, data = calibrated_run(model, "wanda", **options)
+    with calibrating(model):
+        stats = statistics(data, run.plan.layers)["model.layers.0.mlp.down_proj"]
+    sums = stats.square_sums.tolist()
+    live = [value for channel, value in enumerate(sums) if channel not in DEAD]
+    assert [sums[channel] for channel in DEAD] == 8 * [min(live)]
+
+
+def test_permutation_counts_the_share_that_wanda_keeps():
+    """The report has the share of the squared score that the pattern keeps, dead channels included."""
+
+    class Watched(Wanda):
+        def __init__(self) -> None:
+            self.shares: list[float] = []
+
+        def solve(self, weight, state, pattern, options) -> mts.Solution:
+            solution = super().solve(weight, state, pattern, options)
+            score = weight.square() * state.square_sums
+            self.shares.append(float((score * solution.mask).sum() / score.sum()))
+            return solution
+
+    model, method = llama_with_dead_units(), Watched()
+    mts.sparsify(model, method, pattern="1:4", permute=True, data_loader=token_batches(), progress=False)
+    moved = [place for place, layer in enumerate(mts.report(model).layers) if layer.name.endswith("down_proj")]
+    for place in moved:
+        note = mts.report(model).layers[place].notes[0]
+        assert f"the pattern keeps {method.shares[place]:.1%} of the score" in note
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "alps"])
@@ -276,8 +311,6 @@ def test_what_is_not_refused_is_solved_as_if_it_were_larger(method):
 
 
 # few tokens -----------------------------------------------------------------------------------------------------------
-
-FEW = "saw {} tokens?, fewer than its inputs"
 
 
 @every_calibrated_method
