@@ -3,6 +3,7 @@
 All of them only move sparsity between layers: the model has as many zeros as its plan asked for, or a few more.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from modelopt_sparse.accuracy.divergence import Divergence, score, statistics
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.methods.patterns import Unstructured, count_zeros
+from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.model.offload import offloaded_after_errors
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
@@ -87,7 +88,7 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     while lowered:
         lowered = False
         for layer in sorted(layers, key=_Rounded.excess, reverse=True):
-            if layer.step > 0 and layer.zeros(layer.step) - layer.zeros(layer.step - 1) <= surplus:
+            if layer.step > layer.first and layer.zeros(layer.step) - layer.zeros(layer.step - 1) <= surplus:
                 surplus += layer.move(-1)
                 lowered = True
     patterns = {layer.layer_plan.name: layer.pattern(layer.step) for layer in layers}
@@ -178,21 +179,23 @@ def search_plan(
 
 
 class _Rounded:
-    """A layer's sparsity as one of ``last`` + 1 steps, each of which prunes more weights than the one before it."""
+    """A layer's sparsity as one of the steps from ``first`` to ``last``, each of which prunes more weights than the one
+    before it. A layer that carries a mask has the zeros of ``first`` already."""
 
     def __init__(self, layer_plan: LayerPlan, wanted: float) -> None:
         self.layer_plan, self.wanted = layer_plan, wanted
         self.scope = _scope_size(layer_plan)
         self.steps = min(self.scope, GRID)
         self.last = int(HIGHEST * self.steps)
-        self.step = min(max(round(wanted * self.steps), 0), self.last)
+        self.first = math.ceil(_least(layer_plan) * self.steps)
+        self.step = min(max(round(wanted * self.steps), self.first), self.last)
 
     def pattern(self, step: int) -> Unstructured:
         assert isinstance(self.layer_plan.pattern, Unstructured)
         return replace(self.layer_plan.pattern, sparsity=round(step / self.steps, 4))
 
     def zeros(self, step: int) -> int:
-        return self.layer_plan.size // self.scope * count_zeros(self.pattern(step).sparsity, self.scope)
+        return self.pattern(step).zeros_in(self.layer_plan.shape)
 
     def excess(self) -> float:
         return self.step / self.steps - self.wanted
@@ -204,17 +207,18 @@ class _Rounded:
 
 
 def _on_budget(plan: Plan, sparsities: Mapping[str, float]) -> dict[str, float]:
-    """The sparsities plus one number, clipped to [0, HIGHEST], so that they prune as much as the plan's patterns."""
+    """The sparsities plus one number, clipped to [0, HIGHEST], so that they prune as much as the plan's patterns; no
+    layer has fewer zeros than the mask that it carries."""
     layer_plans = _unstructured(plan)
     if sparsities.keys() != {layer_plan.name for layer_plan in layer_plans}:
         wrong = sorted(sparsities.keys() ^ {layer_plan.name for layer_plan in layer_plans})
         raise ValueError(f"sparsities are needed for just the plan's unstructured layers, which differs in {wrong[:8]}")
     budget = _budget(plan)
 
-    names = [layer_plan.name for layer_plan in layer_plans]
+    least = {layer_plan.name: _least(layer_plan) for layer_plan in layer_plans}
 
     def clipped(shift: float) -> dict[str, float]:
-        return {name: min(max(sparsities[name] + shift, 0.0), HIGHEST) for name in names}
+        return {name: max(min(sparsities[name] + shift, HIGHEST), least[name]) for name in least}
 
     low, high = -max(sparsities.values()), HIGHEST - min(sparsities.values())
     for _ in range(64):
@@ -259,6 +263,12 @@ def _sparsity(layer_plan: LayerPlan) -> float:
     return layer_plan.pattern.sparsity
 
 
+def _least(layer_plan: LayerPlan) -> float:
+    """The sparsity that a layer has already, by the mask that it carries."""
+    mask = layer_plan.pattern_now.within
+    return 0.0 if mask is None else 1 - int(mask.sum()) / mask.numel()
+
+
 def _scope_size(layer_plan: LayerPlan) -> int:
     """How many weights a scope of the layer's pattern has."""
     assert isinstance(layer_plan.pattern, Unstructured)
@@ -268,8 +278,4 @@ def _scope_size(layer_plan: LayerPlan) -> int:
 
 def _budget(plan: Plan) -> int:
     """Zeros that the plan's unstructured patterns ask for."""
-    zeros = 0
-    for layer_plan in _unstructured(plan):
-        scope = _scope_size(layer_plan)
-        zeros += layer_plan.size // scope * count_zeros(_sparsity(layer_plan), scope)
-    return zeros
+    return sum(layer_plan.pattern.zeros_in(layer_plan.shape) for layer_plan in _unstructured(plan))

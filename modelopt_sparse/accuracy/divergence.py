@@ -45,7 +45,7 @@ def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
         if layer_plan.name in dense:
             return  # pruned already, in a call that has not ended, or that failed and was gone over
         values = layer_plan.layer.values
-        mask = layer_plan.layer.unmatrix(layer_plan.pattern.mask(score(layer_plan, stats))).to(values.device)
+        mask = layer_plan.layer.unmatrix(layer_plan.pattern_now.mask(score(layer_plan, stats))).to(values.device)
         dense[layer_plan.name] = values.clone()
         values.masked_fill_(~mask, 0)
 

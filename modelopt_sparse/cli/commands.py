@@ -144,7 +144,8 @@ def sparsify(
         sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
     else:
         companions = source.companions()
-        network = mts.sparsify(source.load(quantized=quantized), method, settings)
+        dense = source.load(quantized=quantized, masks=not settings.get("replace"))
+        network = mts.sparsify(dense, method, settings)
         if quantized is not None:
             mts.report(network).notes.append(str(quantized))
         with while_others_wait(settings.get("distributed")) as writes:

@@ -14,6 +14,7 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import read_documents
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
+from modelopt_sparse.checkpoint.format import DESCRIPTION
 from modelopt_sparse.checkpoint.streaming.source import local_folder
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class
@@ -116,7 +117,10 @@ class NamedModel:
         dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
         return network if dtype is None else network.to(dtype), quantized
 
-    def load(self, device: str = "cpu", quantized: Quantized | None = None) -> nn.Module:
+    def load(self, device: str = "cpu", quantized: Quantized | None = None, *, masks: bool = False) -> nn.Module:
+        """The model with its weights; ``masks``: with those of a folder that `save` wrote, and with its report."""
+        if masks and (Path(self.name) / DESCRIPTION).is_file():
+            return mts.load(self.name, dtype=self.dtype, **self.hub).to(device)
         config = AutoConfig.from_pretrained(self.name, **self.hub)
         architecture = model_class(config, self.name)
         if quantized is not None:

@@ -4,10 +4,13 @@ Shape letters: R rows (out features), C columns (in features), G groups of M con
 Leading dimensions (``...``) are independent matrices: convolution groups, or q, k and v of a fused projection.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +23,14 @@ def count_zeros(sparsity: float, size: int) -> int:
     return round(Fraction(str(sparsity)) * size)
 
 
-def keep_largest(score: Tensor, count: int) -> Tensor:
-    """Bool mask of the ``count`` largest entries along the last dimension; of equal scores the lower index is kept."""
+def keep_largest(score: Tensor, count: int | Tensor) -> Tensor:
+    """Bool mask of the ``count`` largest entries along the last dimension; of equal scores the lower index is kept.
+
+    ``count`` may be a tensor ``[..., 1]`` that has a number for each slice.
+    """
     size = score.shape[-1]
+    if isinstance(count, Tensor):
+        return score.argsort(dim=-1, descending=True, stable=True).argsort(-1) < count
     if count <= 0:
         return torch.zeros_like(score, dtype=torch.bool)
     if count >= size:
@@ -36,8 +44,34 @@ def keep_largest(score: Tensor, count: int) -> Tensor:
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Within:
+    """``within``: the mask ``[..., R, C]`` that the weight carries already (bool, True = kept). A mask of the pattern
+    never keeps what it prunes, and counts its zeros. None: the weight carries no mask."""
+
+    within: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def allowed(self, score: Tensor) -> Tensor:
+        """The score with -inf at the places that have to stay pruned."""
+        if self.within is None:
+            return score
+        if self.within.shape != score.shape:
+            raise ValueError(
+                f"a score of shape {list(score.shape)} for a weight that carries a mask of shape "
+                f"{list(self.within.shape)}: score all of the weight"
+            )
+        return torch.where(self.within.to(score.device), score, -torch.inf)
+
+    def _and_within(self, mask: Tensor) -> Tensor:
+        return mask if self.within is None else mask & self.within.to(mask.device)
+
+    def count_regrown(self, mask: Tensor) -> int:
+        """How many weights a mask ``[..., R, C]`` keeps that ``within`` prunes."""
+        return 0 if self.within is None else int((mask & ~self.within.to(mask.device)).sum())
+
+
 @dataclass(frozen=True)
-class NM:
+class NM(_Within):
     """N:M sparsity: n kept of every m consecutive weights along the input dimension.
 
     Raises ValueError unless 0 < n <= m.
@@ -75,8 +109,10 @@ class NM:
 
         Every two entries of a group are compared; of equal scores the first wins. An entry is kept if fewer than n
         others win against it. This takes a sixth of the time that sorting many small groups does. Scores must not be
-        NaN. Raises ValueError if the pattern does not fit the columns.
+        NaN. ``within`` a mask, groups that it leaves fewer than n of keep those. Raises ValueError if the pattern does
+        not fit the columns.
         """
+        score = self.allowed(score)
         *_, columns = score.shape
         if reason := self.misfit(columns):
             raise ValueError(f"a score of shape {list(score.shape)}: {reason}")
@@ -89,11 +125,18 @@ class NM:
             balance_MG[:-apart].sub_(first_wins)
         later_M = torch.arange(self.m - 1, -1, -1, device=score.device)
         mask_MG = balance_MG < (self.n - later_M).view(-1, *[1] * (score_MG.dim() - 1))
-        return mask_MG.movedim(0, -1).flatten(-2)
+        return self._and_within(mask_MG.movedim(0, -1).flatten(-2))
+
+    def zeros_in(self, shape: Sequence[int]) -> int:
+        """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
+        return math.prod(shape) // self.m * (self.m - self.n)
 
     def count_kept_wrong(self, mask: Tensor) -> int:
-        """Groups of a mask ``[..., R, C]`` that do not keep exactly n."""
-        return int((mask.unflatten(-1, (-1, self.m)).sum(-1) != self.n).sum())
+        """Groups of a mask ``[..., R, C]`` that do not keep exactly n, or all that ``within`` leaves them if less."""
+        wanted: int | Tensor = self.n
+        if self.within is not None:
+            wanted = self.within.unflatten(-1, (-1, self.m)).sum(-1).clamp_max(self.n)
+        return int((mask.unflatten(-1, (-1, self.m)).sum(-1) != wanted).sum())
 
     def count_nonzero_wrong(self, weight: Tensor) -> int:
         """Groups of a weight ``[..., R, C]`` with more than n nonzeros."""
@@ -101,7 +144,7 @@ class NM:
 
 
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(_Within):
     """Unstructured sparsity: zeros at any positions.
 
     sparsity: the pruned fraction, in [0, 1).
@@ -129,7 +172,7 @@ class Unstructured:
 
     def with_scope(self, scope: str) -> "Unstructured":
         """The pattern with ``scope`` filled in where the user left it open."""
-        return self if self.scope else Unstructured(self.sparsity, scope)
+        return self if self.scope else replace(self, scope=scope)
 
     def misfit(self, columns: int) -> str | None:
         """None: any number of columns can take the pattern."""
@@ -137,26 +180,63 @@ class Unstructured:
         return None
 
     def mask(self, score: Tensor) -> Tensor:
-        """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept) with the exact count per scope."""
-        flat = score if self._scope() == "row" else score.flatten(-2)
+        """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept) with the exact count per scope; a scope that
+        has more zeros already, ``within`` its mask, keeps what it has."""
+        flat = self._by_scope(self.allowed(score))
         count = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
-        return keep_largest(flat, count).view(score.shape)
+        return self._and_within(keep_largest(flat, count).view(score.shape))
+
+    def zeros_up_to(self, column: int, rows: int) -> int | Tensor:
+        """How many zeros each scope of a weight with so many rows has in the columns before this one, if zeros are
+        spread evenly.
+
+        ``within`` a mask these are the zeros that it has there, and an even share of the new ones: ``[..., 1]``, a
+        number for each scope.
+        """
+        per_column = 1 if self._scope() == "row" else rows
+        if self.within is None:
+            return count_zeros(self.sparsity, per_column * column)
+        live = self._by_scope(self.within).sum(-1, keepdim=True)
+        live_there = self._by_scope(self.within[..., :column]).sum(-1, keepdim=True)
+        size = per_column * self.within.shape[-1]
+        new = (count_zeros(self.sparsity, size) - (size - live)).clamp_min(0)
+        return per_column * column - live_there + new * live_there // live.clamp_min(1)
+
+    def zeros_in(self, shape: Sequence[int]) -> int:
+        """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
+        *_, rows, columns = shape
+        size = columns if self._scope() == "row" else rows * columns
+        return math.prod(shape) // size * count_zeros(self.sparsity, size)
 
     def count_kept_wrong(self, mask: Tensor) -> int:
-        """Scopes (rows or matrices) of a mask whose number of zeros is not the exact one."""
-        flat = mask if self._scope() == "row" else mask.flatten(-2)
-        return int(((~flat).sum(-1) != count_zeros(self.sparsity, flat.shape[-1])).sum())
+        """Scopes (rows or matrices) of a mask whose number of zeros is neither the exact one nor, if that is more, the
+        one that they have ``within`` their mask."""
+        zeros = (~self._by_scope(mask)).sum(-1)
+        wanted: int | Tensor = count_zeros(self.sparsity, self._by_scope(mask).shape[-1])
+        if self.within is not None:
+            wanted = (~self._by_scope(self.within)).sum(-1).clamp_min(wanted)
+        return int((zeros != wanted).sum())
 
     def count_nonzero_wrong(self, weight: Tensor) -> int:
         """Scopes of a weight with fewer zeros than the pattern asks for."""
-        flat = weight if self._scope() == "row" else weight.flatten(-2)
+        flat = self._by_scope(weight)
         return int(((flat == 0).sum(-1) < count_zeros(self.sparsity, flat.shape[-1])).sum())
 
     def _scope(self) -> str:
         return self.scope or "matrix"
 
+    def _by_scope(self, matrix: Tensor) -> Tensor:
+        """``[..., R, C]`` with all of a scope in the last dimension."""
+        return matrix if self._scope() == "row" else matrix.flatten(-2)
+
 
 Pattern = NM | Unstructured
+AnyPattern = TypeVar("AnyPattern", bound=_Within)
+
+
+def cut(pattern: AnyPattern, rows: slice, columns: slice = slice(None)) -> AnyPattern:
+    """The pattern of a weight ``[..., R, C]`` for these rows and columns of it: the mask that it lies within is cut."""
+    return pattern if pattern.within is None else replace(pattern, within=pattern.within[..., rows, columns])
 
 
 def parse_pattern(value: object) -> Pattern:

@@ -45,12 +45,14 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
     dense, gram = weight.to(work), gram.to(work)
     if damping:
         gram = gram + damping * gram.diagonal(dim1=-2, dim2=-1).diag_embed()
+    # a weight that another mask prunes already is not restored
+    may_stay = torch.ones_like(mask) if pattern.within is None else pattern.within
     error = _objective(dense, mask, gram)
     for _ in range(sweeps):
         if isinstance(pattern, NM):
-            swapped = _sweep_groups(dense, mask, gram, pattern.m)
+            swapped = _sweep_groups(dense, mask, gram, pattern.m, may_stay)
         else:
-            swapped = _sweep_rows(dense, mask, gram)
+            swapped = _sweep_rows(dense, mask, gram, may_stay)
         error_after = _objective(dense, swapped, gram)
         # because of rounding a swap can seem to lower the error: a row whose error did not fall keeps its old mask
         better = error_after < error
@@ -60,8 +62,8 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
     return mask
 
 
-def _sweep_groups(dense: Tensor, mask: Tensor, gram: Tensor, m: int) -> Tensor:
-    """From left to right, the best swap of every group of every row."""
+def _sweep_groups(dense: Tensor, mask: Tensor, gram: Tensor, m: int, may_stay: Tensor) -> Tensor:
+    """From left to right, the best swap of every group of every row. Places where ``may_stay`` is False stay pruned."""
     mask = mask.clone()
     columns = dense.shape[-1]
     block = -(-BLOCK // m) * m
@@ -72,13 +74,14 @@ def _sweep_groups(dense: Tensor, mask: Tensor, gram: Tensor, m: int) -> Tensor:
             group = slice(first, first + m)
             values, before = dense[..., group], mask[..., group]
             coupling = _coupling(values, gram[..., None, group, group])
-            after = _swap(coupling, 2 * values * correlation[..., first - start : first - start + m], before)
+            pull = 2 * values * correlation[..., first - start : first - start + m]
+            after = _swap(coupling, pull, before, may_stay[..., group])
             correlation += (values * _flips(before, after, values.dtype)) @ gram[..., group, start:end]
             mask[..., group] = after
     return mask
 
 
-def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
+def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor, may_stay: Tensor) -> Tensor:
     """At most about C / 8 swaps of every row, in rounds.
 
     The shortlist of a round holds the SHORTLIST kept columns that cost least if they alone are pruned, and the
@@ -90,13 +93,14 @@ def _sweep_rows(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
     grams = gram.expand(*dense.shape[:-2], columns, columns).flatten(-2)
     for _ in range(math.ceil(columns / (8 * SHORTLIST))):
         pull = 2 * dense * (dense.masked_fill(mask, 0) @ gram)
-        index = _shortlist(torch.where(mask, pull, -pull) + alone, mask)
+        change = torch.where(mask, pull, -pull) + alone
+        index = _shortlist(change.masked_fill(~may_stay, torch.inf), mask)
         pairs = (index.unsqueeze(-1) * columns + index.unsqueeze(-2)).flatten(-3)
         gram_RSS = torch.take_along_dim(grams, pairs, -1).view(*index.shape, -1)
         coupling, pull = _coupling(dense.gather(-1, index), gram_RSS), pull.gather(-1, index)
-        shortlist_mask = mask.gather(-1, index)
+        shortlist_mask, listed_may_stay = mask.gather(-1, index), may_stay.gather(-1, index)
         for _ in range(SHORTLIST):
-            after = _swap(coupling, pull, shortlist_mask)
+            after = _swap(coupling, pull, shortlist_mask, listed_may_stay)
             if torch.equal(after, shortlist_mask):
                 break
             pull += (_flips(shortlist_mask, after, pull.dtype).unsqueeze(-2) @ coupling).squeeze(-2)
@@ -121,11 +125,12 @@ def _shortlist(change: Tensor, mask: Tensor) -> Tensor:
     return chosen.nonzero()[:, -1].view(*mask.shape[:-1], -1)
 
 
-def _swap(coupling: Tensor, pull: Tensor, mask: Tensor) -> Tensor:
-    """The mask ``[..., R, S]`` after the best swap of each row; a row in which no swap lowers the error stays."""
+def _swap(coupling: Tensor, pull: Tensor, mask: Tensor, may_stay: Tensor) -> Tensor:
+    """The mask ``[..., R, S]`` after the best swap of each row; a row in which no swap lowers the error stays. Only
+    what ``may_stay`` is restored."""
     change = torch.where(mask, pull, -pull) + coupling.diagonal(dim1=-2, dim2=-1) / 2
     prune = change.masked_fill(~mask, torch.inf).unsqueeze(-1)
-    restore = change.masked_fill(mask, torch.inf).unsqueeze(-2)
+    restore = change.masked_fill(mask | ~may_stay, torch.inf).unsqueeze(-2)
     best, pair = (prune + restore - coupling).flatten(-2).min(-1, keepdim=True)
     size = mask.shape[-1]
     swapped = mask.scatter(-1, pair // size, False).scatter(-1, pair % size, True)

@@ -5,11 +5,12 @@ path is a chain of a few small operations for every column; on a GPU launching t
 """
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, count_zeros, keep_largest
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, cut, keep_largest
 
 WIDEST_GROUP = 16  # largest M of N:M that the kernel takes, as it unrolls a group
 WIDEST_BLOCK = 256  # most columns of a block that the kernel takes, as a row of the block stays in registers
@@ -18,9 +19,9 @@ WIDEST_BLOCK = 256  # most columns of a block that the kernel takes, as a row of
 def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns: weights ``[..., R, b]`` and R_bb ``[..., b, b]`` -> (pruned weights, mask).
 
-    R_bb is ``inverse``; it lacks leading dimensions of the weights if their matrices share it. ``start`` is the block's
-    first column in the matrix. The mask of an N:M group is chosen when the sweep comes to the group, from the weights
-    as updated so far; that of an unstructured block as a whole, before the sweep.
+    R_bb is ``inverse``; it lacks leading dimensions of the weights if their matrices share it. ``pattern`` is that of
+    the matrix, and ``start`` the block's first column in it. The mask of an N:M group is chosen when the sweep comes to
+    the group, from the weights as updated so far; that of an unstructured block as a whole, before the sweep.
 
     The kernel runs where `takes` and `has_kernels` allow it. Everything else, above all the CPU and float64, goes
     through torch.
@@ -28,7 +29,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
     block = current.shape[-1]
     pivot_b = inverse.diagonal(dim1=-2, dim2=-1)
     if isinstance(pattern, NM):
-        choice = pattern
+        choice = cut(pattern, slice(None), slice(start, start + block))
     else:
         choice = _choose_block(current.square() / pivot_b.square().unsqueeze(-2), pattern, start)
     if takes(current, pattern) and has_kernels(current.device):
@@ -40,7 +41,10 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
     mask = torch.empty_like(values, dtype=torch.bool)
     errors = torch.empty_like(values)
     unit = choice.m if isinstance(choice, NM) else 1
-    if not isinstance(choice, NM):
+    if isinstance(choice, NM):
+        # turned as the values are, so that groups lie along the rows of a view
+        choice = choice if choice.within is None else replace(choice, within=_turned(choice.within, inverse).mT)
+    else:
         mask[:] = _turned(choice, inverse)
     if inverse.dim() > 2:
         inverse = inverse.expand(*current.shape[:-2], block, block).flatten(0, -3)
@@ -57,7 +61,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
         last = first + unit
         if isinstance(choice, NM):
             score = values[..., first:last, :].square() / pivot_b1[..., first:last, :].square()
-            mask[..., first:last, :] = choice.mask(score.mT).mT
+            mask[..., first:last, :] = cut(choice, slice(None), slice(first, last)).mask(score.mT).mT
         for j in range(first, last):
             dropped = values[..., j, :].masked_fill(mask[..., j, :], 0)
             errors[..., j, :] = dropped / pivot_b1[..., j, :]
@@ -77,8 +81,9 @@ def _turned(x_RC: Tensor, inverse: Tensor) -> Tensor:
 
 
 def takes(current: Tensor, pattern: Pattern) -> bool:
-    """Whether the kernel can sweep such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP."""
-    narrow = not isinstance(pattern, NM) or pattern.m <= WIDEST_GROUP
+    """Whether the kernel can sweep such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP, and groups
+    in which any weight may stay."""
+    narrow = not isinstance(pattern, NM) or (pattern.m <= WIDEST_GROUP and pattern.within is None)
     return current.dtype == torch.float32 and current.shape[-1] <= WIDEST_BLOCK and narrow
 
 
@@ -95,11 +100,7 @@ def has_kernels(device: torch.device) -> bool:
 def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
     """Mask of one column block. The zeros of all blocks add up to the exact count of the row or the matrix."""
     *_, rows, block = score.shape
-    per_column = 1 if pattern.scope == "row" else rows
-
-    def zeros_up_to(column: int) -> int:
-        return count_zeros(pattern.sparsity, per_column * column)
-
-    zeros = zeros_up_to(start + block) - zeros_up_to(start)
+    zeros = pattern.zeros_up_to(start + block, rows) - pattern.zeros_up_to(start, rows)
+    score = cut(pattern, slice(None), slice(start, start + block)).allowed(score)
     flat = score if pattern.scope == "row" else score.flatten(-2)
     return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)

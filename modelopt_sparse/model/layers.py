@@ -1,13 +1,16 @@
 """Which parameters of a model are prunable layers, and why the others are not."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
 from modelopt_sparse.model.adapters import CONV, HF_CONV1D, IN_PROJ, LINEAR, OUT_PROJ, SEPARATE_PROJ, Adapter
 from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
+from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
 
 
@@ -44,6 +47,14 @@ class Layer:
     def values(self) -> Tensor:
         """Where the parameter's values really are: accelerate may hold them elsewhere between calls."""
         return stored(self.owner, self.param).detach()
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask that the parameter carries, True = kept, ``[..., R, C]``: of several modules that hold it, what all
+        of them keep. None if it carries none."""
+        masks = [dict(named_masks(module)).get(self.param) for module in (self.owner, *self.tied_modules)]
+        carried = [self.matrix(mask) for mask in masks if mask is not None]
+        return functools.reduce(torch.logical_and, carried) if carried else None
 
     def matrix(self, weight: Tensor) -> Tensor:
         return self.adapter.matrix(self.owner, weight)

@@ -28,7 +28,18 @@ TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
 # what a report says of a run's options; those that follow only where the data is text
 REPORTED = (
-    *("sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit", "quality", "permute"),
+    *(
+        "replace",
+        "sequential",
+        "enforce",
+        "seed",
+        "count_padding",
+        "min_tokens",
+        "experts",
+        "memory_limit",
+        "quality",
+        "permute",
+    ),
     *("update", "refine", "polish", "reconstruct", "allocation", "autocast", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
@@ -81,6 +92,8 @@ class SparsifyConfig:
       rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
         method's own; None leaves the layer dense.
       masks: ``{parameter name: mask}`` of your own (bool, True = kept) in place of a method; other layers stay dense.
+      replace: what becomes of the mask that a layer carries already. False (default): its zeros stay and count, and a
+        pattern with fewer of them is an error; True: it is dropped, and the layer solved as a dense one.
       hardware_only: prune only layers whose shape ASP takes (rows a multiple of 8, columns of 16).
       options: the method's own options, such as ``damping``.
     Calibration data, one of three:
@@ -130,6 +143,7 @@ class SparsifyConfig:
     exclude: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     masks: Mapping[str, torch.Tensor] | None = None
+    replace: bool = False
     hardware_only: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     data_loader: Iterable[Any] | None = None

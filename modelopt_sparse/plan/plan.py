@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class LayerPlan:
     steps: what follows the method, in order: of "dense-values", "refine", "polish", "reconstruct".
     layer: the parameter and its modules in the model.
     at_once: how many experts of a mixture are solved together under a memory limit, None if all are.
+    within_mask: whether the layer carries a mask whose zeros stay: the new mask lies within it.
     """
 
     name: str
@@ -45,6 +46,12 @@ class LayerPlan:
     steps: tuple[str, ...]
     layer: Layer = field(repr=False, compare=False)
     at_once: int | None = None
+    within_mask: bool = False
+
+    @property
+    def pattern_now(self) -> Pattern:
+        """The pattern, within the mask that the layer carries now if its zeros stay."""
+        return replace(self.pattern, within=self.layer.mask) if self.within_mask else self.pattern
 
     @property
     def recipe(self) -> str:

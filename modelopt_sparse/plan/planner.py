@@ -2,11 +2,13 @@
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.methods.base import Method
@@ -70,14 +72,16 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         if needs == "nothing" and config.permute and isinstance(pattern, NM):
             needs = "square_sums"
+        within_mask = layer.mask is not None and not config.replace
         layer_plan = LayerPlan(
             layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
         )
-        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
+        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config), within_mask=within_mask))
     # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
+    _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
 
@@ -196,6 +200,41 @@ def _decide(
     return misfit or (layer_method, pattern, options)
 
 
+def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
+    """Raise ValueError if masks that layers carry, and whose zeros stay, have more of them than the patterns ask for:
+    each for itself, or all together where ``allocation`` shares the zeros out."""
+    levels: dict[str, tuple[int, int, int, Pattern]] = {}
+    for layer_plan in planned:
+        mask, pattern, size = _present_mask(layer_plan.layer, config), layer_plan.pattern, layer_plan.size
+        shared = config.allocation != "uniform" and isinstance(pattern, Unstructured)
+        what = "the unstructured layers of the plan" if shared else f"layer {layer_plan.name!r}"
+        zeros, wanted, together, _ = levels.get(what, (0, 0, 0, pattern))
+        zeros += 0 if mask is None else int((~mask).sum())
+        levels[what] = (zeros, wanted + _most_zeros(layer_plan), together + size, pattern)
+    for what, (zeros, wanted, size, pattern) in levels.items():
+        if zeros > wanted:
+            raise ValueError(
+                f"{what}: {zeros / size:.2%} zeros in the present mask, and pattern {pattern} has {wanted / size:.2%}; "
+                "pruned weights stay pruned: give a pattern with at least as many zeros, or replace=True, which drops "
+                "the mask and solves the layer as a dense one"
+            )
+
+
+def _most_zeros(layer_plan: LayerPlan) -> int:
+    """The zeros of a layer at the level of its pattern, whatever the scope, and however counts are rounded there: 50%
+    of each row may be more than 50% of the matrix."""
+    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
+    if isinstance(pattern, NM):
+        return pattern.zeros_in(layer_plan.shape)
+    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+
+
+def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
+    """The mask that a layer carries, if its zeros stay and it can be looked at (not on the meta device)."""
+    mask = None if config.replace else layer.mask
+    return None if mask is None or mask.is_meta else mask
+
+
 def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method, Pattern, dict[str, Any]]:
     """The method, pattern and options of the layers that a rule matches."""
     rule_options = dict(rule.options or {})
@@ -231,7 +270,14 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     if isinstance(pattern, Unstructured):  # the mask may have any number of zeros, anywhere
         zeros = int((~matrix).sum())
         pattern = Unstructured(zeros / matrix.numel(), "matrix")
-    if wrong := pattern.count_kept_wrong(matrix):
+    present = _present_mask(layer, config)
+    within = pattern if present is None else replace(pattern, within=present.to(matrix.device))
+    if regrown := within.count_regrown(matrix):
+        raise ValueError(
+            f"masks[{layer.parameter_name!r}] keeps {regrown} weights that the layer's present mask prunes: leave them "
+            "pruned, or give replace=True, which drops that mask"
+        )
+    if wrong := within.count_kept_wrong(matrix):
         raise ValueError(
             f"masks[{layer.parameter_name!r}] breaks pattern {pattern} in {wrong} places; give the pattern that it "
             "has (any pruned fraction, such as 0.5, if it has no N:M)"
@@ -287,8 +333,11 @@ def _check_planned(
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
-    """Sentences on options that do not reach some of the layers."""
+    """Sentences on options that do not reach some of the layers, and on masks that stay."""
+    notes: list[str] = []
+    if masked := sum(layer_plan.within_mask for layer_plan in planned):
+        notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     experts = [layer_plan.name for layer_plan in planned if isinstance(layer_plan.layer.adapter, RoutedAdapter)]
     if config.permute and experts:
-        return (f"permute leaves the channels of fused experts in their order ({len(experts)} layers)",)
-    return ()
+        notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")
+    return tuple(notes)

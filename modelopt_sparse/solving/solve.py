@@ -3,7 +3,7 @@ by this process alone, or each by one of several processes, which then exchange 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import InputFacts, SharedInput
 from modelopt_sparse.methods.base import Solution, Stats, output_energy
 from modelopt_sparse.methods.conjugate_gradients import Scaled
+from modelopt_sparse.methods.patterns import Pattern, cut
 from modelopt_sparse.methods.polish import DAMPING
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
@@ -54,10 +55,11 @@ class PreparedStates:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A layer, or some of its experts, ready to be solved: the dense weight as a matrix, the states of its input, and
-    that of its method."""
+    """A layer, or some of its experts, ready to be solved: the dense weight as a matrix, the pattern (within the mask
+    that the layer carries, if that stays), the states of its input, and that of its method."""
 
     weight: Tensor
+    pattern: Pattern
     states: PreparedStates
     state: Any
 
@@ -147,6 +149,7 @@ def solve_layer(layer_plan: LayerPlan, experts: range, states_of: StatesOf, run:
 def solve_piece(layer_plan: LayerPlan, piece: Piece, prepared: Prepared, began: float, run: Run) -> SolvedPiece:
     """The method, and the steps that follow it, on a piece of a layer; time counts from ``began``."""
     plan, weight = piece.plan(layer_plan), prepared.weight[..., piece.rows, :]
+    plan = replace(plan, pattern=cut(prepared.pattern, piece.rows))
     solution = plan.method.solve(weight, prepared.state, plan.pattern, plan.options)
     _check_solution(plan, weight, solution)
     first = StepReport.of(plan.method.name, solution.error, time.perf_counter() - began)
@@ -165,16 +168,19 @@ def _prepared(
     The weight is a copy: a method that writes to its input does not reach the model.
     """
     routed = isinstance(layer_plan.layer.adapter, RoutedAdapter)
-    states = weight = None
+    states = weight = pattern = None
     with sizes.attempt(fewer_rows_help=False, when=PREPARED if routed else COPIED), errors_name_layer(layer_plan):
         states = states_of(experts)
         device = run.config.device if states.stats is None else states.stats.square_sums.device
         values = layer_plan.layer.values[_slice(layer_plan, experts)]
         weight = layer_plan.layer.matrix(values.to(device, copy=True))
-    if states is None or weight is None:
+        pattern = layer_plan.pattern_now
+        if pattern.within is not None:
+            pattern = replace(pattern, within=pattern.within[_slice(layer_plan, experts)].to(weight.device))
+    if states is None or weight is None or pattern is None:
         return None
     with sizes.attempt(fewer_rows_help=False, when=PREPARED), errors_name_layer(layer_plan):
-        return Prepared(weight, states, states.of(layer_plan))
+        return Prepared(weight, pattern, states, states.of(layer_plan))
     return None
 
 
@@ -197,6 +203,8 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
         wrong = "weight holds NaN or inf"
     elif solution.weight.masked_fill(solution.mask, 0).count_nonzero():
         wrong = "weight is not zero where the mask is False"
+    elif count := layer_plan.pattern.count_regrown(solution.mask):
+        wrong = f"mask keeps {count} weights that the layer's present mask prunes (replace=True drops that mask)"
     elif count := layer_plan.pattern.count_kept_wrong(solution.mask):
         wrong = f"mask breaks pattern {layer_plan.pattern} in {count} places"
     if wrong:

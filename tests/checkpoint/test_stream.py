@@ -44,6 +44,24 @@ def data_for(name: str, method: str) -> dict[str, Any]:
     return {} if method == "magnitude" else {"data_loader": batches(name)}
 
 
+# masks that are there -------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_carries_masks(tmp_path):
+    """Their zeros would have to stay, and streaming reads weights alone."""
+    model = mts.sparsify(MODELS["llama"](), "magnitude", pattern="2:4")
+    mts.save(model, tmp_path / "sparse")
+    with pytest.raises(ValueError, match="21 of its layers carry masks, whose zeros stay") as caught:
+        streamed(tmp_path / "sparse", tmp_path / "out", "magnitude", pattern="1:4")
+    assert "replace=True" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    report = streamed(tmp_path / "sparse", tmp_path / "out", "magnitude", pattern="25%", replace=True)
+    assert report.sparsity == 0.25
+    assert_same_folders(
+        tmp_path / "out", in_memory(tmp_path / "sparse", tmp_path / "whole", "magnitude", pattern="25%")
+    )
+
+
 # the same bits --------------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,25 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
     assert f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens" in done.out
 
 
+def test_a_sparse_folder_comes_with_its_masks(run, sparse, tmp_path):
+    """Their zeros stay and count, and its report stands; replace=true drops both."""
+    again = ("sparsify", sparse, "--out", tmp_path / "out", "--method", "magnitude", "--no-progress")
+    refused = run(*again, "--pattern", "25%")
+    assert (refused.code, refused.out) == (2, "")
+    assert "50.00% zeros in the present mask, and pattern 25% per matrix has 25.00%" in refused.err
+    assert not (tmp_path / "out").exists()
+    done = run(*again, "--pattern", "1:4", "--include", "*.up_proj")
+    assert done.code == 0
+    assert "pruned before (magnitude 2:4)" in done.out
+    masks, before = (dict(mts.named_masks(mts.load(folder))) for folder in (tmp_path / "out", sparse))
+    assert masks.keys() == before.keys()
+    for name, mask in masks.items():
+        assert int(mask.sum()) * (4 if "up_proj" in name else 2) == mask.numel()
+        assert not (mask & ~before[name]).any()
+    done = run(*again, "--overwrite", "--pattern", "25%", "--set", "replace=true")
+    assert "7 layers pruned, 25.00% zeros" in done.out
+
+
 def test_streaming_writes_the_same_model(run, work, tmp_path):
     data = ("--data", work / "text.txt", "--num-samples", 8, "--seq-len", 32, "--no-progress")
     whole = run("sparsify", work / "llama", "--out", tmp_path / "whole", *data)
@@ -189,6 +208,7 @@ VALUES = {
     "include": "['*mlp*']",
     "exclude": "['*gate*']",
     "rules": "{'*up_proj': null}",
+    "replace": "true",
     "hardware_only": "true",
     "max_batches": "3",
     "num_samples": "3",

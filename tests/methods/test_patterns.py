@@ -1,5 +1,7 @@
 """Patterns: literals that can be checked by eye, counts, and agreement with brute force."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,6 +61,27 @@ def test_the_largest_scores_are_kept(pattern, score, kept):
     found = parse_pattern(pattern).mask(torch.tensor(score, dtype=torch.float32))
     assert found.dtype == torch.bool
     assert found.int().tolist() == kept
+
+
+@pytest.mark.parametrize(
+    ("pattern", "within", "score", "kept"),
+    [
+        ("2:4", [[0, 1, 1, 1]], [[9, 3, 2, 1]], [[0, 1, 1, 0]]),
+        ("2:4", [[0, 1, 1, 1]], [[9, 0, 0, 0]], [[0, 1, 1, 0]]),  # what scores nothing stays before what is pruned
+        ("2:4", [[0, 0, 0, 1, 0, 0, 0, 0]], [[9, 9, 9, 1, 9, 9, 9, 9]], [[0, 0, 0, 1, 0, 0, 0, 0]]),  # fewer than 2
+        ("50% per row", [[0, 1, 1, 1], [0, 0, 0, 1]], [[9, 1, 3, 2], [9, 9, 9, 1]], [[0, 0, 1, 1], [0, 0, 0, 1]]),
+        ("50% per matrix", [[0, 1, 1, 1], [0, 0, 0, 1]], [[9, 1, 3, 2], [9, 9, 9, 4]], [[0, 1, 1, 1], [0, 0, 0, 1]]),
+        ("75% per matrix", [[0, 1, 1, 1], [0, 0, 0, 1]], [[9, 1, 3, 2], [9, 9, 9, 4]], [[0, 0, 1, 0], [0, 0, 0, 1]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_nothing_that_is_pruned_already_is_kept(pattern, within, score, kept, dtype):
+    inside = replace(parse_pattern(pattern), within=torch.tensor(within, dtype=torch.bool))
+    mask = inside.mask(torch.tensor(score, dtype=dtype))
+    assert mask.int().tolist() == kept
+    assert inside.count_kept_wrong(mask) == inside.count_regrown(mask) == 0
+    assert inside.count_kept_wrong(torch.zeros_like(mask)) > 0
+    assert inside.count_regrown(torch.ones_like(mask)) == within[0].count(0) + sum(row.count(0) for row in within[1:])
 
 
 def test_leading_dimensions_are_independent_matrices():

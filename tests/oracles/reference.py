@@ -59,8 +59,10 @@ def sparsegpt(
     scope: str = "matrix",
     damping: float = 0.01,
     block_size: int = 128,
+    within: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """SparseGPT on [R, C], one weight at a time, the inverse computed from scratch for every column.
+    """SparseGPT on [R, C], one weight at a time, the inverse computed from scratch for every column. With ``nm``, none
+    is kept where ``within`` is False.
 
     ``nm``: choices are made at the start of each group, on the weights as compensated so far. Otherwise ``sparsity`` is
     chosen at the start of each block of ``block_size`` columns. Returns (pruned weight, mask), in float64.
@@ -80,7 +82,9 @@ def sparsegpt(
         if j % step == 0:
             end = min(j + step, columns)
             cost = torch.stack([current[:, k] ** 2 / inverse[k][0, 0] for k in range(j, end)], dim=1)
-            if nm:
+            if nm and within is not None:
+                mask[:, j:end] = nm_mask(cost.masked_fill(~within[:, j:end], -1), *nm) & within[:, j:end]
+            elif nm:
                 mask[:, j:end] = nm_mask(cost, *nm)
             elif scope == "row":
                 pruned = zeros_of(sparsity, end) - zeros_of(sparsity, j)

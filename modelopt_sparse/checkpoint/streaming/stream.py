@@ -24,7 +24,7 @@ from torch import nn
 from modelopt_sparse.calibration.data import load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.files import is_full
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask, read_description
 from modelopt_sparse.checkpoint.restore import report as report_in
 from modelopt_sparse.checkpoint.save import describe_mask, write_description
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
@@ -80,6 +80,7 @@ def sparsify_checkpoint(
     _refuse_whole_model(settings)
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder = local_folder(source, revision, remote)
+    _refuse_masks(folder, settings)
     empty = empty_model(folder, **remote)
     quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
     plan = plan_for(empty, chosen, settings)
@@ -157,6 +158,16 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
         )
     if config.forward_loop is not None:
         raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
+
+
+def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
+    """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
+    if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
+        raise ValueError(
+            f"{str(folder)!r} is sparse: {len(masks)} of its layers carry masks, whose zeros stay, and streaming reads "
+            "weights alone; load it with modelopt_sparse.load and call sparsify, or give replace=True (--set "
+            "replace=true), which drops the masks and takes their zeros for ordinary weights"
+        )
 
 
 def _block_names(model: nn.Module, plan: Plan) -> list[str]:
