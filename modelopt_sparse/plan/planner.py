@@ -19,6 +19,8 @@ from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.model.stacks import find_stacks
+from modelopt_sparse.model.tuners import REASON as TUNER
+from modelopt_sparse.model.tuners import tuner_modules
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.plan import LayerPlan, Plan, Skipped, takes_shape
@@ -57,7 +59,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
 
     # each layer is planned, or stays dense like the weights that are no layers
     planned: list[LayerPlan] = []
-    skipped = [Skipped(other.name, type(other.module).__name__, other.shape, _why(other, model)) for other in others]
+    skipped = [
+        Skipped(other.name, type(other.module).__name__, other.shape, _why(other, model, protected)) for other in others
+    ]
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
@@ -117,9 +121,9 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
 def _protected(model: nn.Module) -> dict[nn.Module, str]:
     """Modules whose weights stay dense unless they are named in full -> the reason.
 
-    They are output heads, routers, and layers whose weight another module reads without calling them.
+    They are adapters, output heads, routers, and layers whose weight another module reads without calling them.
     """
-    reasons: dict[nn.Module, str] = {}
+    reasons = dict.fromkeys(tuner_modules(model), TUNER)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
             reasons[head] = "output head"
@@ -139,11 +143,13 @@ def _protected(model: nn.Module) -> dict[nn.Module, str]:
     return reasons
 
 
-def _why(other: Unprunable, model: nn.Module) -> str:
+def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]) -> str:
     """Why a weight that is no layer stays dense.
 
     The classes that hold a quantized model's codes have no adapter: then the reason is that the model is quantized.
     """
+    if other.reason.startswith("no adapter") and other.module in protected:
+        return protected[other.module]
     codes = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
     if codes and other.reason.startswith("no adapter"):
         return f"{codes_in(model)}: load the model dequantized to prune it"

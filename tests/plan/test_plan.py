@@ -20,7 +20,7 @@ from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
-from tests.helpers import tiny_llama
+from tests.helpers import tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -648,3 +648,52 @@ def test_every_registered_method_can_be_planned_for_an_encoder_decoder():
     ]
     for method in METHODS:
         assert names(make_plan(model, method)) == expected
+
+
+# adapters of fine-tuning --------------------------------------------------------------------------------------------
+
+
+def peft_model(kind: str, **options: Any) -> Any:
+    import peft
+
+    return peft.get_peft_model(tiny_llama(), getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options))
+
+
+# peft 0.21 asks transformers 5.23 by an old name
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("LoraConfig", {"r": 4}), ("LoraConfig", {"r": 4, "use_dora": True}), ("LoHaConfig", {}), ("OFTConfig", {})],
+)
+def test_adapters_stay_dense(kind, options):
+    """Whatever PEFT puts beside a layer, by its types; the layers that it wraps are pruned as any other."""
+    model = peft_model(kind, **options)
+    plan = mts.make_plan(model, "magnitude")
+    wrapped = [layer.name.replace(".base_layer", "").removeprefix("base_model.model.") for layer in plan.layers]
+    assert wrapped == [layer.name for layer in mts.make_plan(tiny_llama(), "magnitude").layers]
+    beside = [name for name, p in model.named_parameters() if p.requires_grad and p.dim() >= 2]
+    assert len(beside) >= 4
+    for name in beside:
+        assert reasons(plan)[name.removesuffix(".weight")] == "adapter beside the layer (PEFT, LoRA)"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_not_touched_by_a_run_and_may_be_named_in_full():
+    model = peft_model("LoraConfig", r=4)
+    before = {name: p.clone() for name, p in model.named_parameters() if "lora" in name}
+    mts.sparsify(model, "sparsegpt", data_loader=token_batches(), progress=False)
+    assert len(dict(mts.named_masks(model))) == 14
+    assert all(torch.equal(model.get_parameter(name), p) for name, p in before.items())
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
+    assert [layer.name for layer in mts.make_plan(model, "magnitude", include=name).layers] == [name]
+
+
+def test_adapters_of_other_libraries_are_known_by_name():
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lora_a, self.lora_b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)
+
+    plan = mts.make_plan(nn.Sequential(Adapted(), Adapted()), "magnitude")
+    assert [layer.name for layer in plan.layers] == ["0.linear", "1.linear"]
+    assert {weight.reason for weight in plan.skipped} == {"adapter beside the layer (PEFT, LoRA)"}
