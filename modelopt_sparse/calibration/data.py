@@ -86,25 +86,23 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
         )
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed))[: config.num_samples]
     chosen = windows[order.sort().values]
-    return [{"input_ids": batch} for batch in chosen.split(config.batch_size)]
+    device = config.device or next(model.parameters()).device
+    size = config.windows_per_batch(len(chosen), chosen.shape[1], device)
+    return [{"input_ids": batch} for batch in chosen.split(size)]
 
 
-def read_documents(data: str | Path | Sequence[str]) -> list[str]:
-    """A string is one document, a list is its documents, a Path is a .txt file or a .jsonl file with a "text" key."""
+def read_documents(data: Path | Sequence[str]) -> list[str]:
+    """A list is its documents, a Path is a .txt file or a .jsonl file with a "text" key."""
     if isinstance(data, Path):
         if not data.is_file():
-            raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or the text itself")
+            raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or a list of texts")
         if data.suffix == ".jsonl":
             lines = enumerate(data.read_text(encoding="utf-8").splitlines(), start=1)
             return [_text_of(line, f"{str(data)!r} line {number}") for number, line in lines if line.strip()]
         return [data.read_text(encoding="utf-8")]
-    if isinstance(data, str):
-        if data.endswith((".txt", ".jsonl")) and "\n" not in data:
-            raise ValueError(f"data={data!r} looks like a file: give Path({data!r}), a plain string is the text itself")
-        return [data]
     documents = list(data)
     if any(not isinstance(document, str) for document in documents):
-        raise TypeError("data is text: a string, a list of strings or a Path; token tensors go into data_loader")
+        raise TypeError("data is text: a list of strings or a Path; token tensors go into data_loader")
     return documents
 
 

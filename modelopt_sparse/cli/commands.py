@@ -61,7 +61,9 @@ Include = Annotated[list[str] | None, typer.Option(help="Glob of layers to prune
 Exclude = Annotated[list[str] | None, typer.Option(help="Glob of layers to leave dense; may be repeated.")]
 Samples = Annotated[int | None, typer.Option(help="Calibration windows. Default: 128.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
-BatchSize = Annotated[int | None, typer.Option(help="Windows per batch. Default: 8.")]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")
+]
 Sequential = Annotated[
     str | None,
     typer.Option(help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."),

@@ -8,13 +8,41 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+# tokens of a batch of text on the CPU: with more, larger temporaries are paged in anew each time, which costs more than
+# it saves
+CPU_BATCH = 2048
+WINDOWS = 8  # windows of a batch elsewhere
+
+
+def longest_window(model: nn.Module) -> int | None:
+    """How many tokens a text may have for the model, or for the text model inside it; None if its config sets no
+    limit."""
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    longest = (getattr(part, "max_position_embeddings", None) for part in (config, text_config))
+    return next((size for size in longest if isinstance(size, int) and size > 0), None)
 
 
 def default_seq_len(model: nn.Module) -> int:
     """Tokens of a calibration window if the user names no number: 2048, or fewer if the model takes fewer."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
+    return min(2048, longest_window(model) or 2048)
+
+
+def refuse_longer_windows(model: nn.Module, seq_len: int | None) -> None:
+    """Raise ValueError for windows of more tokens than the model takes."""
+    longest = longest_window(model)
+    if seq_len is not None and longest is not None and seq_len > longest:
+        raise ValueError(
+            f"seq_len={seq_len}: this {type(model).__name__} takes at most {longest} tokens (max_position_embeddings "
+            "of its config): give as many or fewer, or leave seq_len out"
+        )
+
+
+def default_batch_size(seq_len: int, device: torch.device) -> int:
+    """Windows of a batch of text if the user names no number: on the CPU as many as have about CPU_BATCH tokens."""
+    return max(1, CPU_BATCH // seq_len) if device.type == "cpu" else WINDOWS
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from modelopt_sparse.methods.base import Method, is_number
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
+from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.modelopt import MODE_RULES, translated
 from modelopt_sparse.plan.quality import quality_of
 from modelopt_sparse.plan.rules import Rule, parse_rules
@@ -26,6 +27,7 @@ AUTOCAST = ("bfloat16", "float16")
 COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
+LEAST_BATCHES = 4  # of text, where blocks are tuned and nobody says how large batches are
 # what a report says of a run's options; those that follow only where the data is text
 REPORTED = (
     *(
@@ -100,9 +102,9 @@ class SparsifyConfig:
       data_loader: an iterable of batches (tensors, tuples, dicts, BatchEncodings); ``collect_func`` turns a batch into
         the model's input; ``max_batches`` stops early.
       forward_loop: a function of the model that runs it on the data; called several times.
-      data: text (a string, a list of documents, or a Path of a .txt or .jsonl file) with ``tokenizer``; cut into
-        ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
-        batches of ``batch_size``.
+      data: text (a list of documents, or a Path of a .txt or .jsonl file; never a bare string) with ``tokenizer``; cut
+        into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
+        batches of ``batch_size`` (default: see `windows_per_batch`).
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
@@ -150,11 +152,11 @@ class SparsifyConfig:
     collect_func: Callable[[Any], Any] | None = None
     forward_loop: Callable[[torch.nn.Module], Any] | None = None
     max_batches: int | None = None
-    data: str | Path | Sequence[str] | None = None
+    data: Path | Sequence[str] | None = None
     tokenizer: Any = None
     num_samples: int = 128
     seq_len: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
     count_padding: bool = False
     min_tokens: int = 128
     experts: str = "pool"
@@ -227,6 +229,15 @@ class SparsifyConfig:
             default = SparsifyConfig()
             passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
         return {name: getattr(self, name) for name in self.names() if name in passed} | dict(self.options)
+
+    def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
+        """Windows of text in a batch: ``batch_size``; or without one, on the CPU, as many as have about 2,048 tokens,
+        and on other devices 8. Where blocks are tuned there are four batches or more, if there are as many windows: the
+        last one is held back to judge by."""
+        if self.batch_size is not None:
+            return self.batch_size
+        size = default_batch_size(seq_len, device)
+        return size if self.reconstruct is None else max(1, min(size, windows // LEAST_BATCHES))
 
     def settings(self) -> dict[str, Any]:
         """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
@@ -348,6 +359,12 @@ def _check_data(config: SparsifyConfig) -> None:
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
+    if isinstance(config.data, str):
+        shown = repr(config.data) if len(config.data) <= 60 else "..."
+        raise TypeError(
+            f"data={shown} is a string, which may be a file or a text: give Path({shown}) for a file, "
+            f"[{shown}] for text"
+        )
     if config.data is not None and config.tokenizer is None:
         raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
     if config.collect_func is not None and config.data_loader is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -130,7 +131,10 @@ def _streamed(
     masks = max(_by_block(planned, lambda layer_plan: layer_plan.size).values()) if config.enforce else 0
     batch = 0
     if tokens is not None:
-        rows = min(tokens, config.batch_size * (tokens // config.num_samples))
+        window = tokens // config.num_samples
+        place = config.device or next(model.parameters()).device
+        device = torch.device("cpu") if place.type == "meta" else place  # where a checkpoint's blocks are run
+        rows = min(tokens, config.windows_per_batch(config.num_samples, window, device) * window)
         of_a_token = _by_block(planned, lambda layer_plan: bytes_per_token(layer_plan, experts_per_token))
         batch = rows * max(of_a_token.values())
     solving = {

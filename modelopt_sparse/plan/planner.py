@@ -15,6 +15,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.hf import refuse_longer_windows
 from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_packed
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
@@ -49,6 +50,7 @@ def make_plan(
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """`make_plan` for a resolved method and a validated config."""
     refuse_packed(model, "pruned")
+    refuse_longer_windows(model, config.seq_len)
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
     stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.hooked_modules)})

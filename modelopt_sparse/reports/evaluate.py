@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows
 
 
 @dataclass(frozen=True)
@@ -53,27 +54,29 @@ def evaluate(
     *,
     seq_len: int,
     reference: nn.Module | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
     """Evaluate a causal language model on a 1-D tensor of token ids. Logits are converted to float32.
 
     seq_len: tokens of a window.
     reference: the dense model: its perplexity is measured as well, and the KL divergence from it.
-    batch_size: windows per forward.
+    batch_size: windows per forward; None: on the CPU as many as have about 2,048 tokens, on other devices 8.
     progress: True and False show and hide a progress bar; None shows it on a terminal.
 
-    Raises ValueError for tokens that are not 1-D, for less than one window of text, for seq_len < 2 or batch_size < 1,
-    for a reference with another vocabulary, and for logits that are not finite.
+    Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
+    the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
     """
     if tokens.dim() != 1:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
-    if seq_len < 2 or batch_size < 1:
+    if seq_len < 2 or (batch_size is not None and batch_size < 1):
         raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
     if len(tokens) < seq_len:
         raise ValueError(
             f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
         )
+    refuse_longer_windows(model, seq_len)
+    size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     modes = [(module, module.training) for m in (model, reference) if m is not None for module in m.modules()]
     loss = reference_loss = kl = 0.0
@@ -81,7 +84,7 @@ def evaluate(
         for module, _ in modes:
             module.training = False
         hide = None if progress is None else not progress
-        for batch in tqdm(windows.split(batch_size), desc="evaluate", unit="batch", disable=hide):
+        for batch in tqdm(windows.split(size), desc="evaluate", unit="batch", disable=hide):
             log_p = _log_probabilities(model, batch)
             loss -= _picked(log_p, batch)
             if reference is not None:

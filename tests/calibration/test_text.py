@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 import modelopt_sparse as mts
+from modelopt_sparse.calibration.data import load_calls
+from modelopt_sparse.model.hf import default_seq_len
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import TESTBED, refused, tiny_llama
 
@@ -34,7 +37,7 @@ def test_text_is_cut_into_windows_without_special_tokens(tokenizer, text):
     assert 10 < len(windows) < 128
     assert len(windows) * 16 < len(ids)
     with pytest.warns(UserWarning, match=f"the text gives {len(windows)} windows of 16 tokens, not the 128 asked for"):
-        found = collected(text_llama(tokenizer), data=text, tokenizer=tokenizer, seq_len=16, batch_size=4)
+        found = collected(text_llama(tokenizer), data=[text], tokenizer=tokenizer, seq_len=16, batch_size=4)
     assert_same(found, collected(text_llama(tokenizer), data_loader=list(windows.split(4))))
 
 
@@ -45,9 +48,8 @@ def test_text_files_give_what_their_text_gives(tokenizer, text, tmp_path):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     lines = [json.dumps({"text": document, "source": "x"}) + "\n" for document in documents]
     (tmp_path / "a.jsonl").write_text("".join(lines) + "\n", encoding="utf-8")
-    expected = collected(text_llama(tokenizer), data=text, **options)
+    expected = collected(text_llama(tokenizer), data=[text], **options)
     assert_same(collected(text_llama(tokenizer), data=tmp_path / "a.txt", **options), expected)
-    assert_same(collected(text_llama(tokenizer), data=[text], **options), expected)
 
     joined = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in documents]
     ids = torch.tensor([*joined[0], tokenizer.eos_token_id, *joined[1]])
@@ -67,7 +69,7 @@ def test_windows_are_drawn_by_seed_and_without_replacement(tokenizer, text):
     for seed in (0, 0, 1):
         model, seen = text_llama(tokenizer), []
         model.model.embed_tokens.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        options = {"data": text, "tokenizer": tokenizer, "seq_len": 16, "num_samples": 6, "seed": seed}
+        options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 6, "seed": seed}
         mts.sparsify(model, "wanda", progress=False, **options)
         rows = [tuple(row.tolist()) for row in seen[0]]
         assert len(rows) == len(set(rows)) == 6
@@ -78,7 +80,7 @@ def test_windows_are_drawn_by_seed_and_without_replacement(tokenizer, text):
 
 def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
     with pytest.warns(UserWarning, match="the text gives 1 windows"):
-        found = collected(text_llama(tokenizer), data="a short text", tokenizer=tokenizer)
+        found = collected(text_llama(tokenizer), data=["a short text"], tokenizer=tokenizer)
     length = len(tokenizer("a short text", add_special_tokens=False)["input_ids"])
     assert {stats.tokens for stats in found.values()} == {length}
 
@@ -86,17 +88,19 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [
-        ("", ValueError, "data holds no text"),
-        ([], ValueError, "data holds no text"),
+        ([""], ValueError, "data holds no text"),
+        ("", TypeError, r"data='' is a string, .* give Path\(''\) for a file, \[''\] for text"),
+        ("README.md", TypeError, r"give Path\('README.md'\) for a file, \['README.md'\] for text"),
         (
-            "texts/mine.txt",
-            ValueError,
-            "looks like a file: give Path",
+            "import os\n" * 50,
+            TypeError,
+            r"data=\.\.\. is a string, .* give Path\(\.\.\.\) for a file, \[\.\.\.\] for text",
         ),
+        ([], ValueError, "data holds no text"),
         (
             [[1, 2, 3]],
             TypeError,
-            "data is text: a string, a list of strings or a Path; token tensors go into data_loader",
+            "data is text: a list of strings or a Path; token tensors go into data_loader",
         ),
     ],
 )
@@ -121,3 +125,54 @@ def test_a_line_without_text_is_named(tokenizer, tmp_path, line):
     path.write_text(f'{{"text": "fine"}}\n{line}\n', encoding="utf-8")
     message = 'bad.jsonl\' line 2: every line must be a JSON object with a "text" key'
     refused(mts.sparsify, text_llama(tokenizer), match=message, data=path, tokenizer=tokenizer)
+
+
+def test_more_tokens_than_the_model_takes_are_refused(tokenizer, text):
+    """The maximum stands in the config, or in that of the text model inside it; without one any number will do."""
+    options = {"data": [text], "tokenizer": tokenizer, "num_samples": 2}
+    model = text_llama(tokenizer)
+    refused(mts.sparsify, model, **options, seq_len=65, parts=["seq_len=65", "at most 64 tokens"])
+    refused(mts.make_plan, model, "magnitude", seq_len=392_708, parts=["at most 64 tokens"])
+    mts.make_plan(model, "magnitude", seq_len=64)
+
+    class Outer(PreTrainedConfig):
+        sub_configs = {"text_config": LlamaConfig}
+
+        def __init__(self, text_config=None, **more) -> None:
+            self.text_config = text_config
+            super().__init__(**more)
+
+    model.config = Outer(text_config=model.config)
+    refused(mts.make_plan, model, "magnitude", seq_len=65, parts=["at most 64 tokens"])
+    assert default_seq_len(model) == 64
+    del model.config
+    mts.make_plan(model, "magnitude", seq_len=65)
+    assert default_seq_len(model) == 2048
+
+
+def calls_of(model: nn.Module, tokenizer, text: str, **options) -> list[int]:
+    """How many windows each batch has."""
+    config = mts.SparsifyConfig(data=[text], tokenizer=tokenizer, **options)
+    return [len(call.kwargs["input_ids"]) for call in load_calls(config, model)]
+
+
+def test_batches_on_the_cpu_have_about_2048_tokens(tokenizer, text):
+    model = tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    long = text * 40
+    assert calls_of(model, tokenizer, long, seq_len=512, num_samples=10) == [4, 4, 2]
+    assert calls_of(model, tokenizer, long, seq_len=3000, num_samples=3) == [1, 1, 1]
+    assert calls_of(model, tokenizer, long, seq_len=512, num_samples=10, batch_size=7) == [7, 3]
+    assert calls_of(model.to("meta"), tokenizer, long, seq_len=512, num_samples=10) == [8, 2]
+
+
+def test_a_batch_is_left_to_judge_by(tokenizer, text):
+    """As many samples as one batch would take: the defect of quality="balanced"."""
+    model = text_llama(tokenizer)
+    tuned = {"seq_len": 16, "reconstruct": 1}
+    assert calls_of(model, tokenizer, text, num_samples=8, **tuned) == [2, 2, 2, 2]
+    assert calls_of(model, tokenizer, text, num_samples=2, **tuned) == [1, 1]
+    assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [32] * 4
+    assert calls_of(model, tokenizer, text, num_samples=8, batch_size=8, **tuned) == [8]  # what the user says
+    options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
+    mts.sparsify(model, quality="balanced", **options)
+    assert len(mts.report(model).blocks) == 2

@@ -167,7 +167,7 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     tokenizer.save_pretrained(source)
     (source / "LICENSE").write_text("free\n")
     (source / "old.bin").write_bytes(b"weights of another format")
-    text = {"data": (TESTBED / "calibration.txt").read_text()[:3000], "tokenizer": tokenizer, "seq_len": 32}
+    text = {"data": [(TESTBED / "calibration.txt").read_text()[:3000]], "tokenizer": tokenizer, "seq_len": 32}
     streamed(source, tmp_path / "streamed", "wanda", num_samples=6, **text)
     assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "wanda", num_samples=6, **text))
     assert (tmp_path / "streamed" / "LICENSE").read_text() == "free\n"

@@ -300,7 +300,7 @@ def test_warnings_are_one_line(run, work, tmp_path):
 
 def test_bars_of_other_libraries_are_hidden_unless_asked_for(run, work, tmp_path):
     enabled = transformers.utils.logging.is_progress_bar_enabled
-    command = ("eval", work / "llama", "--data", work / "held.txt", "--seq-len", "256")
+    command = ("eval", work / "llama", "--data", work / "held.txt", "--seq-len", "64")
     try:
         transformers.utils.logging.enable_progress_bar()
         assert run(*command, "--no-progress").err == ""

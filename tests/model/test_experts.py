@@ -352,7 +352,7 @@ def test_a_memory_limit_that_leaves_no_room_for_one_expert_is_refused_before_any
 
 def test_the_plan_states_the_memory_of_experts():
     """Gram matrices of all experts of a block, or none of them and the tokens that are kept."""
-    text = {"data": "a", "tokenizer": len, "num_samples": 5, "seq_len": 8}
+    text = {"data": ["a"], "tokenizer": len, "num_samples": 5, "seq_len": 8}
     attention = (32 * 32) + 32 * 32  # q, k and v one each in the bound; o
     model = MODELS["mixtral"]()
     whole = mts.make_plan(model, "sparsegpt", **text).memory

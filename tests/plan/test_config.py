@@ -36,7 +36,7 @@ def test_the_defaults_are_2_4_in_place_and_enforced():
     assert config.enforce is True
     assert config.include is None
     assert (config.exclude, config.rules, config.options) == ((), (), {})
-    assert (config.num_samples, config.seq_len, config.batch_size, config.seed) == (128, None, 8, 0)
+    assert (config.num_samples, config.seq_len, config.batch_size, config.seed) == (128, None, None, 0)
 
 
 def test_a_mapping_and_keywords_are_the_same_and_keywords_win():
@@ -109,11 +109,11 @@ def test_any_iterable_is_a_data_loader(loader):
         ({"progress": "off"}, "progress='off': must be True or False"),
         ({"device": "gpu"}, "device 'gpu' is not known: .*cuda"),
         (
-            {"data_loader": [], "data": "text", "tokenizer": object()},
+            {"data_loader": [], "data": ["text"], "tokenizer": object()},
             "data_loader and data are given: calibration takes one source of data, keep one",
         ),
         ({"data_loader": [], "forward_loop": print}, "data_loader and forward_loop are given"),
-        ({"data": "text"}, "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained"),
+        ({"data": ["text"]}, "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained"),
         ({"data": Path("corpus.txt")}, "data is text and needs tokenizer="),
         (
             {"max_batches": 2, "forward_loop": print},

@@ -436,7 +436,7 @@ def test_memory_figures_agree_with_a_hand_computation():
     grams = 4 * (6 * 32 * 32 + 64 * 64)
     weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
     down = 4 * (10 * 32 * 64 + 4 * 64 * 64)  # the largest workspace: ten numbers per weight, four Gram matrices
-    text = {"data": "some text", "tokenizer": Tokenizer(), "num_samples": 5}
+    text = {"data": ["some text"], "tokenizer": Tokenizer(), "num_samples": 5}
     plan = make_plan(untied(), "sparsegpt", text)
     assert plan.memory == {
         "statistics_of_one_block": grams,

@@ -62,7 +62,7 @@ pytestmark = pytest.mark.core
             {"method": "sparsegpt"},
             ["method 'sparsegpt' needs calibration data", "data_loader=", "data= with tokenizer="],
         ),
-        ({"data": "text", "method": "wanda"}, ["data is text and needs tokenizer="]),
+        ({"data": ["text"], "method": "wanda"}, ["data is text and needs tokenizer="]),
         ({"data_loader": [], "forward_loop": print}, ["data_loader and forward_loop are given", "keep one"]),
     ],
 )
