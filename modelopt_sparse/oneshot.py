@@ -104,8 +104,7 @@ def export(model: nn.Module) -> nn.Module:
 @contextmanager
 def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Processes) -> Iterator[Report]:
     """The report of a run, which is left on the model, after a failure as well: what is sparse stands in it."""
-    described = plan.as_dict()
-    report = Report.begin(described["skipped"], described["notes"], config.settings())
+    report = Report.begin(plan.skipped, plan.notes, config.settings())
     if processes.size > 1:
         report.settings["processes"] = processes.size
     try:

@@ -12,6 +12,7 @@ from modelopt_sparse.model.adapters import CONV, HF_CONV1D, IN_PROJ, LINEAR, OUT
 from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.reparametrized import reparametrization
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Layer:
     adapter: how the weight is seen as a matrix, and which rows it is multiplied with.
     hooked_modules: the modules whose arguments hold the input.
     tied_modules: further modules that hold the same Parameter under the same name (a tied pair of Linears).
+    tied_names: the names that the layer has there.
     router: of experts that are called with sorted rows; its second output says which token each row is.
     mixture: of an expert that is a module of its own in a list or dict: the layer's module path with ``*`` in the place
       of the expert's index. All experts of a mixture share it.
@@ -36,6 +38,7 @@ class Layer:
     adapter: Adapter
     hooked_modules: tuple[nn.Module, ...]
     tied_modules: tuple[nn.Module, ...] = ()
+    tied_names: tuple[str, ...] = ()
     router: nn.Module | None = None
     mixture: str | None = None
 
@@ -142,12 +145,13 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
                         attention_out.get(owner, fused.hooked_module or owner) for _, owner, _ in held
                     ),
                     tied_modules=tuple(owner for _, owner, _ in held[1:]),
+                    tied_names=names[1:],
                     router=fused.router,
                     mixture=_mixture(model, path),
                 )
             )
             continue
-        reason = reasons[0] if len(held) == 1 or not adapters else f"tied: also held by {names[1]}"
+        reason = reasons[0] if len(held) == 1 or not adapters else f"tied: also held by {', '.join(names[1:])}"
         others.append(Unprunable(names, module, tuple(module.get_parameter(param).shape), reason))
     return layers, others
 
@@ -188,4 +192,4 @@ def _classify(
         return fused
     if "router" in type(module).__name__.lower():
         return "MoE router"
-    return f"no adapter for {type(module).__name__}.{param}"
+    return reparametrization(module, param) or f"no adapter for {type(module).__name__}.{param}"

@@ -12,6 +12,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import table
 
 # library that runs 2:4 weights -> (rows, columns): the shape of a weight must be a multiple of both
@@ -77,16 +78,6 @@ class LayerPlan:
     def hardware(self) -> dict[str, bool]:
         """Name of a library in `HARDWARE` -> whether it takes a 2:4 weight of this shape."""
         return takes_shape(self.shape)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)

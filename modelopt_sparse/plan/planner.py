@@ -24,9 +24,10 @@ from modelopt_sparse.model.tuners import REASON as TUNER
 from modelopt_sparse.model.tuners import tuner_modules
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
-from modelopt_sparse.plan.plan import LayerPlan, Plan, Skipped, takes_shape
+from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.plan.resolve import resolve, resolve_method
 from modelopt_sparse.plan.rules import Rule
+from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import nearest
 
 
@@ -341,10 +342,13 @@ def _check_planned(
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
-    """Sentences on options that do not reach some of the layers, and on masks that stay."""
+    """Sentences on options that do not reach some of the layers, and on masks that stay, and on ties."""
     notes: list[str] = []
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
+    for layer_plan in planned:
+        if names := layer_plan.layer.tied_names:
+            notes.append(f"{layer_plan.name} is tied: also held by {', '.join(names)}")
     experts = [layer_plan.name for layer_plan in planned if isinstance(layer_plan.layer.adapter, RoutedAdapter)]
     if config.permute and experts:
         notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")

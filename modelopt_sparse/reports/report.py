@@ -27,6 +27,16 @@ ERROR_FROM = {
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What one step (the method, or what followed it) left of a layer: the error then, and the time it took."""
 
@@ -93,12 +103,12 @@ class Report:
     """Everything `sparsify` did to a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
 
     Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
-    each with the names of its layers that still stand.
+    each with the names of its layers that still stand. ``skipped`` are the weights that stay dense, as in the plan.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
     blocks: list[BlockReport] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    skipped: tuple[Skipped, ...] = ()
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
@@ -106,10 +116,10 @@ class Report:
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, skipped: Sequence[Mapping[str, Any]], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
+    def begin(cls, skipped: Sequence[Skipped], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
         """The report of a run that starts now; ``skipped`` and ``notes`` are those of its plan."""
         return cls(
-            skipped=[dict(layer) for layer in skipped],
+            skipped=tuple(skipped),
             notes=list(notes),
             settings=dict(settings),
             versions=library_versions(),
@@ -146,7 +156,9 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
         layers = [LayerReport.from_dict(layer) for layer in data["layers"]]
-        return cls(**{**data, "layers": layers, "blocks": [BlockReport(**block) for block in data.get("blocks", ())]})
+        blocks = [BlockReport(**block) for block in data.get("blocks", ())]
+        skipped = [Skipped(**{**weight, "shape": tuple(weight["shape"])}) for weight in data.get("skipped", ())]
+        return cls(**{**data, "layers": layers, "blocks": blocks, "skipped": tuple(skipped)})
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, default=str)
@@ -180,14 +192,14 @@ class Report:
             parts.append(table(("reconstructed", "error", "best epoch", "seconds", "notes"), tuned))
         by_reason: dict[str, list[str]] = {}
         for skipped in self.skipped:
-            by_reason.setdefault(skipped["reason"], []).append(skipped["name"])
+            by_reason.setdefault(skipped.reason, []).append(skipped.name)
         if by_reason:
             parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
         notes = [note for run in self.earlier for note in run["notes"]] + self.notes
         if notes:
             parts.append("\n".join(f"note: {note}" for note in notes))
         pruned = sum(layer.size for layer in self.layers)
-        total = pruned + sum(math.prod(skipped["shape"]) for skipped in self.skipped)
+        total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
         ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
         if total > pruned:
             ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
@@ -229,7 +241,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
         new,
         layers=untouched + redone,
         blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
-        skipped=[skipped for skipped in new.skipped if skipped["name"] not in standing],
+        skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
         earlier=[run for run in (*runs, last) if run["layers"]],
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config
@@ -697,3 +698,78 @@ def test_adapters_of_other_libraries_are_known_by_name():
     plan = mts.make_plan(nn.Sequential(Adapted(), Adapted()), "magnitude")
     assert [layer.name for layer in plan.layers] == ["0.linear", "1.linear"]
     assert {weight.reason for weight in plan.skipped} == {"adapter beside the layer (PEFT, LoRA)"}
+
+
+# weights that are computed from other parameters, and weights that are shared ----------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("wrap", "unwrap", "parts"),
+    [
+        (
+            lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+            lambda layer: prune.remove(layer, "weight"),
+            ["torch.nn.utils.prune", "prune.remove(module, 'weight')"],
+        ),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm, ["weight norm", "torch.nn.utils.remove_weight_norm"]),
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm, ["spectral norm", "nn.utils.remove_spectral_norm"]),
+        (
+            nn.utils.parametrizations.weight_norm,
+            lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+            ["weight norm", "torch.nn.utils.parametrize.remove_parametrizations"],
+        ),
+        (
+            nn.utils.parametrizations.spectral_norm,
+            lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+            ["spectral norm", "torch.nn.utils.parametrize.remove_parametrizations"],
+        ),
+    ],
+)
+def test_a_weight_that_is_computed_says_by_what_and_what_to_call_first(wrap, unwrap, parts):
+    """And what it says to call is what helps."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    wrap(model[1])
+    plan = make_plan(model, "magnitude")
+    assert names(plan) == ["0"]
+    assert plan.skipped
+    for reason in reasons(plan).values():
+        assert all(part in reason for part in parts), reason
+        assert "no adapter" not in reason
+    unwrap(model[1])
+    assert names(make_plan(model, "magnitude")) == ["0", "1"]
+
+
+def test_a_parametrization_of_the_users_own_is_named():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    parametrize.register_parametrization(model[1], "weight", Doubled())
+    (reason,) = reasons(make_plan(model, "magnitude")).values()
+    assert "the parametrization Doubled" in reason
+
+
+def test_tied_layers_say_who_shares_them():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[3].weight = model[0].weight
+    plan = make_plan(model, "magnitude")
+    assert names(plan) == ["0", "2"]
+    assert plan.notes == ("0 is tied: also held by 1, 3",)
+    assert "0 is tied: also held by 1, 3" in str(plan)
+    llama = tiny_llama()
+    llama.extra = nn.Embedding(97, 32)
+    llama.extra.weight = llama.lm_head.weight
+    assert reasons(make_plan(llama, "magnitude"))["model.embed_tokens"] == "tied: also held by lm_head, extra"
+
+
+def test_the_report_holds_what_the_plan_skips(tmp_path):
+    """The same values, in memory and from a folder."""
+    model = tiny_llama()
+    plan = make_plan(model, "magnitude", exclude="*.q_proj")
+    mts.sparsify(model, "magnitude", exclude="*.q_proj")
+    assert mts.report(model).skipped == plan.skipped
+    mts.save(model, tmp_path / "sparse")
+    assert mts.report(tmp_path / "sparse").skipped == plan.skipped
+    assert json.loads(mts.report(model).to_json())["skipped"] == plan.as_dict()["skipped"]

@@ -178,7 +178,7 @@ def test_layers_without_a_mask_stay_dense_and_say_so():
     masks = {name: mask for name, mask in some_masks().items() if "mlp" in name}
     model = mts.sparsify(tiny_llama(), masks=masks)
     assert dict(mts.named_masks(model)).keys() == masks.keys()
-    assert {item["name"].split(".")[-1] for item in mts.report(model).skipped if item["reason"] == "no mask given"} == {
+    assert {item.name.split(".")[-1] for item in mts.report(model).skipped if item.reason == "no mask given"} == {
         "q_proj",
         "k_proj",
         "v_proj",

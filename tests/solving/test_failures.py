@@ -463,7 +463,7 @@ def test_sparsify_twice_with_other_layers_merges_the_reports():
     assert recipes == {
         name: ("magnitude", "50% per matrix") if "self_attn" in name else ("wanda", "2:4") for name in NAMES
     }
-    assert [item["name"] for item in report.skipped] == ["model.embed_tokens"]
+    assert [item.name for item in report.skipped] == ["model.embed_tokens"]
     assert all(layer.notes == [] for layer in report.layers)
     assert report.settings["sequential"] == "none"
     assert report.calibration["calls"] == 3
@@ -524,7 +524,7 @@ def test_reports_of_interrupted_runs_merge():
     mts.sparsify(model, "magnitude", include="*layers.1*")
     report = mts.report(model)
     assert [layer.name for layer in report.layers] == NAMES[:3] + NAMES[7:]
-    assert {item["name"] for item in report.skipped} == {*NAMES[3:7], "model.embed_tokens"}
+    assert {item.name for item in report.skipped} == {*NAMES[3:7], "model.embed_tokens"}
     assert report.notes == []
     assert "note: stopped by KeyboardInterrupt after 3 of 7 layers of the plan" in str(report)
 
