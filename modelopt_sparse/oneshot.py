@@ -16,6 +16,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import InMemory, Storage
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
+from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.model.offload import (
     offloaded_after_errors,
@@ -97,6 +98,7 @@ def export(model: nn.Module) -> nn.Module:
     >>> type(model.model.layers[0].mlp.up_proj), list(mts.named_masks(model))
     (<class 'torch.nn.modules.linear.Linear'>, [])
     """
+    refuse_no_model(model)
     remove_masks(model)
     return model
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.model.hf import default_seq_len
+from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.plan.config import SparsifyConfig
 
@@ -78,6 +79,7 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len) if len(tokens) >= seq_len else tokens[None]
     if tokens.numel() == 0:
         raise ValueError("data holds no text: calibration needs at least one token")
+    refuse_unknown_tokens(model, tokens)
     if len(windows) < config.num_samples:
         warnings.warn(
             f"the text gives {len(windows)} windows of {windows.shape[1]} tokens, not the {config.num_samples} asked "
@@ -86,8 +88,7 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
         )
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed))[: config.num_samples]
     chosen = windows[order.sort().values]
-    device = config.device or next(model.parameters()).device
-    size = config.windows_per_batch(len(chosen), chosen.shape[1], device)
+    size = config.windows_per_batch(len(chosen), chosen.shape[1], config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
 
 
@@ -96,10 +97,16 @@ def read_documents(data: Path | Sequence[str]) -> list[str]:
     if isinstance(data, Path):
         if not data.is_file():
             raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or a list of texts")
+        try:
+            text = data.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data {str(data)!r} is no text in UTF-8 (byte {error.start}): give a .txt or .jsonl file"
+            ) from None
         if data.suffix == ".jsonl":
-            lines = enumerate(data.read_text(encoding="utf-8").splitlines(), start=1)
+            lines = enumerate(text.splitlines(), start=1)
             return [_text_of(line, f"{str(data)!r} line {number}") for number, line in lines if line.strip()]
-        return [data.read_text(encoding="utf-8")]
+        return [text]
     documents = list(data)
     if any(not isinstance(document, str) for document in documents):
         raise TypeError("data is text: a list of strings or a Path; token tensors go into data_loader")
@@ -108,9 +115,12 @@ def read_documents(data: Path | Sequence[str]) -> list[str]:
 
 def _text_of(line: str, where: str) -> str:
     try:
-        return json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f'{where}: every line must be a JSON object with a "text" key') from None
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):  # a RecursionError: nested too deeply to be read
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: every line must be a JSON object with a "text" key that holds a string')
+    return text
 
 
 def tokenize(tokenizer: Any, documents: Sequence[str]) -> Tensor:

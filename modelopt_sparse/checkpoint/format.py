@@ -94,7 +94,7 @@ def read_description(folder: str | Path) -> Description:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data["format_version"] if data["format"] == "modelopt_sparse" else None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
     if not isinstance(version, int):
         raise ValueError(f"{str(path)!r} is not in the format of modelopt_sparse.save")
@@ -184,7 +184,7 @@ def weight_files(folder: Path) -> list[str]:
         return [WEIGHTS]
     try:
         return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
 
 

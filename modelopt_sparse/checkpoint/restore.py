@@ -20,6 +20,7 @@ from modelopt_sparse.checkpoint.format import (
     weight_files,
     weight_reader,
 )
+from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks, set_mask
@@ -43,6 +44,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     Raises one ValueError that lists everything that is wrong, with the model untouched. Masks that the model has are
     replaced by those of the folder.
     """
+    refuse_no_model(model)
     folder = checked_path(folder)
     refuse_packed(model, "restored into")
     description = read_description(folder)

@@ -22,6 +22,7 @@ from modelopt_sparse.checkpoint.format import (
 )
 from modelopt_sparse.checkpoint.staging import staged
 from modelopt_sparse.distributed import rank
+from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.masking import dense_class, named_masks
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.reports.report import Report, attached_report, library_versions
@@ -53,6 +54,7 @@ def save(
 
     >>> mts.save(model, "sparse-model")
     """
+    refuse_no_model(model)
     folder = checked_path(folder)
     if folder.is_file():
         raise ValueError(f"{str(folder)!r} is a file: save writes a folder, give another path")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from modelopt_sparse.checkpoint.format import DESCRIPTION, read_description, read_masks, weight_files, weight_reader
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.hf import empty_model, unloaded
 from modelopt_sparse.model.layers import Layer, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
@@ -85,6 +86,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     """
     asked = None if pattern is None else parse_pattern(pattern)
     if isinstance(model, nn.Module):
+        refuse_no_model(model)
         refuse_packed(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 # tokens of a batch of text on the CPU: with more, larger temporaries are paged in anew each time, which costs more than
@@ -37,6 +37,20 @@ def refuse_longer_windows(model: nn.Module, seq_len: int | None) -> None:
         raise ValueError(
             f"seq_len={seq_len}: this {type(model).__name__} takes at most {longest} tokens (max_position_embeddings "
             "of its config): give as many or fewer, or leave seq_len out"
+        )
+
+
+def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
+    """Raise ValueError for token ids that the model's embedding has no row for."""
+    try:
+        embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:
+        return
+    size = getattr(embedding, "num_embeddings", None)
+    if isinstance(size, int) and tokens.numel() and (largest := int(tokens.max())) >= size:
+        raise ValueError(
+            f"the text holds the token id {largest}, and the vocabulary of this {type(model).__name__} has {size} "
+            "tokens: give the tokenizer that belongs to the model"
         )
 
 

@@ -171,6 +171,8 @@ def _classify(
     module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture | None
 ) -> Adapter | str:
     """The adapter of a parameter, or the reason why it is not prunable."""
+    if module.get_parameter(param).is_complex():
+        return "complex weights: methods prune real ones"
     if isinstance(module, nn.MultiheadAttention):
         if param == "in_proj_weight":
             return IN_PROJ

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.experts import UP, RoutedAdapter
 from modelopt_sparse.model.hf import default_seq_len
 from modelopt_sparse.model.stacks import Stack
@@ -132,9 +132,8 @@ def _streamed(
     batch = 0
     if tokens is not None:
         window = tokens // config.num_samples
-        place = config.device or next(model.parameters()).device
-        device = torch.device("cpu") if place.type == "meta" else place  # where a checkpoint's blocks are run
-        rows = min(tokens, config.windows_per_batch(config.num_samples, window, device) * window)
+        size = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
+        rows = min(tokens, size * window)
         of_a_token = _by_block(planned, lambda layer_plan: bytes_per_token(layer_plan, experts_per_token))
         batch = rows * max(of_a_token.values())
     solving = {

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.user_masks import GivenMask
+from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.hf import refuse_longer_windows
 from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_packed
@@ -50,6 +51,7 @@ def make_plan(
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """`make_plan` for a resolved method and a validated config."""
+    refuse_no_model(model)
     refuse_packed(model, "pruned")
     refuse_longer_windows(model, config.seq_len)
     layers, others = find_layers(model)
@@ -199,7 +201,7 @@ def _decide(
         what = cls.__name__ if dtype in FLOATS else str(dtype)
         raise ValueError(
             f"layer {layer.name!r} holds {what} codes, this {type(model).__name__} is {codes_in(model)}: load the "
-            "model dequantized, exclude the layer, or sparsify first and quantize after"
+            "model dequantized, exclude the layer, or sparsify first, call export, and quantize after"
         )
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:

@@ -27,3 +27,5 @@ def read_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Yaml)
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be options") from None

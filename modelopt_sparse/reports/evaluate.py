@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows
+from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def evaluate(
             f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
         )
     refuse_longer_windows(model, seq_len)
+    refuse_unknown_tokens(model, tokens)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     modes = [(module, module.training) for m in (model, reference) if m is not None for module in m.modules()]

@@ -119,7 +119,7 @@ def test_a_missing_text_file_is_named(tokenizer, tmp_path):
     )
 
 
-@pytest.mark.parametrize("line", ['{"body": "x"}', "no json", "[1]"])
+@pytest.mark.parametrize("line", ['{"body": "x"}', "no json", "[1]", '{"text": 5}', "[" * 100_000, '{"a": ' * 100_000])
 def test_a_line_without_text_is_named(tokenizer, tmp_path, line):
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"text": "fine"}}\n{line}\n', encoding="utf-8")
@@ -162,7 +162,7 @@ def test_batches_on_the_cpu_have_about_2048_tokens(tokenizer, text):
     assert calls_of(model, tokenizer, long, seq_len=512, num_samples=10) == [4, 4, 2]
     assert calls_of(model, tokenizer, long, seq_len=3000, num_samples=3) == [1, 1, 1]
     assert calls_of(model, tokenizer, long, seq_len=512, num_samples=10, batch_size=7) == [7, 3]
-    assert calls_of(model.to("meta"), tokenizer, long, seq_len=512, num_samples=10) == [8, 2]
+    assert calls_of(model, tokenizer, long, seq_len=512, num_samples=10, device="cuda") == [8, 2]
 
 
 def test_a_batch_is_left_to_judge_by(tokenizer, text):
@@ -176,3 +176,27 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
     options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
     mts.sparsify(model, quality="balanced", **options)
     assert len(mts.report(model).blocks) == 2
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_binary_file_is_named(tokenizer, tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(b"ab\xff\xfe\x00" * 9)
+    refused(
+        mts.sparsify,
+        text_llama(tokenizer),
+        "wanda",
+        data=path,
+        tokenizer=tokenizer,
+        parts=[str(path), "UTF-8", "byte 2"],
+    )
+
+
+def test_a_vocabulary_that_does_not_fit_the_model(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    parts = [f"token id {max(ids)}", "has 97 tokens", "tokenizer that belongs to the model"]
+    refused(
+        mts.sparsify, tiny_llama(), "wanda", data=[text], tokenizer=tokenizer, num_samples=1, seq_len=16, parts=parts
+    )
+    with pytest.raises(ValueError, match=f"token id {max(ids)}, .* has 97 tokens"):
+        mts.evaluate(tiny_llama(), torch.tensor(ids), seq_len=16, progress=False)

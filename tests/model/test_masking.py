@@ -206,3 +206,18 @@ def test_export_leaves_alone_a_forward_that_others_have_wrapped_since():
     assert not list(mts.named_masks(module))
     module(torch.ones(1, 8)).sum().backward()
     assert module.weight.grad.all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize_per_tensor:UserWarning")
+def test_sparse_first_exported_then_quantized():
+    """What docs/training.md says: quantize_dynamic passes over sparse modules, and keeps the zeros of exported ones."""
+    torch.manual_seed(0)
+    model = mts.sparsify(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), "magnitude", pattern="2:4")
+    zeros = ~dict(mts.named_masks(model))["0.weight"]
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert [type(module).__name__ for module in quantized] == ["SparseLinear", "ReLU", "SparseLinear"]
+    quantized = torch.ao.quantization.quantize_dynamic(mts.export(model), {nn.Linear}, dtype=torch.qint8)
+    assert "DynamicQuantizedLinear" in repr(quantized[0])
+    weight = quantized[0].weight().dequantize()
+    assert weight.any()
+    assert not weight[zeros].any()

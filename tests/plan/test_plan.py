@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -773,3 +774,43 @@ def test_the_report_holds_what_the_plan_skips(tmp_path):
     mts.save(model, tmp_path / "sparse")
     assert mts.report(tmp_path / "sparse").skipped == plan.skipped
     assert json.loads(mts.report(model).to_json())["skipped"] == plan.as_dict()["skipped"]
+
+
+# what is no model, and weights that no method takes -------------------------------------------------------------------
+
+
+CALLS = {
+    "make_plan": lambda model, folder: make_plan(model, "magnitude"),
+    "sparsify": lambda model, folder: mts.sparsify(model, "magnitude"),
+    "export": lambda model, folder: mts.export(model),
+    "save": lambda model, folder: mts.save(model, folder),
+    "restore": lambda model, folder: mts.restore(model, folder),
+    "verify": lambda model, folder: mts.verify(model, "2:4"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_model_is_said_to_be_none(call, tmp_path):
+    inner = nn.Sequential(nn.Linear(8, 8))
+    wrong = [
+        ("gpt2", TypeError, r"the model is a string, 'gpt2': .*from_pretrained\('gpt2'\)"),
+        (Path("gpt2"), TypeError, "the model is a PosixPath: give an instance of torch.nn.Module"),
+        (nn.Linear, TypeError, "the model is the class Linear"),
+        (torch.jit.script(inner), ValueError, "is a ScriptModule, .* sparsify the module that it was made from"),
+        (nn.Sequential(torch.jit.trace(inner, torch.ones(1, 8))), ValueError, "module '0' is a ScriptModule"),
+        (nn.Sequential(nn.LazyLinear(8)), ValueError, "module '0' is a LazyLinear whose 'weight' has no shape yet"),
+    ]
+    for model, error, match in wrong[3:] if call == "verify" else wrong:  # verify takes names of folders
+        with pytest.raises(error, match=match):
+            CALLS[call](model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_complex_weights_stay_dense_and_are_not_called_quantized():
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8))
+    plan = make_plan(model, "magnitude")
+    assert names(plan) == ["1"]
+    assert reasons(plan) == {"0": "complex weights: methods prune real ones"}
+    with pytest.raises(ValueError, match=r"'0' matches no prunable layer .* complex weights"):
+        make_plan(model, "magnitude", include="0")
