@@ -41,7 +41,10 @@ def staged(folder: Path) -> Iterator[Path]:
         if not _took_its_place(staging, folder):
             left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
             move_in(staging, folder, sorted(path.name for path in staging.iterdir()))
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # tokenizers raise a bare Exception when the disk is full
+        if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
+            raise
         advice = "; the disk is full: free space and save again" if is_full(error) else ""
         raise OSError(f"{str(folder)!r} could not be written ({left}): {error}{advice}") from error
     finally:

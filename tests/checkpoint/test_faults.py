@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.files import file_hash, is_full
 from tests.checkpoint.streams import assert_same_folders, saved
 from tests.faults import faulty
 from tests.faults.faulty import Runs
-from tests.helpers import assert_bits, state_of, tiny_llama, token_batches
+from tests.helpers import TESTBED, assert_bits, state_of, tiny_llama, token_batches
 
 pytestmark = [
     pytest.mark.core,
@@ -452,6 +452,21 @@ def test_the_command_line_says_it_in_one_line(tmp_path, world, copied, damage, f
     assert line.startswith(f"modelopt-sparse: '{copied}" if damage else f"modelopt-sparse: '{out}'")
     assert text in line
     assert found["out"] == ""
+
+
+@pytest.mark.parametrize("left", [0, 2000, 100_000])  # config.json, the weights or the tokenizer is the first too long
+def test_the_command_line_says_in_one_line_that_a_model_in_memory_has_no_room(tmp_path, world, left):
+    source = saved(tmp_path / "dense", tiny_llama)
+    AutoTokenizer.from_pretrained(TESTBED / "tiny-llama").save_pretrained(source)
+    out = tmp_path / "new" / "sparse"
+    arguments = ["sparsify", str(source), "--out", str(out), "--method", "magnitude"]
+    fault = {"at": 1, "fault": {**FULL, "left": left}}
+    code, found = world.runs.run("cli", {"arguments": arguments}, files=str(out.parent), **fault)
+    assert (code, found.get("out")) == (2, ""), found
+    (line,) = found["err"].splitlines()
+    assert line.startswith(f"modelopt-sparse: '{out}' could not be written (nothing is left of it): ")
+    assert line.endswith("; the disk is full: free space and save again")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 # numbers that are not finite ------------------------------------------------------------------------------------------
