@@ -10,6 +10,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.allocate import allocated
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.order import blocks_in_call_order
 from modelopt_sparse.calibration.run import Run
@@ -60,10 +61,21 @@ def sparsify(
     return model
 
 
-def prune(model: nn.Module, method: Method, config: SparsifyConfig, storage: Storage, processes: Processes) -> Report:
-    """The run behind `sparsify` and `sparsify_checkpoint`, whose ``storage`` holds one block at a time."""
+def prune(
+    model: nn.Module,
+    method: Method,
+    config: SparsifyConfig,
+    storage: Storage,
+    processes: Processes,
+    calls: list[Call] | None = None,
+) -> Report:
+    """The run behind `sparsify` and `sparsify_checkpoint`, whose ``storage`` holds one block at a time.
+
+    ``calls`` are those of the calibration data, if it has been read before.
+    """
     config = config if processes.rank == 0 else replace(config, progress=False)
     plan = plan_for(model, method, config)
+    check_options(plan, config)
     _check(model, plan, config, storage)
     if processes.size > 1:
         facts = common_to_processes(model, plan, config)
@@ -71,7 +83,7 @@ def prune(model: nn.Module, method: Method, config: SparsifyConfig, storage: Sto
     with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.allocation != "uniform" or any(layer_plan.calibrated for layer_plan in plan.layers)
-        data = CalibrationData.load(run) if wanted else None
+        data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.allocation != "uniform":
             data = replace(data, run=allocated(data))
             run = data.run
@@ -121,8 +133,8 @@ def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Pro
             attach_report(model, report if earlier is None else merged_report(earlier, report))
 
 
-def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
-    """What only a model with values can be asked, still before any work."""
+def check_options(plan: Plan, config: SparsifyConfig) -> None:
+    """Raise ValueError for what a plan can be made with, and a run cannot be started with."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ValueError(
             "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
@@ -141,6 +153,10 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
                 f"layer {layer_plan.name!r}: memory_limit keeps tokens, to form {layer_plan.at_once} experts' Gram "
                 "matrices at a time, and deterministic=True sums them up batch by batch: leave one of them out"
             )
+
+
+def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
+    """What only a model with values can be asked, still before any work."""
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:

@@ -34,11 +34,12 @@ class CalibrationData:
     sha256: str | None = None
 
     @classmethod
-    def load(cls, run: Run) -> "CalibrationData":
-        """Read the data, and take this process's share of it."""
+    def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
+        """Read the data, unless ``calls`` has all of it, and take this process's share."""
         if run.config.forward_loop is not None:
             return cls(run, None)
-        calls = load_calls(run.config, run.model)
+        if calls is None:
+            calls = load_calls(run.config, run.model)
         if run.config.split_data and run.processes.size > 1:
             return cls(run, *_share(calls, run))
         return cls(run, calls)

@@ -1,8 +1,10 @@
-"""Locks on files, errors of a full disk, and hashes of files."""
+"""Locks on files, folders that are made for a while, errors of a full disk, and hashes of files."""
 
 import errno
 import hashlib
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,42 @@ def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def hold_file(path: Path) -> int | None:
+    """Make a file, its folder too, and lock it -> an open descriptor; None on systems without locks.
+
+    Who holds such a lock removes the file before letting go of it. If that happens between opening and locking, the
+    file is made once more. Raises BlockingIOError if another process holds the lock.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = hold(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # the folder has just been removed
+            continue
+        if descriptor is None or _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def missing_parents(path: Path) -> list[Path]:
+    """The folders that are missing above a path, the innermost first."""
+    return [parent for parent in path.parents if not parent.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of these folders that are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 # numbers of the errors: no space left; the limit on a file's size is reached; the user's quota is

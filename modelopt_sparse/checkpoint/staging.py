@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from modelopt_sparse.checkpoint.files import hold, is_full
+from modelopt_sparse.checkpoint.files import hold, is_full, missing_parents, remove_empty
 from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
 
 
@@ -24,7 +24,7 @@ def staged(folder: Path) -> Iterator[Path]:
     Raises OSError if it cannot be written, with a text that says what is at ``folder`` now.
     """
     folder = folder.resolve()
-    made = [parent for parent in folder.parents if not parent.exists()]
+    made = missing_parents(folder)
     writer = f"{socket.gethostname()}.{os.getpid()}"  # several processes may write the same folder
     staging = folder.with_name(f".{folder.name}.{writer}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
@@ -51,9 +51,7 @@ def staged(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        for parent in made:
-            with suppress(OSError):  # it is not empty if all went well, and stays
-                parent.rmdir()
+        remove_empty(made)  # they are not empty if all went well
 
 
 def _remove_what_was_killed(folder: Path) -> None:

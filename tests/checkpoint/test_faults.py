@@ -205,6 +205,20 @@ def test_killed_before_what_matters(world, target, before, done):
     assert_goes_on(world, target)
 
 
+@pytest.mark.parametrize(
+    "before", ["*/folder", "*/started.json", "*/writing/*/model.safetensors", "*/block-00000.json"]
+)
+def test_killed_before_its_first_block_is_done_it_blocks_nothing(world, target, before):
+    """A run that is started with something else takes its place, and nothing of the first is left in its folder."""
+    code, _ = world.runs.run("stream", world.given(target), files=str(target), at=before, fault=KILL)
+    assert code == -signal.SIGKILL
+    assert assert_plain(world, target) == 0
+    assert partial_of(target).exists()
+    code, found = world.runs.run("stream", world.given(target, "dense inputs"))
+    assert (code, found.get("notes")) == (0, [])
+    assert_same_folders(target, world.undisturbed("dense inputs")[0])
+
+
 @pytest.mark.parametrize("before", [4, 9, 13, 17, 23, 60])
 def test_killed_while_it_replaces_a_model(world, target, before):
     """So many operations before the end. The old model is whole until the new one is; between, there is none."""
@@ -309,9 +323,10 @@ def test_a_full_disk(world, target, seed, left, spill):
     assert code == 1, found
     assert found["error"].startswith(f"OSError: '{target}' could not be written, because the disk is full (")
     assert "free space and start the run again with the same arguments" in found["error"]
-    assert f"the blocks that are done are kept in '{partial_of(target)}'" in found["error"]
     assert found["because"]
-    assert_plain(world, target)
+    kept = f"the blocks that are done are kept in '{partial_of(target)}'"
+    assert found["error"].endswith(kept if assert_plain(world, target) else "nothing is left of it")
+    assert partial_of(target).exists() == (kept in found["error"])
     assert_goes_on(world, target, spill=spill)
 
 
@@ -339,6 +354,7 @@ def test_a_disk_that_is_full_from_the_start(world, target):
     assert code == 1
     assert "the disk is full" in found["error"]
     assert assert_plain(world, target) == 0
+    assert not partial_of(target).exists()
     assert_goes_on(world, target)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AlbertConfig, AlbertForMaskedLM
+from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.streaming import stream
 from modelopt_sparse.methods.wanda import Wanda
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import TESTBED, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -26,6 +26,68 @@ def assert_incomplete(target: Path) -> None:
         mts.verify(target)
     partial = target.with_name(f"{target.name}.partial")
     assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
+
+
+# wrong arguments ------------------------------------------------------------------------------------------------------
+
+
+BEFORE_ANYTHING: list[tuple[dict[str, Any], str]] = [
+    ({"data_loader": None}, "needs calibration data"),
+    ({"data_loader": []}, "data_loader gives no batch"),
+    ({"data_loader": ["text"]}, "a calibration batch is a str"),
+    ({"data_loader": None, "data": [""], "tokenizer": "testbed"}, "data holds no text"),
+    ({"data_loader": None, "data": Path("nowhere.txt"), "tokenizer": "testbed"}, "'nowhere.txt' is not a file"),
+    ({"pattern": "2-4"}, "pattern '2-4' is not known"),
+]
+LATER: list[tuple[dict[str, Any], str]] = [  # the model itself says so, or transformers
+    ({"data_loader": [torch.full((2, 8), 5000)]}, "cannot take calibration batch 0"),
+    ({"dtype": "int4"}, "int4"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BEFORE_ANYTHING + LATER, ids=lambda value: str(value)[:40])
+def test_wrong_arguments_leave_nothing_behind(tmp_path, monkeypatch, wrong, text):
+    """And what can be known before is said before any of the source's weights are read, and before anything is written.
+    The corrected call then runs."""
+    source, target = saved(tmp_path / "dense", tiny_llama), tmp_path / "new" / "er" / "sparse"
+    given: dict[str, Any] = {"method": "wanda", "data_loader": token_batches(2), "progress": False}
+    asked = {**given, **wrong}
+    if "tokenizer" in asked:
+        asked["tokenizer"] = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+
+    def too_early(*_args, **_kwargs):
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        if (wrong, text) in BEFORE_ANYTHING:
+            patch.setattr(stream, "SourceFiles", too_early)
+            patch.setattr(stream, "WorkFolder", too_early)
+        with pytest.raises((ValueError, TypeError, AttributeError, OSError), match=text):
+            mts.sparsify_checkpoint(source, target, **asked)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert len(mts.sparsify_checkpoint(source, target, **given).layers) == 14
+
+
+def test_a_run_that_is_interrupted_before_its_first_block_is_done_leaves_nothing(tmp_path):
+    source, target = saved(tmp_path / "dense", tiny_llama), tmp_path / "new" / "sparse"
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, target, Stopping(3), data_loader=token_batches(2), progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_generator_is_read_once(stopped, monkeypatch):
+    """After a run that was stopped at its end as well, whose data is compared."""
+    source, target, given = stopped
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            mts.sparsify_checkpoint(source, target, **given)
+    given["data_loader"] = iter(token_batches(3, seed=5))
+    assert len(mts.sparsify_checkpoint(source, target, overwrite=True, **given).layers) == 21
 
 
 # stopped, and started with something else -----------------------------------------------------------------------------
@@ -185,15 +247,18 @@ def test_other_versions_are_refused(stopped):
         mts.sparsify_checkpoint(source, target, **given)
 
 
-def test_what_stands_in_the_way_is_left_alone(tmp_path):
+@pytest.mark.parametrize("beside", [(), ("lock", "started.json")])
+def test_what_stands_in_the_way_is_left_alone(tmp_path, beside):
+    """Also beside files of a run of which no block is done."""
     source = saved(tmp_path / "dense", tiny_llama)
     partial = tmp_path / "sparse.partial"
     partial.mkdir()
-    (partial / "thesis.txt").write_text("precious")
+    for name in ("thesis.txt", *beside):
+        (partial / name).write_text("{}")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="something else is there"):
             mts.sparsify_checkpoint(source, tmp_path / "sparse", "magnitude", overwrite=overwrite)
-    assert [path.name for path in partial.iterdir()] == ["thesis.txt"]
+    assert {path.name for path in partial.iterdir()} == {"thesis.txt", *beside}
 
 
 # a target that exists -------------------------------------------------------------------------------------------------

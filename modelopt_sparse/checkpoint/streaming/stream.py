@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from modelopt_sparse.calibration.data import load_calls, take_in
+from modelopt_sparse.calibration.data import Call, load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.files import is_full
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask, read_description
@@ -34,7 +34,7 @@ from modelopt_sparse.checkpoint.streaming.workfolder import WorkFolder, is_finis
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
-from modelopt_sparse.oneshot import prune
+from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.identity import Identity
 from modelopt_sparse.plan.plan import Plan
@@ -85,7 +85,10 @@ def sparsify_checkpoint(
     quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
-    files = SourceFiles(folder)
+    check_options(plan, settings)
+    calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
+    calls = load_calls(settings, empty) if calibrated else None
+    files = SourceFiles(folder)  # all that can be known without work is: from here on there is a work folder
     with _saying_where_it_is_full(folder_to_write):
         work = WorkFolder(folder_to_write, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
     try:
@@ -98,10 +101,10 @@ def sparsify_checkpoint(
             built = without_blocks(folder, names, dtype, quantized, work, remote)
             files.check_all()  # what lies outside of the blocks has been read
             storage = stack.enter_context(Streamed(built, work, files, spill=spill))
-            report = _solved_before(work, storage.model, plan, settings)
+            report = _solved_before(work, plan, calls)
             if report is None:
                 with Processes() as alone:
-                    report = prune(storage.model, chosen, settings, storage, alone)
+                    report = prune(storage.model, chosen, settings, storage, alone, calls)
                 if quantized is not None:
                     report.notes.append(str(quantized))
                 if work.resumed:
@@ -120,9 +123,12 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_full(error):
             raise
+        left = "nothing is left of it"
+        if any(work_path(target).glob("block-*.json")):
+            left = f"the blocks that are done are kept in {str(work_path(target))!r}"
         raise OSError(
             f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
-            f"again with the same arguments; the blocks that are done are kept in {str(work_path(target))!r}"
+            f"again with the same arguments; {left}"
         ) from error
 
 
@@ -211,16 +217,16 @@ def _started_with(
     return facts
 
 
-def _solved_before(work: WorkFolder, model: nn.Module, plan: Plan, config: SparsifyConfig) -> Report | None:
+def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Report | None:
     """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
     then, and are solved again."""
     report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
     if report is None:
         return None
     sha256 = None
-    if any(layer_plan.calibrated for layer_plan in plan.layers):
+    if calls is not None:
         digest = hashlib.sha256()
-        for call in load_calls(config, model):
+        for call in calls:
             take_in(digest, call.args, call.kwargs)
         sha256 = digest.hexdigest()
     return Report.from_dict(report) if work.check_data(sha256) else None

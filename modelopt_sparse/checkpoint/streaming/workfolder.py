@@ -1,6 +1,7 @@
 """The work folder of a streaming run: its unfinished target, what it was started with, and the blocks that are done.
 
-``TARGET.partial`` stands beside the target until the run is finished. It holds:
+``TARGET.partial`` stands beside the target until the run is finished, or stops before its first block is done: there is
+nothing to go on from then. It holds:
 
   started.json          what the run was started with, so that only such a run continues it
   block-00003.json      block 3 is done: its files with their hashes, its masks, and its part of the report
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelopt_sparse.checkpoint.files import hold, size_and_hash
+from modelopt_sparse.checkpoint.files import hold_file, missing_parents, remove_empty, size_and_hash
 from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
 from modelopt_sparse.reports.text import first_few
 
@@ -60,7 +61,8 @@ class WorkFolder:
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
 
     Raises ValueError if another run holds the folder, or if something else is at its place. Also if it is damaged, or
-    holds a run that was started with something else, unless ``overwrite`` is True: then that run is deleted.
+    holds a run that was started with something else, unless ``overwrite`` is True: then that run is deleted. A run of
+    which no block is done is always deleted.
     """
 
     def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -69,8 +71,12 @@ class WorkFolder:
         self._overwrite = overwrite
         self._started = json.loads(json.dumps(started, default=str))
         self._refuse_strange_files()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.path / LOCK)
+        self._made = missing_parents(self.path)
+        try:
+            self._lock = _locked(self.path / LOCK)
+        except BaseException:
+            remove_empty([self.path, *self._made])
+            raise
         try:
             self._begin(overwrite)
         except BaseException:
@@ -78,10 +84,10 @@ class WorkFolder:
             raise
 
     def _begin(self, overwrite: bool) -> None:
-        problem = self._problem()
+        problem = self._problem() if self._has_work() else ""
         if problem and not overwrite:
             raise ValueError(f"{str(self.path)!r} {problem}")
-        if problem:
+        if problem or not self._has_work():
             _empty(self.path, but={LOCK})
             self.done.clear()
         self.finished = (self.path / FINISHED).is_file()
@@ -98,10 +104,12 @@ class WorkFolder:
 
     # what was there before --------------------------------------------------------------------------------------------
 
+    def _has_work(self) -> bool:
+        """Whether a block is done, so that there is something to go on from."""
+        return (self.path / STARTED).is_file() and any(self.path.glob("block-*.json"))
+
     def _problem(self) -> str:
         """Why the run in the folder cannot be continued, or "". Reads the records of its blocks."""
-        if not (self.path / STARTED).is_file():
-            return ""
         started = self._read_json(STARTED)
         if differences := _differences({**started, DATA: None}, {**self._started, DATA: None}):
             return _refusal(differences)
@@ -118,9 +126,10 @@ class WorkFolder:
 
     def _refuse_strange_files(self) -> None:
         """Raise ValueError if something at the folder's path was not made by a run."""
-        if not self.path.exists() or (self.path / STARTED).is_file():
+        if not self.path.exists() or self._has_work():
             return
-        if self.path.is_file() or not {path.name for path in self.path.iterdir()} <= {*FOLDERS, *SCRATCH, LOCK}:
+        of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
+        if self.path.is_file() or not {path.name for path in self.path.iterdir()} <= of_a_run:
             raise ValueError(
                 f"{str(self.path)!r} is where the unfinished target would be written, and something else is there: "
                 "move it, or give another target"
@@ -224,7 +233,13 @@ class WorkFolder:
         remove_leftovers(final_folder)
 
     def close(self) -> None:
-        """Release the lock of the folder."""
+        """Release the lock of the folder. If no block is done, the folder is removed."""
+        if self.path.exists() and not self._has_work():
+            for name in (*FOLDERS, *SCRATCH):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            for name in (REPORT, STARTED, LOCK):
+                (self.path / name).unlink(missing_ok=True)
+            remove_empty([self.path, *self._made])
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -255,7 +270,7 @@ def _finished_path(final_folder: Path) -> Path:
 def _locked(path: Path) -> int | None:
     """A lock on a file, as an open descriptor. Raises ValueError if another run holds it."""
     try:
-        return hold(path, os.O_RDWR | os.O_CREAT)
+        return hold_file(path)
     except BlockingIOError:
         raise ValueError(
             f"{str(path.parent)!r} is being written to by another run: wait for it, or give another target"
