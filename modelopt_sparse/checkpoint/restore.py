@@ -20,6 +20,7 @@ from modelopt_sparse.checkpoint.format import (
     weight_files,
     weight_reader,
 )
+from modelopt_sparse.checkpoint.place import remember_source
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
@@ -70,6 +71,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
         for values, tensor in filled:
             values.copy_(tensor)
     _attach(model, masks, description)
+    remember_source(model, folder)
     return model
 
 
@@ -119,6 +121,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         attach_report(model, description.report)
         return pack_onto(model, *packing)
     _attach(model, masks, description)
+    remember_source(model, folder)
     return model
 
 

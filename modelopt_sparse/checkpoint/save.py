@@ -16,10 +16,10 @@ from modelopt_sparse.checkpoint.format import (
     FORMAT_VERSION,
     MASKS,
     WEIGHTS,
-    checked_path,
     checksum,
     pack_mask,
 )
+from modelopt_sparse.checkpoint.place import checked_place, sources_of
 from modelopt_sparse.checkpoint.staging import staged
 from modelopt_sparse.distributed import rank
 from modelopt_sparse.model.checks import refuse_no_model
@@ -32,6 +32,7 @@ def save(
     model: nn.Module,
     folder: str | Path,
     *,
+    overwrite: bool = False,
     companions: Iterable[Any] = (),
     max_shard_size: int | str | None = None,
 ) -> None:
@@ -40,13 +41,16 @@ def save(
     ``companions`` are saved with the model: a tokenizer, a processor, anything with ``save_pretrained``.
     ``max_shard_size`` is that of transformers' ``save_pretrained``.
 
-    A new folder appears only when it is complete. In a folder that exists, files are replaced one by one,
-    ``sparsity.json`` last; until then the folder has none. No process waits for another. If several write the same
-    folder, it is whole when the last one is done.
+    A new folder appears only when it is complete. A folder that exists and is not empty is written to with
+    ``overwrite=True`` alone: files are replaced one by one, ``sparsity.json`` last; until then the folder has none. No
+    process waits for another. If several overwrite the same folder, it is whole when the last one is done.
 
     Raises ValueError
 
     - for a path that looks like a pickle file, and for a path that is a file;
+    - for a folder that is not empty, or that others have filled meanwhile, without ``overwrite``;
+    - whatever ``overwrite`` says, for the current directory and the folders above it, and for the folder that the
+      model's weights are known to come from;
     - for a model with values that cannot be saved: no tensors, or tensors on the meta device;
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
@@ -55,13 +59,11 @@ def save(
     >>> mts.save(model, "sparse-model")
     """
     refuse_no_model(model)
-    folder = checked_path(folder)
-    if folder.is_file():
-        raise ValueError(f"{str(folder)!r} is a file: save writes a folder, give another path")
+    folder = checked_place(folder, overwrite=overwrite, sources=sources_of(model))
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     state = _state(model)
-    with staged(folder) as staging:
+    with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

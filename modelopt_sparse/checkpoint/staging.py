@@ -15,13 +15,15 @@ from safetensors import SafetensorError
 
 from modelopt_sparse.checkpoint.files import hold, is_full, missing_parents, remove_empty
 from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
+from modelopt_sparse.checkpoint.place import is_occupied
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder to write to, beside ``folder``. At the end it is moved to ``folder``; after an error it is removed.
 
-    Raises OSError if it cannot be written, with a text that says what is at ``folder`` now.
+    Raises OSError if it cannot be written, with a text that says what is at ``folder`` now. Raises ValueError if there
+    are files in ``folder`` at the end, unless ``overwrite`` is True.
     """
     folder = folder.resolve()
     made = missing_parents(folder)
@@ -39,6 +41,11 @@ def staged(folder: Path) -> Iterator[Path]:
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
         if not _took_its_place(staging, folder):
+            if not overwrite and is_occupied(folder):
+                raise ValueError(
+                    f"{str(folder)!r} has come into being meanwhile, and is left as it is: give another path, or "
+                    "overwrite=True (--overwrite)"
+                )
             left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
             move_in(staging, folder, sorted(path.name for path in staging.iterdir()))
     except Exception as error:

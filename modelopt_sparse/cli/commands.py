@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,8 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import read_documents, tokenize
+from modelopt_sparse.checkpoint.place import checked_place
+from modelopt_sparse.checkpoint.streaming.workfolder import reserved
 from modelopt_sparse.checkpoint.verify import PatternError
 from modelopt_sparse.cli.inputs import DTYPES, NamedModel, settings_of
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
@@ -113,7 +116,9 @@ def sparsify(
     spill: Annotated[
         bool, typer.Option("--spill", help="With --stream: hold activations in files beside the output folder.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the model in a folder that is not empty.")
+    ] = False,
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
@@ -127,8 +132,8 @@ def sparsify(
         )
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
-    if out.exists() and not overwrite and not stream:  # a streaming run may continue an earlier one
-        raise ValueError(f"{str(out)!r} exists: give another --out, or --overwrite")
+    if not stream:  # a streaming run may continue an earlier one, and looks by itself
+        checked_place(out, overwrite=overwrite, sources=[model])
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
     tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
@@ -145,18 +150,19 @@ def sparsify(
         more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
         sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
     else:
-        companions = source.companions()
-        dense = source.load(quantized=quantized, masks=not settings.get("replace"))
-        network = mts.sparsify(dense, method, settings)
-        if quantized is not None:
-            mts.report(network).notes.append(str(quantized))
-        with while_others_wait(settings.get("distributed")) as writes:
-            if not writes:
-                return
-            if held_out is not None:
-                place = settings.get("device") or "cpu"
-                evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
-            mts.save(network.to("cpu"), out, companions=companions)
+        with reserved(out) if rank() == 0 else nullcontext():
+            companions = source.companions()
+            dense = source.load(quantized=quantized, masks=not settings.get("replace"))
+            network = mts.sparsify(dense, method, settings)
+            if quantized is not None:
+                mts.report(network).notes.append(str(quantized))
+            with while_others_wait(settings.get("distributed")) as writes:
+                if not writes:
+                    return
+                if held_out is not None:
+                    place = settings.get("device") or "cpu"
+                    evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
+                mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
         sparsity_report = mts.report(network)
     if as_json:
         _print_json(

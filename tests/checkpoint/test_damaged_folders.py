@@ -10,8 +10,8 @@ from transformers import MistralConfig, MistralForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import format
 from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
-from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, sparse
-from tests.helpers import assert_bits, refused, tiny_llama
+from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, scrambled, sparse
+from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama
 from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
 
@@ -369,3 +369,12 @@ def test_load_reports_what_transformers_could_not_match(broken):
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' of the model is not in the folder"):
         mts.load(folder)
+
+
+def test_files_that_no_weights_are_read_from_are_not_looked_at(broken):
+    """What docs/format.md says of files that sparsity.json does not list."""
+    folder = broken("llama")
+    for name in ("model-00009-of-00009.safetensors", "pytorch_model.bin", "notes.txt"):
+        (folder / name).write_bytes(b"junk")
+    assert_same_state(mts.load(folder), state_of(sparse("llama")))
+    assert_same_state(mts.restore(scrambled("llama"), folder), state_of(sparse("llama")))

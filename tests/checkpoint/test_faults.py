@@ -145,7 +145,7 @@ def assert_goes_on(world: World, target: Path, recipe: str = "sparsegpt", **more
     complete, solved = not partial.exists() and target.exists(), (partial / "report.json").exists()
     code, found = world.runs.run("stream", {**world.given(target, recipe), **more})
     if complete:
-        assert found["error"].startswith(f"ValueError: '{target}' exists"), found
+        assert found["error"].startswith(f"ValueError: '{target}' exists and is not empty"), found
     else:
         assert code == 0, found
         expected = [f"{done} of {BLOCKS} blocks were reused from a stopped run"] if done and not solved else []
@@ -556,6 +556,37 @@ def test_the_second_of_two_runs_on_one_target_is_refused(world, target):
     os.kill(first, signal.SIGCONT)
     assert world.runs.wait(first)[0] == 0
     assert_same_folders(target, world.undisturbed()[0])
+
+
+@pytest.mark.parametrize("second", [("--method", "magnitude"), ("--overwrite",), ("--stream",)])
+def test_the_second_of_two_runs_of_the_command_line_to_one_folder_is_refused(tmp_path, world, second):
+    """The first, which holds its model in memory, is held still while the second tries."""
+    out = tmp_path / "new" / "sparse"
+    command = ["sparsify", str(world.source), "--out", str(out), "--method", "magnitude"]
+    first = world.runs.start("cli", {"arguments": command})
+    while not (partial_of(out) / "lock").exists():
+        pass
+    os.kill(first, signal.SIGSTOP)
+    code, found = world.runs.run("cli", {"arguments": [*command, "--pattern", "1:4", *second]})
+    assert (code, found["out"]) == (2, ""), found
+    (line,) = found["err"].splitlines()
+    assert line == (
+        f"modelopt-sparse: '{partial_of(out)}' is being written to by another run: wait for it, or give another target"
+    )
+    os.kill(first, signal.SIGCONT)
+    code, found = world.runs.wait(first)
+    assert (code, found["err"]) == (0, "")
+    assert {layer.pattern for layer in mts.verify(out).layers} == {"2:4"}
+    assert [path.name for path in out.parent.iterdir()] == ["sparse"]
+
+
+def test_a_run_in_memory_leaves_alone_what_a_streaming_run_has_done(world, target):
+    code, _ = world.runs.run("stream", world.given(target), files=str(target), at="*/block-00001.json", fault=KILL)
+    assert code == -signal.SIGKILL
+    command = ["sparsify", str(world.source), "--out", str(target), "--method", "magnitude"]
+    assert world.runs.run("cli", {"arguments": command})[0] == 0
+    shutil.rmtree(target)
+    assert_goes_on(world, target)
 
 
 # no memory ------------------------------------------------------------------------------------------------------------

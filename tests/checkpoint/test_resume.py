@@ -269,7 +269,7 @@ def test_overwrite_replaces_a_model_and_leaves_other_files(tmp_path):
     old = saved(tmp_path / "sparse", lambda: tiny_llama(num_hidden_layers=4), max_shard_size=20_000)
     (old / "notes.txt").write_text("mine")
     before = content(old)
-    with pytest.raises(ValueError, match="exists: give another target, or overwrite=True"):
+    with pytest.raises(ValueError, match="exists and is not empty: give another path, or overwrite=True"):
         mts.sparsify_checkpoint(source, old, "magnitude")
     assert content(old) == before
     mts.sparsify_checkpoint(source, old, "magnitude", overwrite=True)
@@ -330,7 +330,7 @@ def test_an_output_head_takes_a_run_of_its_own_and_is_refused(tmp_path):
 def test_sources_that_are_refused(tmp_path):
     source = saved(tmp_path / "dense", tiny_llama)
     target = tmp_path / "sparse"
-    with pytest.raises(ValueError, match="is the source"):
+    with pytest.raises(ValueError, match="is the folder that the weights come from"):
         mts.sparsify_checkpoint(source, source, "magnitude", overwrite=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no config\.json"):

@@ -1,12 +1,14 @@
 """Saving where something is, and saving that fails or is stopped."""
 
+import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
@@ -23,7 +25,7 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     first, second = sparse("llama"), mts.sparsify(tiny_llama(), "magnitude", pattern="1:4")
     out = tmp_path / "out"
     for model, options in ((first, {}), (second, {"max_shard_size": "20KB"}), (first, {})):
-        mts.save(model, out, **options)
+        mts.save(model, out, overwrite=True, **options)
         (out / "notes.txt").write_text("mine")
         assert len(list(out.glob("model-*"))) == 0 or options
         assert (out / "model.safetensors").exists() == (not options)
@@ -34,10 +36,107 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_model_can_be_saved_over_the_folder_that_it_was_loaded_from(saved, broken):
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def test_a_folder_that_is_not_empty_is_written_to_only_when_asked(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    mts.save(sparse("net"), out)  # an empty one is a new one
+    before = content(out)
+    for folder in (out, tmp_path):  # the second holds no model
+        with pytest.raises(ValueError, match=r"exists and is not empty: give another path, or overwrite=True"):
+            mts.save(sparse("llama"), folder)
+    assert content(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    mts.save(sparse("llama"), out, overwrite=True)
+    assert_same_state(mts.load(out), state_of(sparse("llama")))
+
+
+class Rival:
+    """A companion that is saved while somebody else writes to the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save_pretrained(self, staging: Path) -> None:
+        del staging
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "config.json").write_text("precious")
+
+
+def test_a_folder_that_others_have_filled_meanwhile_stays_as_they_left_it(tmp_path):
+    for out in (tmp_path / "new", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r"has come into being meanwhile, and is left as it is: give another path"):
+            mts.save(sparse("llama"), out, companions=[Rival(out)])
+        assert content(out) == {"config.json": b"precious"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_working_directory_and_what_is_above_it_are_refused(tmp_path, monkeypatch, overwrite):
+    here = tmp_path / "above" / "here"
+    here.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    (here / "model-00001-of-00002.safetensors").write_bytes(b"weights of yours")
+    before = content(here)
+    monkeypatch.chdir(here)
+    for folder in ("", ".", Path(), here, tmp_path / "link", "..", tmp_path, tmp_path / "above" / "here" / "x" / ".."):
+        with pytest.raises(ValueError, match=r"is (the current directory|a folder above the current directory): a mod"):
+            mts.save(sparse("net"), folder, overwrite=overwrite)
+    assert content(here) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["above", "link"]
+    mts.save(sparse("net"), "x")  # a folder in it is none of these
+
+
+class Around(nn.Module):
+    """A module of the user's own with a model of transformers inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+READ: dict[str, Callable[[Path], nn.Module]] = {
+    "load": mts.load,
+    "restore": lambda folder: mts.restore(scrambled("llama"), folder),
+    "from_pretrained": LlamaForCausalLM.from_pretrained,
+    "inside": lambda folder: Around(LlamaForCausalLM.from_pretrained(folder)),
+    "another class": lambda folder: LlamaForCausalLM.from_pretrained(folder).model,
+    "copied": lambda folder: copy.deepcopy(mts.load(folder)),
+    "exported": lambda folder: mts.export(mts.load(folder)),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_the_folder_that_the_weights_come_from_is_refused(broken, tmp_path, monkeypatch, how):
+    """Under each of its names, whatever ``overwrite`` says. Another folder is not."""
     folder = broken("llama")
-    mts.save(mts.load(folder), folder)
-    assert_same_state(mts.load(folder), state_of(sparse("llama")))
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "elsewhere").mkdir()
+    before = content(folder)
+    monkeypatch.chdir(tmp_path)
+    model = READ[how](Path("llama") if how != "load" else tmp_path / "link")
+    for place in ("llama", folder, "./llama/", "link", tmp_path / "elsewhere" / ".." / "llama"):
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match="is the folder that the weights come from, which would be lost"):
+                mts.save(model, place, overwrite=overwrite)
+    assert content(folder) == before
+    if how in ("load", "restore"):  # these know it wherever the process has gone since
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="is the folder that the weights come from"):
+            mts.save(model, folder, overwrite=True)
+        monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        mts.save(model, "other", overwrite=True)
+
+
+def test_restore_into_a_module_of_the_users_own_remembers_its_folder(broken):
+    folder = broken("net")
+    with pytest.raises(ValueError, match="is the folder that the weights come from"):
+        mts.save(mts.restore(scrambled("net"), folder), folder, overwrite=True)
 
 
 def test_sparsity_json_leaves_first_and_comes_last_in_an_existing_folder(broken, monkeypatch):
@@ -58,7 +157,7 @@ def test_sparsity_json_leaves_first_and_comes_last_in_an_existing_folder(broken,
 
     watch("replace")
     watch("unlink")
-    mts.save(sparse("llama"), folder)
+    mts.save(sparse("llama"), folder, overwrite=True)
     assert seen[0][:2] == ("unlink", DESCRIPTION)
     assert seen[-1][:2] == ("replace", DESCRIPTION)
     assert {item[1] for item in seen} >= {"model.safetensors", MASKS, "model-00001-of-00009.safetensors"}
@@ -80,14 +179,14 @@ def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, s
 
     monkeypatch.setattr(checkpoint, step, stop)
     with pytest.raises(Interruption):
-        mts.save(sparse("net"), folder)
+        mts.save(sparse("net"), folder, overwrite=existing)
     if existing:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
         assert [path.name for path in tmp_path.iterdir()] == ["net"]
     else:
         assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    mts.save(sparse("net"), folder)
+    mts.save(sparse("net"), folder, overwrite=existing)
     mts.restore(scrambled("net"), folder)
 
 
@@ -100,7 +199,7 @@ def test_a_save_that_is_stopped_while_files_are_replaced_leaves_no_description(b
 
     monkeypatch.setattr(Path, "replace", stop)
     with pytest.raises(OSError, match=r"has no sparsity\.json now .*save again.*Input/output error"):
-        mts.save(sparse("net"), folder)
+        mts.save(sparse("net"), folder, overwrite=True)
     assert not (folder / DESCRIPTION).exists()
     assert [path.name for path in folder.parent.iterdir()] == ["net"]
 
@@ -113,7 +212,7 @@ models = {name: sparse(name) for name in ("llama", "net")}
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # config.json fits, the weights do not
 for folder in sys.argv[1:]:
     try:
-        mts.save(models[folder.rpartition("/")[2]], folder)
+        mts.save(models[folder.rpartition("/")[2]], folder, overwrite=True)
     except OSError as error:
         print(type(error).__name__, error)
 """
@@ -145,15 +244,11 @@ def test_a_folder_that_may_not_be_written_is_an_oserror_with_its_name(tmp_path):
         mts.save(sparse("net"), tmp_path / "out")
 
 
-def test_saving_to_a_relative_path_and_into_the_working_directory(tmp_path, monkeypatch):
+def test_saving_to_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mts.save(sparse("net"), "some/where")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    mts.save(sparse("net"), ".")
-    for folder in (tmp_path / "some" / "where", tmp_path / "here"):
-        mts.restore(scrambled("net"), folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "some"]
+    mts.restore(scrambled("net"), tmp_path / "some" / "where")
+    assert [path.name for path in tmp_path.iterdir()] == ["some"]
 
 
 @pytest.mark.parametrize("name", ["model.pth", "model.pt", "pytorch_model.bin", "model.pkl", "model.ckpt"])
@@ -172,7 +267,7 @@ def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
 def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"something of yours")
-    with pytest.raises(ValueError, match="is a file: save writes a folder, give another path"):
+    with pytest.raises(ValueError, match="is a file: a folder is written, give another path"):
         mts.save(sparse("net"), path)
     assert path.read_bytes() == b"something of yours"
     with pytest.raises(ValueError, match=r"weights\.safetensors' is not a folder"):

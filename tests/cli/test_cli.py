@@ -91,9 +91,36 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
     assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
     again = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream")
     assert again.code == 2
-    assert "exists: give another target, or overwrite=True (--overwrite)" in again.err
+    assert "exists and is not empty: give another path, or overwrite=True (--overwrite)" in again.err
     assert run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--overwrite").code == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("dense", "is the folder that the weights come from, which would be lost: give another path"),
+        ("link", "is the folder that the weights come from, which would be lost: give another path"),
+        (".", "is the current directory: a model is written to a folder of its own, give another path"),
+        ("..", "is a folder above the current directory: a model is written to a folder of its own, give another"),
+        ("model.pth", "looks like a pickle file"),
+        ("notes.txt", "is a file: a folder is written, give another path"),
+    ],
+)
+def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, monkeypatch, out, message, stream):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    shutil.copytree(work / "llama", "dense")
+    Path("link").symlink_to("dense")
+    Path("notes.txt").write_text("mine")
+    before = sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    done = run("sparsify", "dense", "--out", out, "--overwrite", "--method", "magnitude", *stream)
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.splitlines()
+    assert message in line
+    assert sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -263,13 +290,17 @@ def test_dtype(run, work, tmp_path, dtype):
     assert len(mts.verify(out, "2:4").layers) == 7
 
 
-def test_an_existing_folder_needs_overwrite(run, work, tmp_path):
+def test_a_folder_that_is_not_empty_needs_overwrite(run, work, tmp_path):
+    (tmp_path / "out").mkdir()
     command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out")
     assert run(*command).code == 0
     before = (tmp_path / "out" / "sparsity.json").read_bytes()
     done = run(*command, "--pattern", "1:4")
     assert done.code == 2
-    assert done.err == f"modelopt-sparse: '{tmp_path / 'out'}' exists: give another --out, or --overwrite\n"
+    assert done.err == (
+        f"modelopt-sparse: '{tmp_path / 'out'}' exists and is not empty: give another path, or overwrite=True "
+        "(--overwrite)\n"
+    )
     assert (tmp_path / "out" / "sparsity.json").read_bytes() == before
     assert run(*command, "--pattern", "1:4", "--overwrite").code == 0
     assert {layer.pattern for layer in mts.report(tmp_path / "out").layers} == {"1:4"}

@@ -252,7 +252,7 @@ def saved(folder: Path) -> Found:
     torch.manual_seed(0)
     model = mts.sparsify(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), "magnitude", include="*", progress=False)
     for _ in range(4):  # the first time it is a new folder
-        mts.save(model, folder / f"saved-{size()}")
+        mts.save(model, folder / f"saved-{size()}", overwrite=True)
     sparse_llama = mts.sparsify(llama(), "magnitude", progress=False)
     return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
 

@@ -265,7 +265,7 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
     """Save the sparse model of one folder to another."""
     import modelopt_sparse as mts
 
-    mts.save(mts.load(model), folder, max_shard_size=40_000)
+    mts.save(mts.load(model), folder, overwrite=True, max_shard_size=40_000)
     return 0, {}
 
 

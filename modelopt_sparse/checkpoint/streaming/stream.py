@@ -24,7 +24,8 @@ from torch import nn
 from modelopt_sparse.calibration.data import Call, load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.files import is_full
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, checked_path, pack_mask, read_description
+from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS, pack_mask, read_description
+from modelopt_sparse.checkpoint.place import checked_place
 from modelopt_sparse.checkpoint.restore import report as report_in
 from modelopt_sparse.checkpoint.save import describe_mask, write_description
 from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
@@ -134,15 +135,9 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
 
 def _checked_target(source: str | Path, target: str | Path, overwrite: bool) -> Path:
     """The folder to write, if it can be written to."""
-    folder = checked_path(target)
-    if folder.is_file():
-        raise ValueError(f"{str(folder)!r} is a file: a folder is written, give another path")
-    if Path(source).is_dir() and folder.resolve() == Path(source).resolve():
-        raise ValueError(f"{str(folder)!r} is the source: give another target")
-    remove_leftovers(folder)
-    if folder.exists() and not overwrite and not is_finished(folder):
-        raise ValueError(f"{str(folder)!r} exists: give another target, or overwrite=True (--overwrite)")
-    return folder
+    remove_leftovers(Path(target))
+    # if it is finished, an earlier run may have begun to fill it
+    return checked_place(target, overwrite=overwrite or is_finished(Path(target)), sources=[source])
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------

@@ -21,13 +21,15 @@ run may be killed at any moment.
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelopt_sparse.checkpoint.files import hold_file, missing_parents, remove_empty, size_and_hash
 from modelopt_sparse.checkpoint.format import DESCRIPTION, move_in
+from modelopt_sparse.checkpoint.place import is_occupied
 from modelopt_sparse.reports.text import first_few
 
 STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
@@ -202,10 +204,10 @@ class WorkFolder:
     def finish(self) -> None:
         """Move ``folder``, which is complete, to the target's place.
 
-        Raises ValueError if a target has appeared there since the run started, unless ``overwrite`` is True.
+        Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
         """
         folder = self.path / "folder"
-        if self.final_folder.exists() and not self._overwrite:
+        if is_occupied(self.final_folder) and not self._overwrite:
             raise ValueError(
                 f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
                 "give overwrite=True (--overwrite); nothing will be solved again"
@@ -243,6 +245,26 @@ class WorkFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+@contextmanager
+def reserved(final_folder: Path) -> Iterator[None]:
+    """Hold the lock of a target for a run in memory, from its start to its end: no other run can write there.
+
+    What is there of a streaming run that was stopped stays. Raises ValueError if another run holds the lock.
+    """
+    path = work_path(final_folder)
+    made = missing_parents(path)
+    try:
+        lock = _locked(path / LOCK)
+        try:
+            yield
+        finally:
+            (path / LOCK).unlink(missing_ok=True)
+            if lock is not None:
+                os.close(lock)
+    finally:
+        remove_empty([path, *made])
 
 
 def work_path(final_folder: Path) -> Path:
