@@ -24,6 +24,7 @@ from modelopt_sparse.model.offload import (
     refuse_to_tune_offloaded,
     refuse_what_cannot_be_written,
 )
+from modelopt_sparse.model.wrappers import run_eagerly, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.identity import common_to_processes
 from modelopt_sparse.plan.plan import Plan
@@ -46,7 +47,8 @@ def sparsify(
     what goes beyond it (polish, reconstruct and others) is asked for. ``config`` and keywords are the options of
     `SparsifyConfig` and the method's own. Everything is checked before any work. Pruned layers become sparse modules
     that hold their masks (``enforce=False``: plain modules with zeros); the Parameter objects stay the same. The model
-    comes back in the mode, dtype, device and with the flags that it came with.
+    comes back in the mode, dtype, device and with the flags that it came with. Of a model that torch.compile,
+    DataParallel or DistributedDataParallel wraps, the one inside is pruned, and the wrapper returned.
 
     Raises ValueError or TypeError with the model untouched. If something fails later (or Ctrl-C), the layers solved so
     far stay sparse, the rest is untouched, and the call can be repeated. Under torch.distributed all processes of the
@@ -56,8 +58,8 @@ def sparsify(
     >>> mts.report(model).sparsity
     0.5
     """
-    with Processes.of(distributed_in(config, options)) as processes:
-        prune(model, *resolve(method, config, options), InMemory(), processes)
+    with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
+        prune(unwrapped(model), *resolve(method, config, options), InMemory(), processes)
     return model
 
 

@@ -26,6 +26,7 @@ from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import pack_onto
 from modelopt_sparse.runtime.settings import loading_place
@@ -47,7 +48,14 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     """
     refuse_no_model(model)
     folder = checked_path(folder)
+    _restore(unwrapped(model), folder)
+    return model
+
+
+def _restore(model: nn.Module, folder: Path) -> None:
+    """`restore` into a model without wrappers."""
     refuse_packed(model, "restored into")
+    refuse_wrapped_parts(model, "restored into")
     description = read_description(folder)
     problems = []
     if description.model_class != dense_class(model).__name__:
@@ -61,7 +69,14 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     filled: list[tuple[Tensor, Tensor]] = []
     if damaged.keys() <= {MASKS}:
         read = _reader(model, slots, folder, description, problems)
-        filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems)) is not None]
+        dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+        filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems, dtypes)) is not None]
+        problems += [
+            f"{names[0]!r} is {there} there and {here} in the model"
+            + (f", and so are {len(names) - 1} others" if len(names) > 1 else "")
+            + f": convert the model first, with model.to({there})"
+            for (there, here), names in dtypes.items()
+        ]
     if problems:
         raise ValueError(
             _listed(f"{str(folder)!r} cannot be restored into this {dense_class(model).__name__}", problems)
@@ -72,7 +87,6 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
             values.copy_(tensor)
     _attach(model, masks, description)
     remember_source(model, folder)
-    return model
 
 
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
@@ -131,6 +145,7 @@ def report(model: nn.Module | str | Path) -> Report:
     Raises ValueError if there is none.
     """
     if isinstance(model, nn.Module):
+        model = unwrapped(model)
         attached, subject = attached_report(model), f"this {type(model).__name__}"
     else:
         attached, subject = read_description(model).report, f"the model in {str(model)!r}"
@@ -182,11 +197,17 @@ def _slots(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 
 def _fill(
-    names: list[str], values: Tensor, read: Read, masks: Mapping[str, Tensor], problems: list[str]
+    names: list[str],
+    values: Tensor,
+    read: Read,
+    masks: Mapping[str, Tensor],
+    problems: list[str],
+    dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]],
 ) -> tuple[Tensor, Tensor] | None:
     """(a tensor of the model, the folder's tensor for it); None if the folder has none.
 
-    ``names`` are all names of the model's tensor ``values``. What is wrong is appended to ``problems``.
+    ``names`` are all names of the model's tensor ``values``. What is wrong is appended to ``problems``; the names of
+    tensors of another dtype go into ``dtypes``, under (the dtype there, the dtype in the model).
     """
     stored_tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
     if not stored_tensors:
@@ -197,7 +218,7 @@ def _fill(
         if other.shape != values.shape:
             problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
         elif other.dtype != values.dtype:
-            problems.append(f"{name!r} is {other.dtype} there and {values.dtype} in the model: convert the model first")
+            dtypes.setdefault((other.dtype, values.dtype), []).append(name)
         elif other is not tensor and not torch.equal(other, tensor):
             problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
         elif name in masks and masks[name].shape != other.shape:

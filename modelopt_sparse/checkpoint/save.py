@@ -25,6 +25,7 @@ from modelopt_sparse.distributed import rank
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.masking import dense_class, named_masks
 from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attached_report, library_versions
 
 
@@ -59,6 +60,8 @@ def save(
     >>> mts.save(model, "sparse-model")
     """
     refuse_no_model(model)
+    model = unwrapped(model)
+    refuse_wrapped_parts(model, "saved")
     folder = checked_place(folder, overwrite=overwrite, sources=sources_of(model))
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")

@@ -16,6 +16,7 @@ from modelopt_sparse.model.hf import empty_model, unloaded
 from modelopt_sparse.model.layers import Layer, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
@@ -87,7 +88,9 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     asked = None if pattern is None else parse_pattern(pattern)
     if isinstance(model, nn.Module):
         refuse_no_model(model)
+        model = unwrapped(model)
         refuse_packed(model, "verified")
+        refuse_wrapped_parts(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
 
         def read(layer: Layer, /) -> Tensor:

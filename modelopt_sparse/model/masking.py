@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import is_fully_sharded, mask_like
 from modelopt_sparse.model.offload import stored, without_hook
+from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.model.zeros import (
     MaskedParameter,
     hold_zeros,
@@ -298,6 +299,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     Raises ValueError if there is no such parameter, if the mask is not bool or has another shape, or if the module
     cannot become sparse: its forward was replaced on the instance, or it has an attribute with the mask's name.
     """
+    module = unwrapped(module)
     owner, param, weight = _find_parameter(module, name)
     if mask.dtype != torch.bool or mask.shape != weight.shape:
         raise ValueError(
@@ -329,6 +331,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
 def remove_masks(module: nn.Module) -> None:
     """Back to plain modules: original classes, no masks, weights zero at pruned places. Parameters stay the same."""
+    module = unwrapped(module)
     apply_masks(module)
     for path, child in list(module.named_modules()):
         if not isinstance(child, SparseModule):
@@ -348,8 +351,11 @@ def remove_masks(module: nn.Module) -> None:
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(full parameter name, mask) of every masked parameter; True = kept."""
-    for path, child in module.named_modules():
+    """(full parameter name, mask) of every masked parameter; True = kept.
+
+    The names are those of the model inside of torch.compile's wrapper, DataParallel or DistributedDataParallel.
+    """
+    for path, child in unwrapped(module).named_modules():
         if isinstance(child, SparseModule):
             for name, mask in _own_masks(child):
                 yield f"{path}.{name}".removeprefix("."), mask
@@ -414,6 +420,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
 
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    module = unwrapped(module)
     path, _, param = name.rpartition(".")
     try:
         owner = module.get_submodule(path)

@@ -23,6 +23,7 @@ from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, qu
 from modelopt_sparse.model.stacks import find_stacks
 from modelopt_sparse.model.tuners import REASON as TUNER
 from modelopt_sparse.model.tuners import tuner_modules
+from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
@@ -46,7 +47,7 @@ def make_plan(
     - a pattern that fits no layer, or that does not fit a layer named in full;
     - weights that are not floating point.
     """
-    return plan_for(model, *resolve(method, config, options))
+    return plan_for(unwrapped(model), *resolve(method, config, options))
 
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
@@ -54,6 +55,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     refuse_no_model(model)
     refuse_packed(model, "pruned")
     refuse_longer_windows(model, config.seq_len)
+    refuse_wrapped_parts(model, "pruned")
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
     stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.hooked_modules)})

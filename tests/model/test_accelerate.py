@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -14,6 +14,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
 )
 from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -166,6 +167,20 @@ def test_a_hooked_model_is_saved_and_loaded(hook, tmp_path):
     again = mts.load(tmp_path / "sparse")
     for name, mask in mts.named_masks(model):
         assert torch.equal(dict(mts.named_masks(again))[name], mask)
+
+
+def test_what_accelerator_save_model_writes(tmp_path):
+    """docs/training.md says so: masks among the weights, which plain from_pretrained does not expect."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(mts.sparsify(tiny_llama(), "magnitude"))
+    accelerator.save_model(model, tmp_path / "theirs")
+    assert len([name for name in load_file(tmp_path / "theirs" / "model.safetensors") if name.endswith("_mask")]) == 14
+    mts.save(accelerator.unwrap_model(model), tmp_path / "ours")
+    accelerator.unwrap_model(model).save_pretrained(tmp_path / "plain")
+    for name in ("ours", "plain"):
+        _, loading = LlamaForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not loading["unexpected_keys"]
+        assert not loading["missing_keys"]
 
 
 @every_kind
