@@ -28,7 +28,8 @@ from modelopt_sparse.model.stacks import Stack
 
 CANDIDATES = 4  # stored tensors of one shape that a new one is compared with, newest first
 # what a call may hold beside tensors: anything else (a cache, an iterator) may change from one run to the next
-CONSTANT = (NoneType, bool, int, float, complex, str, bytes, slice, Enum, torch.dtype, torch.device, FunctionType, type)
+NUMBERS = (bool, int, float, complex, torch.Size)
+CONSTANT = (NoneType, *NUMBERS, str, bytes, slice, Enum, torch.dtype, torch.device, FunctionType, type)
 
 
 @dataclass

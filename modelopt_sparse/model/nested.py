@@ -3,12 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every leaf of its nested tuples, lists and mappings replaced by ``function(leaf)``."""
+    """``value`` with every leaf of its nested tuples, lists and mappings replaced by ``function(leaf)``.
+
+    A torch.Size is a leaf, although it is a tuple: it holds nothing but integers.
+    """
+    if isinstance(value, torch.Size):
+        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, entry) for entry in value))
     if isinstance(value, (tuple, list)):

@@ -13,6 +13,7 @@ from tests.models.stacked import (
     Exhausting,
     Iterating,
     Normed,
+    Sized,
     Stacked,
     Twice,
     WritingFirst,
@@ -71,6 +72,8 @@ def test_blocks_that_cannot_be_chained_are_calibrated_through_the_whole_model(ki
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
-def test_blocks_that_can_be_chained_give_the_same_statistics_without_a_note(sequential):
-    model = assert_calibrated(Stacked(), STACKED, vectors(6), sequential)
+@pytest.mark.parametrize("kind", [Stacked, Sized], ids=lambda kind: kind.__name__)
+def test_blocks_that_can_be_chained_give_the_same_statistics_without_a_note(kind, sequential):
+    """Also with another shape in each batch, that the blocks are given as a torch.Size."""
+    model = assert_calibrated(kind(), STACKED, vectors(6), sequential)
     assert mts.report(model).notes == []

@@ -171,6 +171,27 @@ class Exhausting(Stacked):
         return super().forward(x)
 
 
+class OfShape(Block):
+    """Depends on a size that it is given, so that a wrong one is seen."""
+
+    def forward(self, x: Tensor, shape: torch.Size, sizes: list[torch.Size]) -> Tensor:
+        assert isinstance(shape, torch.Size)
+        return super().forward(x * (shape[0] + sizes[0].numel()) ** -0.5)
+
+
+class Sized(Stacked):
+    """The blocks are given the shape of what runs through them."""
+
+    def __init__(self) -> None:
+        super().__init__(block=OfShape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, x.shape, sizes=[x.shape])
+        return self.head(x)
+
+
 class Normed(Stacked):
     """A norm stands between the blocks, which is no block itself."""
 
