@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -20,9 +19,8 @@ from modelopt_sparse.model.hf import refuse_longer_windows
 from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_packed
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
+from modelopt_sparse.model.roles import protected_modules
 from modelopt_sparse.model.stacks import find_stacks
-from modelopt_sparse.model.tuners import REASON as TUNER
-from modelopt_sparse.model.tuners import tuner_modules
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
@@ -58,11 +56,13 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     refuse_wrapped_parts(model, "pruned")
     layers, others = find_layers(model)
     _check_globs(model, layers, others, config)
-    stacks = find_stacks(model, {module for layer in layers for module in (layer.owner, *layer.hooked_modules)})
+    holders = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
+    stacks = find_stacks(model, holders)
     block_of = {
         module: name for stack in stacks for name, block in zip(stack.names, stack.blocks) for module in block.modules()
     }
-    protected = _protected(model)
+    one_block = any(stack.blocks == (model,) for stack in stacks)
+    protected = protected_modules(model, holders, one_block=one_block)
 
     # each layer is planned, or stays dense like the weights that are no layers
     planned: list[LayerPlan] = []
@@ -123,31 +123,6 @@ def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable]
             + (f", only weights that stay dense: {'; '.join(reasons)}" if reasons else "")
             + f"; names look like {', '.join(close or names[:3]) or '(there is no prunable layer)'}"
         )
-
-
-def _protected(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose weights stay dense unless they are named in full -> the reason.
-
-    They are adapters, output heads, routers, and layers whose weight another module reads without calling them.
-    """
-    reasons = dict.fromkeys(tuner_modules(model), TUNER)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
-            reasons[head] = "output head"
-        for name, child in module.named_children():
-            has_experts = any(
-                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
-                for other, beside in module.named_children()
-            )
-            is_gate = name in ("gate", "router", "wg") and has_experts
-            if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
-                reasons.update((inner, "MoE router") for inner in child.modules())
-            if name == "dt_proj" and "mamba" in type(module).__name__.lower():
-                reasons[child] = f"{type(module).__name__} reads the weight without calling the module"
-    for name, module in model.named_children():
-        if name == "lm_head":
-            reasons.setdefault(module, "output head")
-    return reasons
 
 
 def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]) -> str:

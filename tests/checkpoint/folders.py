@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-PRUNED = {"llama": 14, "gpt2": 8, "net": 3, "bfloat16": 14}
+PRUNED = {"llama": 14, "gpt2": 8, "net": 2, "bfloat16": 14}
 
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"

@@ -12,7 +12,17 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config
+from transformers import (
+    IBertConfig,
+    IBertForMaskedLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MobileNetV1Config,
+    MobileNetV1ForImageClassification,
+    T5Config,
+)
 from transformers import T5ForConditionalGeneration as T5
 from transformers.pytorch_utils import Conv1D
 
@@ -69,6 +79,31 @@ def test_an_output_head_is_found_by_its_role_whatever_its_name():
 
     plan = make_plan(Renamed(untied().config), "magnitude", include="*")
     assert reasons(plan)["vocabulary"] == "output head"
+
+
+def test_the_head_of_a_model_without_a_stack_stays_dense():
+    """transformers: all that lies outside of the base model. Other models: the last layer, by the name of its child."""
+    config = MobileNetV1Config(num_channels=3, image_size=32, depth_multiplier=0.25, min_depth=8)
+    plan = make_plan(MobileNetV1ForImageClassification(config), "magnitude", pattern=0.5)
+    assert plan.stacks[0].names == ("",)
+    assert reasons(plan) == {"classifier": "output head"}
+    assert make_plan(MobileNetV1ForImageClassification(config), "magnitude", include="classifier").layers
+
+    layers = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)]
+    body, head = nn.Sequential(layers[0]), nn.Sequential(nn.Dropout(), *layers[1:])
+    plain = nn.ModuleDict({"features": body, "classifier": head})
+    assert reasons(make_plan(plain, "magnitude")) == {"classifier.2": "output head"}
+    assert not reasons(make_plan(nn.ModuleDict({"features": body, "output": head}), "magnitude"))
+    assert not reasons(make_plan(nn.ModuleDict({"fc": layers[0]}), "magnitude"))  # all there is
+
+
+def test_an_lm_head_is_protected_with_all_that_it_holds():
+    """I-BERT: its own Linear layers have no adapter, and its lm_head holds a plain one."""
+    config = IBertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(ValueError, match=r"nothing to prune in this IBertForMaskedLM: .*output head"):
+        make_plan(IBertForMaskedLM(config), "magnitude")
 
 
 def test_a_linear_that_shares_its_weight_with_the_output_head_is_protected_as_well():
@@ -139,6 +174,13 @@ def test_a_router_is_found_by_the_name_of_its_class_with_all_that_it_holds():
 
     plan = make_plan(nn.ModuleDict({"mlp": GatedMLP(), "choose": TopKRouter()}), "magnitude")
     assert reasons(plan) == {"choose.down": "MoE router", "choose.up": "MoE router"}
+
+
+def test_a_router_is_found_by_its_own_name():
+    """As altup.modality_router of Gemma 3n, which is no router of experts."""
+    block = nn.ModuleDict({"up": nn.Linear(8, 8), "modality_router": nn.Linear(8, 4), "down": nn.Linear(8, 8)})
+    plan = make_plan(nn.Sequential(block), "magnitude")
+    assert reasons(plan) == {"0.modality_router": "router"}
 
 
 def test_an_lm_head_of_a_plain_module_is_an_output_head():
