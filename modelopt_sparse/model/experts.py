@@ -1,11 +1,12 @@
 """Fused experts of transformers' mixtures: one parameter [E, ...] holds a matrix for each expert, and the router says
 which rows go to which expert.
 
-transformers calls them in three ways:
+transformers calls them in four ways:
 
-- its experts interface: hidden states, and the chosen experts of each token;
+- its experts interface, and classes that are called like it: hidden states, and the chosen experts of each token;
 - Llama 4: hidden states, scaled by the router's score;
-- JetMoe's ParallelExperts: rows sorted by expert.
+- JetMoe's ParallelExperts: rows sorted by expert;
+- Inkling's shared experts, which no router chooses among: hidden states, and a factor for each expert.
 
 Forward pre-hooks see these arguments, so that the model runs its own implementation.
 
@@ -27,6 +28,8 @@ from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.offload import stored
 
 FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
+# classes without transformers' experts interface that are called, and laid out, as it has them by default
+LIKE_INTERFACE = ("LongcatFlashExperts", "Step3p7Experts")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class _FusedAdapter(RoutedAdapter):
 
     def transposed(self, module: Any) -> bool:
         """Whether matrices are stored as [C, R]."""
-        return module.is_transposed
+        return getattr(module, "is_transposed", False)
 
     def matrix(self, module: Any, weight: Tensor) -> Tensor:
         return weight.mT if self.transposed(module) else weight
@@ -113,7 +116,10 @@ class _FusedAdapter(RoutedAdapter):
 
 
 class _InterfaceAdapter(_FusedAdapter):
-    """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...)."""
+    """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...).
+
+    Those of LIKE_INTERFACE lack the attributes that it adds to a class.
+    """
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
         arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
@@ -123,7 +129,7 @@ class _InterfaceAdapter(_FusedAdapter):
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
         x, index = inputs
         order = index.flatten().argsort(stable=True) // index.shape[-1]
-        # an index of E or more stands for an expert that another process holds
+        # an index of E or more: an expert that another process holds, or one without weights (LongCat-Flash)
         sizes = index.flatten().bincount(minlength=experts).tolist()
         for expert, token in enumerate(order.split(sizes)[:experts]):
             if len(token):
@@ -137,9 +143,15 @@ class _InterfaceAdapter(_FusedAdapter):
         gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
         name = FIRST[0] if gated else FIRST[1]
         weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
-        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if module.has_bias else None
+        has_bias = getattr(module, "has_bias", False)
+        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
         made = F.linear(rows, weight, bias)
-        return module._apply_gate(made) if gated else module.act_fn(made)
+        if not gated:
+            return module.act_fn(made)
+        if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
+            return apply_gate(made)
+        gate, up = made.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
 
 
 class _Llama4Adapter(_FusedAdapter):
@@ -192,13 +204,49 @@ class _ParallelAdapter(RoutedAdapter):
                 yield Route(expert, part)
 
 
+class _SharedAdapter(Adapter):
+    """Inkling's shared experts: gate_proj, up_proj and down_proj [E, R, C], and each expert sees every token.
+
+    They are called with (hidden_states, gammas); gammas [..., E] scale the rows of down_proj, for which ``second`` is
+    True.
+    """
+
+    title = "Shared experts"
+
+    def __init__(self, *, second: bool) -> None:
+        self.second = second
+
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
+        _, hidden, gammas = arguments.values()
+        return (hidden, gammas.reshape(*hidden.shape[:-1], -1)) if self.second else (hidden,)
+
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
+        flat = [x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask] for x in inputs]
+        if not self.second:
+            yield flat[0]  # one Gram matrix serves all experts
+            return
+        x, gammas = flat
+        gate, up = (
+            torch.einsum("tc,erc->etr", x, stored(module, name).detach().to(x.device))
+            for name in ("gate_proj", "up_proj")
+        )
+        yield module.act_fn(gate) * up * gammas.mT[..., None]
+
+    def signature(self, module: Any) -> tuple:
+        del module
+        return (self,)  # what the third matrix sees is another thing than its module does
+
+
 def _experts_of(module: Any) -> int:
-    return next(parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3).shape[0]
+    """The experts that have both matrices: LongCat-Flash also holds a first one for those without weights."""
+    return min(parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
 
 
 UP, DOWN = _InterfaceAdapter(second=False), _InterfaceAdapter(second=True)
 LLAMA4_UP, LLAMA4_DOWN = _Llama4Adapter(second=False), _Llama4Adapter(second=True)
 PARALLEL = _ParallelAdapter()
+SHARED_UP, SHARED_DOWN = _SharedAdapter(second=False), _SharedAdapter(second=True)
 
 
 @dataclass(frozen=True)
@@ -228,13 +276,13 @@ def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
     return mixtures
 
 
-def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> RoutedAdapter | str | None:
+def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Adapter | str | None:
     """What a parameter of fused experts is: its adapter, or the reason why it cannot be pruned.
 
     None for a parameter that belongs to no fused experts.
     """
     weight = module.get_parameter(param)
-    if _has_interface(module):
+    if _has_interface(module) or any(_is(module, name) for name in LIKE_INTERFACE):
         if weight.dim() == 3 and param in (*FIRST, SECOND):
             return DOWN if param == SECOND else UP
         if weight.dim() == 2 and param.endswith("_bias"):
@@ -245,6 +293,8 @@ def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Ro
         return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
     if mixture is not None and mixture.router is not None and param == "weight":
         return PARALLEL
+    if _is(module, "InklingSharedExperts"):
+        return SHARED_DOWN if param == SECOND else SHARED_UP
     if param in (*FIRST, SECOND, "gate_proj", "w1", "w2", "w3") or "experts" in dense_class(module).__name__.lower():
         return (
             f"no adapter for {dense_class(module).__name__}.{param}: fused experts outside of transformers' experts "

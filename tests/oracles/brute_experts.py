@@ -31,15 +31,24 @@ def gpt_oss_gate(made: Tensor) -> Tensor:
     return (up + 1) * gate / (1 + (-1.702 * gate).exp())
 
 
+def step_gate(made: Tensor) -> Tensor:
+    half = len(made) // 2
+    return silu(made[:half]).clamp(max=0.5) * made[half:].clamp(-0.5, 0.5)
+
+
 def chosen_experts(module: Any, args: tuple, kwargs: dict) -> Rows:
     """Of a module that is called with hidden states and the experts of each token."""
     hidden, index = (*args, *kwargs.values())[:2]
     for token in range(len(hidden)):
         for expert in index[token].tolist():
+            if expert >= len(module.down_proj):  # LongCat-Flash: the identity, in the place of an expert
+                continue
             x = hidden[token].double()
             weight = module.gate_up_proj[expert].double()
             if type(module).__name__.removeprefix("Sparse") == "GptOssExperts":
                 made = gpt_oss_gate(x @ weight + module.gate_up_proj_bias[expert].double())
+            elif type(module).__name__.removeprefix("Sparse") == "Step3p7Experts":
+                made = step_gate(weight @ x)
             else:
                 made = split_halves(weight @ x)
             yield "gate_up_proj", expert, token, x
