@@ -71,6 +71,43 @@ def takes(module: nn.Module, name: str) -> bool:
         return False
 
 
+# what a model may be given -> arguments of its forward that hold it
+ARGUMENTS = {
+    "image": ("pixel_values", "flattened_patches", "image_pixel_values"),
+    "video": ("pixel_values_videos", "pixel_values"),
+    "audio": ("input_features", "input_values", "audio_input_features", "audio_values"),
+    "text": ("input_ids",),
+}
+
+
+def tower_of(model: nn.Module, name: str) -> str | None:
+    """Path of the innermost model of transformers inside of ``model`` that holds the module ``name``; None: there is
+    none."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ".".join(parts[:end])
+        if isinstance(model.get_submodule(path), PreTrainedModel):
+            return path
+    return None
+
+
+def inputs_that_reach(model: nn.Module, path: str) -> str | None:
+    """What has to be in the data of ``model`` for the model at ``path`` inside of it to run: "images (pixel_values)".
+
+    None if it is not said by transformers, or if it is nothing but text.
+    """
+    kinds = getattr(model.get_submodule(path), "input_modalities", ())
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if not kinds or "text" in kinds:
+        return None
+    words = []
+    for kind in kinds:
+        arguments = [name for name in ARGUMENTS.get(kind, ()) if takes(model, name)]
+        if arguments:
+            words.append(f"{'audio' if kind == 'audio' else kind + 's'} ({arguments[0]})")
+    return " or ".join(words) or None
+
+
 def model_class(config: Any, source: str | Path) -> Any:
     """The model class that a config names: one of transformers, or an Auto class for a model with its own code.
 
