@@ -34,6 +34,30 @@ def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack
     return [Stack("", ("",), (model,))]
 
 
+OUTSIDE = "outside the model's blocks"
+
+
+def why_outside(model: nn.Module, name: str, prunable: Collection[nn.Module]) -> str:
+    """Why a layer is in no block of the model, as the plan shows it.
+
+    For a layer in a list that is no stack it says why the list is none, and how its layers are pruned all the same.
+    """
+    held = _Held(prunable)
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        module = model.get_submodule(path)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        counts = [count for child in module.children() if (count := held.count(child))]
+        if len(counts) < 2:
+            continue
+        single = max(counts) == 1
+        why = "its members hold one layer each" if single else "its members are of several classes, some with one layer"
+        return f"{OUTSIDE}: {path!r} is no stack, for {why}; name '{path}.*' in include to prune them"
+    return OUTSIDE
+
+
 class _Held:
     """How many prunable layers a module holds."""
 

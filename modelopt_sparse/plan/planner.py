@@ -20,7 +20,7 @@ from modelopt_sparse.model.layers import Layer, Unprunable, find_layers, refuse_
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.quantization import FLOATS, codes_in, holds_codes, quantization_of
 from modelopt_sparse.model.roles import protected_modules
-from modelopt_sparse.model.stacks import find_stacks
+from modelopt_sparse.model.stacks import OUTSIDE, find_stacks, why_outside
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.memory import estimated, experts_at_once
@@ -76,6 +76,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         reason = next((protected[owner] for owner in (layer.owner, *layer.tied_modules) if owner in protected), None)
         outcome = _decide(model, layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
+            outcome = why_outside(model, layer.name, holders) if outcome == OUTSIDE else outcome
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
         layer_method, pattern, layer_options = outcome
@@ -164,7 +165,7 @@ def _decide(
     if protected and not in_full:
         return protected
     if block is None and not included:
-        return "outside the model's blocks"
+        return OUTSIDE
 
     layer_method, pattern, options = _by_rule(rule, method, config)
     if isinstance(layer_method, GivenMask):

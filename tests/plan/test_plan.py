@@ -121,6 +121,30 @@ def test_layers_outside_of_the_blocks_stay_dense():
     assert reasons(plan) == {"stem": "outside the model's blocks"}
 
 
+def test_layers_in_a_list_that_is_no_stack_are_told_why_and_how_they_are_pruned():
+    """As in the encoder of Mimi, and in the convolutional stem of wav2vec2."""
+    block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # noqa: E731
+    model = nn.ModuleDict(
+        {
+            "mixed": nn.ModuleList([nn.Linear(8, 8), block(), nn.ELU(), nn.Linear(8, 8)]),
+            "stem": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
+            "layers": nn.ModuleList([block(), block()]),
+        }
+    )
+    plan = make_plan(model, "magnitude")
+    assert [stack.name for stack in plan.stacks] == ["layers"]
+    start = "outside the model's blocks: "
+    mixed = start + "'mixed' is no stack, for its members are of several classes, some with one layer; "
+    single = start + "'stem' is no stack, for its members hold one layer each; "
+    assert reasons(plan) == {
+        **dict.fromkeys(
+            ["mixed.0", "mixed.1.0", "mixed.1.1", "mixed.3"], mixed + "name 'mixed.*' in include to prune them"
+        ),
+        **dict.fromkeys(["stem.0", "stem.1"], single + "name 'stem.*' in include to prune them"),
+    }
+    assert len(make_plan(model, "magnitude", include=["mixed.*", "stem.*", "layers.*"]).layers) == 10
+
+
 def test_routers_of_a_mixture_stay_dense_and_its_fused_experts_do_not():
     config = MixtralConfig(
         num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
