@@ -209,7 +209,7 @@ class StackInputs:
         recording = recorder.recording
         replay = StackReplay(recording, run.storage.hold_activations)
         with on_execution_device(run, self._stack.blocks), forward_context(run):
-            problem, _ = self._agreed("the check of the record", replay.problem(recording.first_output))
+            problem, _ = self._agreed("the check of the record", replay.problem(recording.first_outputs))
         if problem is not None:
             return self._through_whole_model(problem)
         outputs_stay = not run.storage.spills and has_room(run, activation_copies(run.config) * replay.nbytes)

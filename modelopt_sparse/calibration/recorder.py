@@ -1,7 +1,8 @@
 """Recording what each block of a stack is called with, while the whole dense model runs.
 
 Block i + 1 gets its hidden states from the output of block i, and everything else (masks, rotary tables, encoder
-states) from its own record. What comes from where is seen by the identity of tensors.
+states) from its own record. What comes from where is seen by the identity of tensors. Branches side by side, which take
+nothing of each other, are blocks as well: all that such a block gets lies in memory that the first block was given.
 """
 
 from collections.abc import Callable
@@ -35,22 +36,33 @@ CONSTANT = (NoneType, *NUMBERS, str, bytes, slice, Enum, torch.dtype, torch.devi
 @dataclass
 class Recording:
     """What the blocks of a stack were called with. ``calls[i][k]``: the arguments of block k in call i of the model;
-    ``first_output``: of the last block in the first call, by which a replay is checked."""
+    ``first_outputs``: position -> output in the first call, of the blocks whose output no other block takes, by which a
+    replay is checked."""
 
     stack: Stack
     calls: list[list[RecordedCall]] = field(default_factory=list)
     masks: list[TokenMasks] = field(default_factory=list)
-    first_output: list[Tensor] = field(default_factory=list)
+    first_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
 class _CallOfModel:
     """The call that runs now. ``tensor_ids``: of what each of its blocks was called with; None once a template has
-    completed the call. ``previous``: the output of the block before, and its versions."""
+    completed the call. ``previous``: the output of the block before, and ``given``: what the first block was called
+    with; both with their versions."""
 
     calls: list[RecordedCall]
     tensor_ids: list[TensorIds] | None = field(default_factory=list)
     previous: list[tuple[Tensor, int]] = field(default_factory=list)
+    given: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def held_before(self, x: Tensor) -> bool:
+        """Whether ``x`` has held its values since before the first block ran: it lies in memory that this block was
+        given, and that nothing was written to since. Inference tensors keep no count of writes."""
+        memory = x.untyped_storage().data_ptr()
+        return not x.is_inference() and any(
+            memory == other.untyped_storage().data_ptr() and version(other) == before for other, before in self.given
+        )
 
 
 class StackRecorder:
@@ -137,9 +149,14 @@ class StackRecorder:
                 return
         recorded = self._recorded(call, args, kwargs)
         call.calls.append(recorded)
-        if position > 0 and not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
-            self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")
-            return
+        if position == 0:
+            call.given = [(x, version(x)) for x in flat_tensors((args, kwargs))]
+        elif not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
+            if not all(call.held_before(x) for x in flat_tensors((args, kwargs))):
+                self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")
+                return
+            if len(self.recording.calls) == 1:
+                self.recording.first_outputs[position - 1] = [x.detach().clone() for x, _ in call.previous]
         call.tensor_ids.append(self._tensors.ids(leaves))
         kinds = [kinds_of(recorded) for recorded in call.calls]
         template = next((template for template in self._templates if template.kinds == kinds), None)
@@ -167,7 +184,7 @@ class StackRecorder:
         outputs = flat_tensors(output)
         self._call.previous = [(x, version(x)) for x in outputs]
         if block is self.recording.stack.blocks[-1] and len(self.recording.calls) == 1:
-            self.recording.first_output = [x.detach().clone() for x in outputs]
+            self.recording.first_outputs[self._blocks - 1] = [x.detach().clone() for x in outputs]
 
 
 class _StoredTensors:

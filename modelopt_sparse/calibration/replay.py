@@ -1,6 +1,6 @@
 """The blocks of a recorded stack, run one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,21 +67,22 @@ class StackReplay:
             self._calls.clear()
             self._states.clear()
 
-    def problem(self, first_output: list[Tensor]) -> str | None:
-        """Why the blocks, run one by one, do not reproduce the model's own output on the first call; None if they do.
+    def problem(self, first_outputs: Mapping[int, list[Tensor]]) -> str | None:
+        """Why the blocks, run one by one, do not reproduce the model's own outputs on the first call; None if they do.
 
         The last row of the batch is asked first, at a fraction of the cost: it decides where rows are independent and
         nothing was written to an output on its way to the next block, of which inference tensors keep no count.
         """
-        batch = next((len(x) for x in first_output if x.dim()), 1)
-        counted = not any(x.is_inference() for x in first_output)
+        all_outputs = [x for output in first_outputs.values() for x in output]
+        batch = next((len(x) for x in all_outputs if x.dim()), 1)
+        counted = not any(x.is_inference() for x in all_outputs)
         if batch > 1 and counted:
-            last_row = self._difference(first_output, lambda x: x[-1:] if x.dim() and len(x) == batch else x)
+            last_row = self._difference(first_outputs, lambda x: x[-1:] if x.dim() and len(x) == batch else x)
             if last_row is None:
                 return None
-        return self._difference(first_output, lambda x: x)
+        return self._difference(first_outputs, lambda x: x)
 
-    def _difference(self, first_output: list[Tensor], part: Callable[[Tensor], Tensor]) -> str | None:
+    def _difference(self, first_outputs: Mapping[int, list[Tensor]], part: Callable[[Tensor], Tensor]) -> str | None:
         """What is different from the model's own run, given ``part`` of each recorded tensor of the first call."""
         recorded = [x for call in self._calls[0] for x in flat_tensors(call)]
         state: list[Tensor] = []
@@ -93,9 +94,11 @@ class StackReplay:
                 return f"block {self.stack.names[position]!r} cannot be run by itself ({error})"
             if any(version(x) != was for x, was in before):
                 return "blocks write to their inputs"
-        goal = [part(x) for x in first_output]
-        same = len(state) == len(goal) and all(map(_close, state, goal))
-        return None if same else "blocks run one by one do not give the model's own output"
+            if position in first_outputs:
+                goal = [part(x) for x in first_outputs[position]]
+                if len(state) != len(goal) or not all(map(_close, state, goal)):
+                    return "blocks run one by one do not give the model's own output"
+        return None
 
     def _forward(
         self, position: int, index: int, state: list, part: Callable[[Tensor], Tensor] = lambda x: x

@@ -9,7 +9,9 @@ from tests.calibration.collecting import assert_calibrated, collected
 from tests.models.stacked import (
     STACKED,
     Between,
+    Branches,
     Counting,
+    CountingBranches,
     Exhausting,
     Iterating,
     Normed,
@@ -19,6 +21,7 @@ from tests.models.stacked import (
     WritingFirst,
     WritingLater,
     WrittenBetween,
+    WrittenBranches,
     vectors,
 )
 from tests.oracles.brute_force import assert_stats, brute_force
@@ -51,6 +54,8 @@ def test_what_stands_between_blocks_is_run_as_well(sequential):
 WHOLE = {
     Between: "does not take the output of the block before it",
     WrittenBetween: "does not take the output of the block before it",
+    WrittenBranches: "does not take the output of the block before it",
+    CountingBranches: "blocks run one by one do not give the model's own output",
     Twice: "blocks are not called once each, in order",
     WritingFirst: "blocks write to their inputs",
     WritingLater: "blocks write to their inputs",
@@ -72,8 +77,8 @@ def test_blocks_that_cannot_be_chained_are_calibrated_through_the_whole_model(ki
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
-@pytest.mark.parametrize("kind", [Stacked, Sized], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Stacked, Sized, Branches], ids=lambda kind: kind.__name__)
 def test_blocks_that_can_be_chained_give_the_same_statistics_without_a_note(kind, sequential):
-    """Also with another shape in each batch, that the blocks are given as a torch.Size."""
+    """Also with another shape in each batch, that the blocks are given as a torch.Size; and branches side by side."""
     model = assert_calibrated(kind(), STACKED, vectors(6), sequential)
     assert mts.report(model).notes == []

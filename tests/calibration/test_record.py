@@ -196,7 +196,7 @@ def checked(model: nn.Module, stack: Stack, batch: dict[str, Tensor]) -> tuple[s
     with ExitStack() as hooks:
         for block in stack.blocks:
             hooks.callback(block.register_forward_hook(see).remove)
-        return replay.problem(recorder.recording.first_output), sizes
+        return replay.problem(recorder.recording.first_outputs), sizes
 
 
 @pytest.mark.usefixtures("every_module_called")
@@ -241,6 +241,6 @@ def test_blocks_that_do_not_give_the_models_own_output_are_found_out():
     recorder = recorder_of(stack)
     recorded(model, recorder, {"input": torch.randn(3, 4)})
     recording = recorder.recording
-    recording.first_output[0][-1] += 1
-    problem = StackReplay(recording, lambda x: x).problem(recording.first_output)
+    recording.first_outputs[len(stack.blocks) - 1][0][-1] += 1
+    problem = StackReplay(recording, lambda x: x).problem(recording.first_outputs)
     assert problem == "blocks run one by one do not give the model's own output"

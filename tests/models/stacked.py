@@ -192,6 +192,43 @@ class Sized(Stacked):
         return self.head(x)
 
 
+class Branches(Stacked):
+    """Blocks side by side: each takes a slice of one tensor, as the mask decoder of SAM has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.stem(x), x, x * 2], 1)
+        return self.head(torch.stack([block(x[:, i]) for i, block in enumerate(self.blocks)]).sum(0))
+
+
+class WrittenBranches(Stacked):
+    """The slice of the second branch is written to by what the first one gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.stem(x), x, x * 2], 1)
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            outputs.append(block(x[:, i]))
+            x[:, min(i + 1, 2)] += outputs[-1]
+        return self.head(torch.stack(outputs).sum(0))
+
+
+class CountingBranches(Branches):
+    """Each branch reads a state that the model writes before it."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Scaled)
+        self.state = {"depth": 0}
+        for block in self.blocks:
+            block.state = self.state
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, outputs = torch.stack([self.stem(x), x, x * 2], 1), []
+        for depth, block in enumerate(self.blocks):
+            self.state["depth"] = (depth + 1) % 3  # the last branch reads what is left standing
+            outputs.append(block(x[:, depth]))
+        return self.head(torch.stack(outputs).sum(0))
+
+
 class Normed(Stacked):
     """A norm stands between the blocks, which is no block itself."""
 
