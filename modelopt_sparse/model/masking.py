@@ -177,7 +177,8 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     zeroed = getattr(weight, "zeroed", None)
     if torch.is_grad_enabled():
         if weight.requires_grad:
-            return F.linear(args[0], _masked(self, "weight"), self.bias)
+            bias: Any = self.bias
+            return F.linear(args[0], _masked(self, "weight"), bias)
     elif zeroed is not None and isinstance(args[0], Tensor):
         mask, mask_version, version, on_gpu, plain = zeroed
         if (
@@ -188,7 +189,7 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
             and not (on_gpu and torch.cuda.is_current_stream_capturing())
             and not torch.compiler.is_dynamo_compiling()
         ):
-            bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
+            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
             return F.linear(args[0], plain, bias)
     return _forward(self, *args, **kwargs)
 
