@@ -123,13 +123,9 @@ class Plan:
             }
             for layer_plan in self.layers
         ]
-        skipped = [
-            {"name": weight.name, "type": weight.type, "shape": list(weight.shape), "reason": weight.reason}
-            for weight in self.skipped
-        ]
         return {
             "layers": layers,
-            "skipped": skipped,
+            "skipped": [weight.as_dict() for weight in self.skipped],
             "memory_bytes": dict(self.memory),
             "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
             "notes": list(self.notes),

@@ -35,6 +35,10 @@ class Skipped:
     shape: tuple[int, ...]
     reason: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON takes."""
+        return {"name": self.name, "type": self.type, "shape": list(self.shape), "reason": self.reason}
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -151,7 +155,7 @@ class Report:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "skipped": [weight.as_dict() for weight in self.skipped]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":

@@ -839,7 +839,8 @@ def test_the_report_holds_what_the_plan_skips(tmp_path):
     assert mts.report(model).skipped == plan.skipped
     mts.save(model, tmp_path / "sparse")
     assert mts.report(tmp_path / "sparse").skipped == plan.skipped
-    assert json.loads(mts.report(model).to_json())["skipped"] == plan.as_dict()["skipped"]
+    assert mts.report(model).as_dict()["skipped"] == plan.as_dict()["skipped"]
+    assert json.loads(mts.report(model).to_json()) == mts.report(model).as_dict()
 
 
 # what is no model, and weights that no method takes -------------------------------------------------------------------
