@@ -23,7 +23,7 @@ def judged(request, tmp_path):
         if plain:
             model.save_pretrained(tmp_path / "out")
         else:
-            mts.save(model, tmp_path / "out")
+            mts.save(model, tmp_path / "out", overwrite=True)
         return mts.verify(tmp_path / "out", pattern)
 
     return judge
