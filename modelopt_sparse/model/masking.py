@@ -172,7 +172,8 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     """
     parameters = self._parameters
     weight = parameters.get("weight")
-    if weight is None or self.masked_names != ("weight",) or len(args) != 1 or torch._C._is_tracing():
+    recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
+    if weight is None or self.masked_names != ("weight",) or len(args) != 1 or recorded:
         return _forward(self, *args, **kwargs)
     zeroed = getattr(weight, "zeroed", None)
     if torch.is_grad_enabled():
@@ -187,7 +188,6 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
             and version == weight._version
             and weight.grad is None
             and not (on_gpu and torch.cuda.is_current_stream_capturing())
-            and not torch.compiler.is_dynamo_compiling()
         ):
             bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
             return F.linear(args[0], plain, bias)

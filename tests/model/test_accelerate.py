@@ -134,17 +134,17 @@ def test_forwards_are_masked(hook):
 
 @every_kind
 def test_every_sparse_module_runs_its_masked_forward(hook, monkeypatch):
-    """Once in each call of the model, behind the hook. With gradients, so that each makes its stand-in."""
+    """Once in each call of the model, behind the hook. With gradients, so that each asks for its masked weight."""
     model = hook(tiny_llama())
     mts.sparsify(model, data_loader=token_batches(), progress=False)
     paths = {module: path for path, module in model.named_modules()}
-    calls, make_stand_in = [], modules._stand_in
+    calls, masked = [], modules._masked
 
-    def counted(module, base):
+    def counted(module, name):
         calls.append(paths[module])
-        return make_stand_in(module, base)
+        return masked(module, name)
 
-    monkeypatch.setattr(modules, "_stand_in", counted)  # hooks have bound the forwards that call it
+    monkeypatch.setattr(modules, "_masked", counted)  # hooks have bound the forwards that call it
     model(token_batches(1)[0])
     assert sorted(calls) == sorted(layer.name for layer in mts.report(model).layers)
     assert len(calls) == 14
