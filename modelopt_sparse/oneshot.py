@@ -58,6 +58,7 @@ def sparsify(
     >>> mts.report(model).sparsity
     0.5
     """
+    refuse_no_model(model)
     with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
         prune(unwrapped(model), *resolve(method, config, options), InMemory(), processes)
     return model

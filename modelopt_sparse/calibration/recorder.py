@@ -48,20 +48,21 @@ class Recording:
 @dataclass
 class _CallOfModel:
     """The call that runs now. ``tensor_ids``: of what each of its blocks was called with; None once a template has
-    completed the call. ``previous``: the output of the block before, and ``given``: what the first block was called
+    completed the call. ``previous``: the output of the block before, and ``of_first_block``: what that was called
     with; both with their versions."""
 
     calls: list[RecordedCall]
     tensor_ids: list[TensorIds] | None = field(default_factory=list)
     previous: list[tuple[Tensor, int]] = field(default_factory=list)
-    given: list[tuple[Tensor, int]] = field(default_factory=list)
+    of_first_block: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def held_before(self, x: Tensor) -> bool:
         """Whether ``x`` has held its values since before the first block ran: it lies in memory that this block was
         given, and that nothing was written to since. Inference tensors keep no count of writes."""
         memory = x.untyped_storage().data_ptr()
         return not x.is_inference() and any(
-            memory == other.untyped_storage().data_ptr() and version(other) == before for other, before in self.given
+            memory == other.untyped_storage().data_ptr() and version(other) == before
+            for other, before in self.of_first_block
         )
 
 
@@ -150,7 +151,7 @@ class StackRecorder:
         recorded = self._recorded(call, args, kwargs)
         call.calls.append(recorded)
         if position == 0:
-            call.given = [(x, version(x)) for x in flat_tensors((args, kwargs))]
+            call.of_first_block = [(x, version(x)) for x in flat_tensors((args, kwargs))]
         elif not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
             if not all(call.held_before(x) for x in flat_tensors((args, kwargs))):
                 self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")

@@ -67,16 +67,7 @@ def evaluate(
     Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
     the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
     """
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
-    if seq_len < 2 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
-    if len(tokens) < seq_len:
-        raise ValueError(
-            f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
-        )
-    refuse_longer_windows(model, seq_len)
-    refuse_unknown_tokens(model, tokens)
+    _check(model, tokens, seq_len, batch_size)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     modes = [(module, module.training) for m in (model, reference) if m is not None for module in m.modules()]
@@ -108,6 +99,19 @@ def evaluate(
     return Evaluation(
         math.exp(loss / count), beside, None if reference is None else kl / count, windows.shape[0], seq_len
     )
+
+
+def _check(model: nn.Module, tokens: Tensor, seq_len: int, batch_size: int | None) -> None:
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
+    if seq_len < 2 or (batch_size is not None and batch_size < 1):
+        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
+    if len(tokens) < seq_len:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
+        )
+    refuse_longer_windows(model, seq_len)
+    refuse_unknown_tokens(model, tokens)
 
 
 def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
