@@ -1,0 +1,50 @@
+"""Every model type of transformers that can be built tiny: SparseGPT at 2:4 covers the blocks of all but those below.
+
+Minutes; one type alone: ``pytest "tests/model/test_every_type.py::test_sparsegpt_covers_the_blocks[llama]"``.
+"""
+
+import re
+
+import pytest
+import transformers
+
+import modelopt_sparse as mts
+from tests.models.every_type import batch_of, model_types, sparsified, tiny_model
+from tests.models.type_exceptions import NOT_BUILT, NOT_REACHED, NOT_RUN, PARTLY, REFUSED, VERSION, WHOLE_RUNS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # what the models themselves say
+    pytest.mark.skipif(
+        not transformers.__version__.startswith(f"{VERSION}."),
+        reason=f"the lists of exceptions are those of transformers {VERSION}",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_sparsegpt_covers_the_blocks(name):
+    """All that can be pruned in the blocks is 2:4, heads and routers are not, and no list of exceptions is stale."""
+    if name in NOT_BUILT or name in NOT_RUN:
+        pytest.skip(NOT_BUILT.get(name) or NOT_RUN[name])
+    model = tiny_model(name)
+    batch = batch_of(model)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+            sparsified(model, batch)
+        return
+    outcome = sparsified(model, batch)
+    mts.verify(outcome.model, pattern="2:4")
+    assert bool(outcome.unreached) == (name in NOT_REACHED), outcome.unreached
+    assert bool(outcome.whole_runs) == (name in WHOLE_RUNS), outcome.whole_runs
+    assert (outcome.share < 0.98) == (name in PARTLY), outcome.share
+    for layer in mts.report(model).layers:
+        assert layer.zeros * 2 == layer.size, layer.name
+        assert not re.search(r"(^|\.)(lm_head|classifier|router)(\.|$)|_router$", layer.name), layer.name
+
+
+def test_the_exceptions_are_types_of_transformers():
+    listed = [name for names in (NOT_BUILT, NOT_RUN, REFUSED) for name in names]
+    assert len(listed) == len(set(listed))
+    for names in (NOT_BUILT, NOT_RUN, REFUSED, NOT_REACHED, WHOLE_RUNS, PARTLY):
+        assert set(names) <= set(model_types())
