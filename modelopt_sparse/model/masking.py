@@ -22,6 +22,7 @@ from modelopt_sparse.model.offload import stored, without_hook
 from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.model.zeros import (
     MaskedParameter,
+    as_plain,
     hold_zeros,
     is_recorded,
     masked_copy,
@@ -111,6 +112,8 @@ class SparseModule(nn.Module):
         _watch_weights(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for name in self.masked_names:
+            as_plain(self._parameters.get(name))  # torch makes new Parameters of plain ones only
         super()._apply(fn, recurse)
         for name, mask in _own_masks(self):  # `type(dtype)` converts buffers of all dtypes
             self._buffers[name + SUFFIX] = mask.bool()

@@ -82,6 +82,13 @@ def watch(weight: Tensor | None, holder: nn.Module) -> None:
         weight.zeroed = None
 
 
+def as_plain(weight: Tensor | None) -> None:
+    """Make a MaskedParameter a plain Parameter until it is watched again."""
+    if isinstance(weight, MaskedParameter):
+        weight.zeroed = None
+        object.__setattr__(weight, "__class__", nn.Parameter)
+
+
 def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
     """The way back for a module that is no longer sparse; without a holder the Parameter is a plain one again."""
     if not isinstance(weight, MaskedParameter):
