@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate.utils import is_compiled_module
+from accelerate.utils.other import is_compiled_module  # in accelerate.utils itself only since 1.6
 from torch import nn
 
 
