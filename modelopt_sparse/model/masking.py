@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import is_fully_sharded, mask_like
-from modelopt_sparse.model.offload import stored, without_hook
+from modelopt_sparse.model.offload import has_hook, stored, without_hook
 from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.model.zeros import (
     MaskedParameter,
     as_plain,
+    faint_gradient,
     hold_zeros,
     is_recorded,
     masked_copy,
@@ -44,13 +45,16 @@ class _MaskGradient(torch.autograd.Function):
     """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
 
     Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
-    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient.
+    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient. ``faint``: pruned
+    places get `faint_gradient`.
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool) -> Tensor:
+    def forward(
+        ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool, faint: bool
+    ) -> Tensor:
         # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
-        ctx.observer, ctx.in_place = observer, in_place and observer is None
+        ctx.observer, ctx.in_place, ctx.faint = observer, in_place and observer is None, faint
         ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
         ctx.save_for_backward(mask)
         return weight.view_as(weight)
@@ -63,7 +67,30 @@ class _MaskGradient(torch.autograd.Function):
             ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
         if ctx.observer is not None:
             ctx.observer(gradient.detach())
-        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None
+        if ctx.faint:
+            return faint_gradient(gradient, mask), None, None, None, None
+        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None, None
+
+
+class _FaintGradient(torch.autograd.Function):
+    """A masked copy of a weight, whose gradient is `faint_gradient`. It also goes into compiled graphs."""
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+        return weight.masked_fill(~mask, 0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, mask, ctx.observer = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        (mask,) = ctx.saved_tensors
+        if ctx.observer is not None:
+            ctx.observer(gradient.detach())
+        return faint_gradient(gradient, mask), None, None
 
 
 def _masked(module: "SparseModule", name: str) -> Tensor:
@@ -83,24 +110,27 @@ def _masked(module: "SparseModule", name: str) -> Tensor:
     if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
         if not hold_zeros(weight, own_mask, module):
             write_zeros(memory(weight), mask)
-        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients)
+        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, module.faint_gradients)
+    if module.faint_gradients and torch.is_grad_enabled():
+        return _FaintGradient.apply(weight, mask, observer)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
         masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
     else:
         masked = masked_copy(weight, mask)
     # the copy's gradient is masked by selection as well
-    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False)
+    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False, False)
 
 
 class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
-    ``masked_names`` are the parameters that carry a mask.
+    ``masked_names`` are the parameters that carry a mask. ``faint_gradients``: see `let_gradients_through`.
     """
 
     base: ClassVar[type[nn.Module]]
     makes_gradients: ClassVar[bool]
     masked_names: tuple[str, ...] = ()
+    faint_gradients: bool = False
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
@@ -270,13 +300,22 @@ def dense_class(module: nn.Module) -> Any:
 def _swap(module: nn.Module) -> None:
     """Give a module its sparse class, in place."""
     if not isinstance(module, SparseModule):
+        _refuse_replaced_forward(module)
         drop_bound_forward(module)
-        if "forward" in module.__dict__:
-            raise ValueError(
-                f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
-                "put it into a subclass, or sparsify with enforce=False"
-            )
         object.__setattr__(module, "__class__", _sparse_class(type(module)))
+
+
+def _refuse_replaced_forward(module: nn.Module) -> None:
+    if "forward" in module.__dict__ and not _has_bound_forward(module):
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
+            "put it into a subclass, or sparsify with enforce=False"
+        )
+
+
+def _has_bound_forward(module: nn.Module) -> bool:
+    """Whether an instance holds its class's own forward, bound, as accelerate leaves it there."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward
 
 
 def drop_bound_forward(module: nn.Module) -> None:
@@ -284,7 +323,7 @@ def drop_bound_forward(module: nn.Module) -> None:
 
     accelerate leaves it there, bound, and the instance would still have it after its class has changed.
     """
-    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+    if _has_bound_forward(module):
         del module.__dict__["forward"]
 
 
@@ -310,11 +349,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
             f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(weight.shape)}, "
             "True = kept"
         )
-    if hasattr(owner, param + SUFFIX) and not isinstance(owner, SparseModule):
-        raise ValueError(
-            f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask of {name!r} "
-            "belongs: rename it, or sparsify with enforce=False"
-        )
+    refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
         _swap(owner)
@@ -333,6 +368,43 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
             _swap(parent)  # it reads out_proj.weight itself, and must read it masked
 
 
+def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
+    """Raise the ValueError of `set_mask` if the parameter ``name`` of ``module`` cannot carry a mask."""
+    owner, param, _ = _find_parameter(module, name)
+    if isinstance(owner, SparseModule):
+        return
+    if hasattr(owner, param + SUFFIX):
+        raise ValueError(
+            f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask of {name!r} "
+            "belongs: rename it, or sparsify with enforce=False"
+        )
+    if not has_hook(owner):  # accelerate's hook puts a forward of its own there
+        _refuse_replaced_forward(owner)
+
+
+def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
+    """Change the mask that the parameter ``name`` of ``module`` carries, in place; newly pruned weights become +0.0.
+
+    ``mask`` is bool, shaped like the parameter. The buffer stays the same tensor, as captured graphs want it.
+    """
+    owner, param, _ = _find_parameter(module, name)
+    own = owner.get_buffer(param + SUFFIX)
+    if mask.dtype != torch.bool or mask.shape != own.shape:
+        raise ValueError(
+            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(own.shape)}, True = kept"
+        )
+    with torch.no_grad():
+        own.copy_(mask)
+    renew_zeros(stored(owner, param), own, owner)
+
+
+def let_gradients_through(module: nn.Module, through: bool) -> None:
+    """Whether gradients reach pruned places of all masked parameters, as `faint_gradient` makes them."""
+    for child in module.modules():
+        if isinstance(child, SparseModule):
+            child.faint_gradients = through
+
+
 def remove_masks(module: nn.Module) -> None:
     """Back to plain modules: original classes, no masks, weights zero at pruned places. Parameters stay the same."""
     module = unwrapped(module)
@@ -345,7 +417,7 @@ def remove_masks(module: nn.Module) -> None:
                 delattr(child, name + SUFFIX)
                 unwatch(child._parameters.get(name), child)
                 _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
-            for attribute in ("masked_names", "gradient_observers"):
+            for attribute in ("masked_names", "gradient_observers", "faint_gradients"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):

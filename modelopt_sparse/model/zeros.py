@@ -23,6 +23,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from modelopt_sparse.distributed import is_sharded, mask_like
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+FAINT = 2.0**-32  # exact in all dtypes but float16, where gradients this small are zero
 PIECE = 2**19  # bytes that a core multiplies at once: torch first turns their mask into integers, which stay in cache
 
 
@@ -203,6 +204,26 @@ def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor
     masked = gradient if in_place else gradient.clone()
     write_zeros(masked, mask)
     return masked
+
+
+def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
+    """The gradient as it is where ``mask`` is True, and times FAINT elsewhere; NaN and inf become 0.0 there.
+
+    So faint that it does not count in the norm that a loop clips: squares of it are 2^-64 of those of its neighbours.
+    """
+    return torch.where(mask, gradient, (gradient * FAINT).nan_to_num(0.0, 0.0, 0.0))
+
+
+def dense_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
+    """The inverse of `faint_gradient`, but for NaN and inf.
+
+    A weight that no masked forward reads (its parent reads it) has the full gradient at pruned places already. A faint
+    one is at most 2^-32 of its neighbours' size, so half of that exponent tells which of the two it is.
+    """
+    largest_kept = torch.where(mask, gradient, 0).abs().amax()
+    largest_pruned = torch.where(mask, 0, gradient).abs().amax()
+    full = largest_pruned > largest_kept * FAINT**0.5
+    return torch.where(mask | full, gradient, gradient / FAINT)
 
 
 def _pieces(tensor: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
