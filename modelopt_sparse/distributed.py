@@ -50,6 +50,25 @@ def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 
+def full(tensor: Tensor) -> Tensor:
+    """A tensor in one piece: gathered from all processes if it is sharded, else itself."""
+    return tensor.full_tensor() if DTensor is not None and isinstance(tensor, DTensor) else tensor
+
+
+def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
+    """(name, rank) of the first value that is not the same in all processes of the default group that have the name;
+    None if all agree, or if there is one process. All of them call this."""
+    if dist is None or not in_group() or dist.get_world_size() == 1:
+        return None
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(values))
+    for number, of_rank in enumerate(of_ranks):
+        for name, value in of_rank.items():
+            if values.get(name, value) != value:
+                return name, number
+    return None
+
+
 def count_processes(asked: bool | None) -> int:
     """How many processes work together where the option ``distributed`` is ``asked``.
 

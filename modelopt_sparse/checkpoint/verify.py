@@ -13,7 +13,7 @@ from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.hf import empty_model, unloaded
-from modelopt_sparse.model.layers import Layer, find_layers, refuse_packed
+from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
@@ -79,6 +79,8 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     - without a report, those that carry masks;
     - without masks either, all layers that `sparsify` prunes by default.
 
+    All other masks, those of biases and embeddings too, are checked for zeros where they are False.
+
     Raises PatternError, a ValueError, that names the layers that fail. Raises ValueError for a folder that cannot be
     read or is damaged, for packed layers, and if neither a pattern nor a report is there.
 
@@ -97,9 +99,12 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
             return stored(layer.owner, layer.param).detach()
     else:
         model, read, masks, record = _open(Path(model), trust_remote_code)
+    expected = list(_expected(model, masks, record, asked))
     verified = tuple(
-        _look(layer, read(layer), masks.get(layer.parameter_name), held_to)
-        for layer, held_to in _expected(model, masks, record, asked)
+        _look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected
+    ) + tuple(
+        _look_at_mask(name, read(holder), masks[name])
+        for name, holder in _other_masks(model, masks, {layer.parameter_name for layer, _ in expected})
     )
     if any(layer.problem for layer in verified):
         raise PatternError(Verification(verified))
@@ -113,9 +118,10 @@ def _expected(
     layers = {layer.name: layer for layer in find_layers(model)[0]}
     if record is not None and record.layers:
         for entry in record.layers:
-            if entry.name not in layers:
+            layer = layers.get(entry.name) or _row(model, entry.parameter)
+            if layer is None:
                 raise ValueError(f"layer {entry.name!r} of the report is not in this {type(model).__name__}")
-            yield layers[entry.name], _held_to(parse_pattern(entry.pattern), asked)
+            yield layer, _held_to(parse_pattern(entry.pattern), asked)
         return
     if asked is None:
         raise ValueError("there is no report that says which pattern to look for: give pattern=, for example '2:4'")
@@ -124,6 +130,25 @@ def _expected(
         masked = [layer_plan.layer for layer_plan in plan_for(model, Magnitude(), SparsifyConfig(pattern=asked)).layers]
     for layer in masked:
         yield layer, asked
+
+
+def _other_masks(model: nn.Module, masks: Mapping[str, Tensor], checked: set[str]) -> Iterator[tuple[str, Layer]]:
+    """(name, where its weight is read) of parameters that carry a mask and are not among the ``checked``.
+
+    Tied ones are read under their first name: files hold no other.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    for name in masks:
+        if name not in checked and name in every:
+            yield name, as_row(model, first[id(every[name])])
+
+
+def _row(model: nn.Module, name: str) -> Layer | None:
+    try:
+        return as_row(model, name)
+    except AttributeError:
+        return None
 
 
 def _held_to(recorded: Pattern, asked: Pattern | None) -> Pattern:
@@ -142,13 +167,27 @@ def _look(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern) -
     return Verified(layer.name, str(pattern), int((matrix == 0).sum()), matrix.numel(), problem)
 
 
+def _look_at_mask(name: str, weight: Tensor, mask: Tensor) -> Verified:
+    """Of a mask that no pattern belongs to: whether the weight holds it."""
+    return Verified(name, "its mask", int((weight == 0).sum()), weight.numel(), _nonzero_under(mask, _occupied(weight)))
+
+
+def _occupied(weight: Tensor) -> Tensor:
+    return (weight != 0) | torch.signbit(weight)  # kernels that look at the bits take -0.0 for a nonzero
+
+
+def _nonzero_under(mask: Tensor, occupied: Tensor) -> str:
+    count = int(occupied[~mask.to(occupied.device)].sum())
+    return f"{count} {'entry is' if count == 1 else 'entries are'} not +0.0 where the mask is False" if count else ""
+
+
 def _breach(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern) -> str:
-    occupied = (weight != 0) | torch.signbit(weight)  # kernels that look at the bits take -0.0 for a nonzero
+    occupied = _occupied(weight)
     if count := pattern.count_nonzero_wrong(layer.matrix(occupied)):
         only_signs = "" if pattern.count_nonzero_wrong(layer.matrix(weight)) else ", with -0.0 counted as one"
         return f"{_scopes(pattern, count)} more nonzeros than {pattern} allows{only_signs}"
-    if mask is not None and (count := int(occupied[~mask.to(weight.device)].sum())):
-        return f"{count} {'entry is' if count == 1 else 'entries are'} not +0.0 where the mask is False"
+    if mask is not None and (problem := _nonzero_under(mask, occupied)):
+        return problem
     if mask is not None and (count := pattern.count_nonzero_wrong(layer.matrix(mask))):
         return f"{_scopes(pattern, count)} more entries kept by the mask than {pattern} allows"
     return ""

@@ -204,6 +204,24 @@ class _OutProjAdapter(_LinearAdapter):
         return (torch.func.functional_call(module, replaced, args, kwargs)[0],)
 
 
+class RowAdapter(Adapter):
+    """A parameter that is no layer (a bias, a norm, an embedding), as one row ``[1, numel]``. No input of it is read."""
+
+    title = "one row"
+
+    def __init__(self, param: str) -> None:
+        self.param = param
+
+    def matrix(self, module: Any, weight):
+        return weight.reshape(1, -1)
+
+    def unmatrix(self, module: Any, matrix):
+        return matrix.reshape(module.get_parameter(self.param).shape)
+
+    def inputs(self, module: Any, args, kwargs):
+        return ()
+
+
 def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
     names = ("query", "key", "value")
     return tuple(args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))  # type: ignore[return-value]

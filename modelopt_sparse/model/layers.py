@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
-from modelopt_sparse.model.adapters import CONV, HF_CONV1D, IN_PROJ, LINEAR, OUT_PROJ, SEPARATE_PROJ, Adapter
+from modelopt_sparse.model.adapters import (
+    CONV,
+    HF_CONV1D,
+    IN_PROJ,
+    LINEAR,
+    OUT_PROJ,
+    SEPARATE_PROJ,
+    Adapter,
+    RowAdapter,
+)
 from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
@@ -87,6 +96,17 @@ class Unprunable:
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+def as_row(model: nn.Module, parameter_name: str) -> Layer:
+    """A parameter that is no prunable layer, as a layer of one row that has no input. Its name is the parameter's.
+
+    Raises AttributeError if the model has no such parameter.
+    """
+    path, _, param = parameter_name.rpartition(".")
+    owner = model.get_submodule(path)
+    owner.get_parameter(param)
+    return Layer(parameter_name, parameter_name, owner, param, RowAdapter(param), ())
 
 
 class PackedLayer(nn.Module):

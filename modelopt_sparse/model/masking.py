@@ -485,14 +485,23 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
     def reapply(*_: Any) -> None:
         apply_masks(model)
         for name, mask in named_masks(model):
-            weight = _find_parameter(model, name)[2]
-            for value in optimizer.state.get(weight, {}).values():
-                # integers of this shape are codes (8-bit states), where the code 0 need not stand for the number 0
-                if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
-                    write_zeros(value, mask_like(mask.to(value.device), value))
+            zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
     reapply()
     return optimizer.register_step_post_hook(reapply)
+
+
+def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Tensor) -> None:
+    """Write +0.0 wherever ``mask`` is False to the optimizer's state of a weight: to all tensors of its shape.
+
+    Tensors with an attribute ``requires_dense`` that is True stay as they are, and so do integers: they are codes
+    (8-bit states), where the code 0 need not stand for the number 0.
+    """
+    for value in optimizer.state.get(weight, {}).values():
+        alike = isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point()
+        if alike and not getattr(value, "requires_dense", False):
+            with torch.no_grad():
+                write_zeros(value, mask_like(mask.to(value.device), value))
 
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:

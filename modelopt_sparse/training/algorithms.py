@@ -1,0 +1,378 @@
+"""The algorithms: Static, GMP, SET and RigL, what algorithms of one's own inherit from, and groups of them."""
+
+import fnmatch
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
+from modelopt_sparse.reports.text import nearest
+from modelopt_sparse.training import rules
+from modelopt_sparse.training.rules import INIT_METHODS, InitMethod, Scope
+from modelopt_sparse.training.schedules import Constant, Cycling, parse_schedule, parse_update
+from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.targets import Filter, parse_filter
+
+DISTRIBUTIONS = ("uniform", "erk")
+
+
+class SparsityAlgorithm(Sparsity):
+    """One algorithm for the parameters that it takes. One of your own implements `update`, which is called after every
+    optimizer step: it loops over ``self.sparse_params.values()``, each with ``data`` and ``mask``, and assigns masks.
+
+    sparsity: the level, in [0, 1), or a schedule of it (`schedules.parse_schedule`).
+    pattern: N:M in place of a level; masks are N:M after each update.
+    scope: what competes: "matrix" (default) or "row". ``balance_out_groups=g`` or ``balance_in_groups=g``: rows or
+      columns in g equal groups, each with the same number of zeros.
+    init_method: "random", "topk", "from_zeros", "checkerboard", or a function (weight, level) -> mask
+      (`rules.initial_mask`).
+    distribution: "uniform", every weight at the level, or "erk", which makes large weights sparser
+      (`rules.erk_levels`).
+    include: which parameters: None takes all of them, norms and biases too; "default" leaves embeddings, norms, heads
+      and weights of one dimension dense; "blocks" takes what `sparsify` prunes; or globs of parameter names; or
+      compiled regular expressions.
+    exclude: globs of parameters that stay dense. An attribute ``requires_dense`` that is True, of a parameter or of the
+      module that holds it, leaves it dense as well.
+    seed: random choices depend on it, on the parameter's name and on the step, and on nothing else.
+    """
+
+    needs_gradient: ClassVar[bool] = False  # whether `update` reads gradients at pruned places
+    magnitude_first: ClassVar[bool] = False  # whether an initial mask goes by magnitude where none is named
+
+    def __init__(
+        self,
+        sparsity: Any = None,
+        *,
+        pattern: Any = None,
+        scope: str | None = None,
+        balance_in_groups: int | None = None,
+        balance_out_groups: int | None = None,
+        init_method: InitMethod | None = None,
+        distribution: str = "uniform",
+        include: Any = None,
+        exclude: Any = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.pattern = _checked_pattern(pattern, type(self).__name__)
+        if sparsity is None and self.pattern is None:
+            raise ValueError(f"{type(self).__name__} needs a level, such as 0.9, or a pattern, such as pattern='2:4'")
+        self.sparsity = parse_schedule(self.pattern.sparsity if sparsity is None else sparsity, "sparsity")  # type: ignore[union-attr]
+        _check_levels(self.sparsity, type(self).__name__)
+        self.scope = _checked_scope(scope, balance_in_groups, balance_out_groups)
+        self.scope_is_chosen = (scope, balance_in_groups, balance_out_groups, self.pattern) != (None,) * 4
+        self.init_method = init_method or ("topk" if self.magnitude_first else "random")
+        if not callable(self.init_method) and self.init_method not in INIT_METHODS:
+            raise ValueError(
+                f"init_method={init_method!r}: allowed are {', '.join(INIT_METHODS)}, or a function of the weight and "
+                f"the level{nearest(init_method, INIT_METHODS)}"
+            )
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(f"distribution={distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}")
+        if self.pattern is not None and distribution != "uniform":
+            raise ValueError(f"distribution={distribution!r} shares out levels, and pattern {self.pattern} has its own")
+        self.distribution = distribution
+        self.include = parse_filter(include)
+        self.exclude = parse_filter(exclude).globs if exclude else ()
+        self.seed = seed
+
+    def members(self) -> list[tuple[Filter, Any]]:
+        return [(self.include, self)]
+
+    def is_due(self, step: int) -> bool:
+        """Whether masks move after this step."""
+        del step
+        return True
+
+    def updates_before(self, step: int) -> int:
+        """How many updates there were before this step."""
+        return step
+
+    def levels(self, shapes: Mapping[str, tuple[int, ...]], step: int) -> dict[str, float]:
+        """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
+        level = self.sparsity(step, self.updates_before(step))
+        level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
+        return rules.erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
+
+    def describe(self) -> dict[str, Any]:
+        """All options, as plain values: what a saved state is compared by."""
+        return {
+            "algorithm": type(self).__name__,
+            "sparsity": plain(self.sparsity),
+            "pattern": None if self.pattern is None else str(self.pattern),
+            "scope": str(self.scope),
+            "init_method": plain(self.init_method),
+            "distribution": self.distribution,
+            "include": str(self.include),
+            "exclude": list(self.exclude),
+            "seed": self.seed,
+        }
+
+
+class Static(SparsityAlgorithm):
+    """Masks that are made once, before training, and never move.
+
+    ``Static(0.3)`` takes every parameter, norms and biases too: give ``include="default"`` to leave them dense.
+    """
+
+    def __init__(self, sparsity: float | None = None, **options: Any) -> None:
+        super().__init__(sparsity, **options)
+        if not isinstance(self.sparsity, Constant):
+            raise ValueError(f"Static keeps one level, and sparsity={sparsity!r} is a schedule: use GMP")
+
+    def is_due(self, step: int) -> bool:
+        del step
+        return False
+
+    def update(self) -> None:
+        """Nothing moves."""
+
+
+class DynamicSparsityAlgorithm(SparsityAlgorithm):
+    """An algorithm that moves masks by a schedule. One of your own implements `update_mask`.
+
+    update: when: None (after every optimizer step), a number of steps, ``{"freq": 100, "start": 0, "stop": 7500}``,
+      ``{"steps": [...]}``, or a function of the step. The step is the number of finished optimizer steps: with freq 100
+      masks first move after the 100th. The initial mask is that of step 0, whatever ``start`` is.
+    """
+
+    generator: torch.Generator  # random numbers for `update_mask`, new for each parameter and update
+
+    def __init__(self, sparsity: Any = None, *, update: Any = None, **options: Any) -> None:
+        super().__init__(sparsity, **options)
+        self.when = parse_update(update)
+
+    @abstractmethod
+    def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
+        """The new mask of one weight. ``p`` (its values) and ``mask`` (bool, True = kept) are matrices ``[..., R, C]``;
+        ``sparsity`` is the level. With ``needs_gradient``, ``p.grad`` is the gradient in all places."""
+
+    def is_due(self, step: int) -> bool:
+        return self.when.fires(step)
+
+    def updates_before(self, step: int) -> int:
+        return self.when.before(step)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the masks of all parameters that the algorithm has, by the present step."""
+        shapes = {name: sparse.target.kernel_shape() for name, sparse in self.sparse_params.items()}
+        levels = self.levels(shapes, self.step)
+        for name, sparse in self.sparse_params.items():
+            layer = sparse.target.layer
+            matrix = layer.matrix(sparse.data)
+            _refuse_non_finite(matrix, f"weight {name!r}", self.step)
+            if self.needs_gradient:
+                gradient = sparse.gradient
+                if gradient is None:
+                    raise RuntimeError(
+                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: it has to be "
+                        "trained, and its gradient to be there until the step is over"
+                    )
+                matrix = matrix.clone(memory_format=torch.contiguous_format)
+                matrix.grad = layer.matrix(gradient).to(matrix.dtype)
+                _refuse_non_finite(matrix.grad, f"the gradient of {name!r}", self.step)
+            self.generator = rules.generator_for(self.seed, name, self.step)
+            mask = self.update_mask(matrix, layer.matrix(sparse.mask), levels[name])
+            sparse.mask = layer.unmatrix(mask).contiguous()
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "update": plain(self.when)}
+
+
+class GMP(DynamicSparsityAlgorithm):
+    """Gradual magnitude pruning (Zhu and Gupta, arXiv 1710.01878): at each update the largest abs(w) stay, as many as
+    the level of the schedule leaves. Where the level falls, random places come back at 0.0.
+
+    With ``pattern`` the level rises towards N:M: ``GMP(Cubic(0, 0.5, 1000, 3000), pattern="2:4", update=100)``.
+    """
+
+    magnitude_first = True
+
+    def __init__(self, sparsity: Any, **options: Any) -> None:
+        super().__init__(sparsity, **options)
+        if isinstance(self.sparsity, Constant):
+            raise ValueError(
+                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give Cubic(0.0, 0.9, start, stop), "
+                "or use Static"
+            )
+        if self.pattern is not None and self.init_method != "topk":
+            raise ValueError(f"GMP towards {self.pattern} goes by magnitude: leave init_method out")
+
+    def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
+        return rules.largest_magnitudes(
+            p, mask, sparsity, lambda: rules.uniform(p, self.generator), scope=self.scope, pattern=self.pattern
+        )
+
+
+class SET(DynamicSparsityAlgorithm):
+    """Sparse evolutionary training (arXiv 1707.04780): at each update a share of the live weights, the smallest, is
+    dropped, and as many grow at random places, at 0.0.
+
+    drop_fraction: the share, in [0, 1], or a schedule of it.
+    """
+
+    def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
+        super().__init__(sparsity, **options)
+        self.drop_fraction = _checked_drop(drop_fraction)
+
+    def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
+        return rules.drop_and_grow(
+            p,
+            mask,
+            rules.uniform(p, self.generator) + 1,
+            drop_fraction=min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0),
+            level=sparsity,
+            scope=self.scope,
+            pattern=self.pattern,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "drop_fraction": plain(self.drop_fraction)}
+
+
+class RigL(DynamicSparsityAlgorithm):
+    """Rigging the lottery (arXiv 1911.11134): as `SET`, and grown where the gradient of the whole batch is largest.
+
+    The gradient comes with the backward passes of the step at whose end masks move (docs/sparse-training.md). Grown
+    weights start at 0.0, after the optimizer has made its step.
+
+    drop_fraction: the share of live weights that is dropped, in [0, 1], or a schedule: the paper's is
+      ``Cosine(0.3, half_period)`` with updates every 100 steps until three quarters of the run.
+    """
+
+    needs_gradient = True
+
+    def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
+        super().__init__(sparsity, **options)
+        self.drop_fraction = _checked_drop(drop_fraction)
+
+    def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
+        assert p.grad is not None
+        return rules.drop_and_grow(
+            p,
+            mask,
+            p.grad.abs(),
+            drop_fraction=min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0),
+            level=sparsity,
+            scope=self.scope,
+            pattern=self.pattern,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "drop_fraction": plain(self.drop_fraction)}
+
+
+class Group(Sparsity):
+    """Algorithms for different parameters of one model.
+
+    groups: globs of parameter names, or anything else that ``include`` takes -> algorithm, or None: they stay dense.
+    The first that matches counts; what none matches stays dense.
+
+    >>> Group({"*.mlp.*": SET(0.9, update=100), "*.self_attn.*weight": Static(0.5)})
+    """
+
+    def __init__(self, groups: Mapping[Any, SparsityAlgorithm | None] | None = None) -> None:
+        super().__init__()
+        self._groups: list[tuple[Filter, SparsityAlgorithm | None]] = []
+        for include, algorithm in (groups or {}).items():
+            self.add(include, algorithm)
+
+    def add(self, include: Any, algorithm: SparsityAlgorithm | None) -> None:
+        """One more entry, after the others."""
+        if isinstance(algorithm, Group):
+            raise ValueError("a Group in a Group: put its entries into the outer one, with extend")
+        if algorithm is not None and not isinstance(algorithm, SparsityAlgorithm):
+            raise TypeError(f"{include!r}: {algorithm!r} is no sparsity algorithm")
+        if algorithm is not None and algorithm.include != Filter():
+            raise ValueError(f"{include!r}: the group says which parameters; leave include out of its algorithms")
+        if any(algorithm is other for _, other in self._groups if other is not None):
+            raise ValueError(f"{include!r}: this {type(algorithm).__name__} is in the group already: make another one")
+        self._groups.append((parse_filter(include), algorithm))
+
+    def extend(self, other: "Group") -> None:
+        """All entries of another group, after these."""
+        for include, algorithm in other._groups:
+            self.add(include, algorithm)
+
+    def __getitem__(self, index: int) -> SparsityAlgorithm | None:
+        return self._groups[index][1]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def members(self) -> list[tuple[Filter, Any]]:
+        if not self._groups:
+            raise ValueError("this Group is empty: give it globs of parameter names with algorithms")
+        return list(self._groups)
+
+    def update(self) -> None:
+        """Move the masks of all algorithms in the group."""
+        for _, algorithm in self._groups:
+            if algorithm is not None:
+                algorithm.update()
+
+
+# checks of options ----------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """An option as text or a number that is the same in every run."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    function = getattr(value, "function", value)
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(value)
+
+
+def _checked_pattern(pattern: Any, algorithm: str) -> NM | None:
+    if pattern is None:
+        return None
+    parsed = parse_pattern(pattern)
+    if not isinstance(parsed, NM):
+        raise ValueError(f"pattern={pattern!r}: {algorithm} takes N:M here, such as '2:4'; give a level as sparsity")
+    return parsed
+
+
+def _check_levels(schedule: Any, algorithm: str) -> None:
+    levels = {Constant: lambda: (schedule.value,), Cycling: lambda: schedule.values}.get(type(schedule), tuple)()
+    for level in levels:
+        if not 0 <= level < 1:
+            raise ValueError(
+                f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not: for example 0.9"
+            )
+
+
+def _checked_scope(scope: str | None, in_groups: int | None, out_groups: int | None) -> Scope:
+    if sum(each is not None for each in (scope, in_groups, out_groups)) > 1:
+        raise ValueError("give one of scope, balance_in_groups and balance_out_groups: each says what competes")
+    for name, groups in (("balance_in_groups", in_groups), ("balance_out_groups", out_groups)):
+        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
+            raise ValueError(f"{name}={groups!r}: must be a whole number of groups, at least 1")
+    if in_groups is not None:
+        return Scope("in_groups", in_groups)
+    if out_groups is not None:
+        return Scope("out_groups", out_groups)
+    if scope is not None and scope not in SCOPES:
+        raise ValueError(f"scope={scope!r}: allowed are {', '.join(SCOPES)}")
+    return Scope(scope or "matrix")
+
+
+def _checked_drop(drop_fraction: Any) -> Any:
+    schedule = parse_schedule(drop_fraction, "drop_fraction")
+    if isinstance(schedule, Constant) and not 0 <= schedule.value <= 1:
+        raise ValueError(f"drop_fraction={schedule.value:g}: the share of live weights to drop, in [0, 1]")
+    return schedule
+
+
+def _refuse_non_finite(tensor: Tensor, what: str, step: int) -> None:
+    if not torch.isfinite(tensor).all():
+        raise RuntimeError(f"{what} holds NaN or inf after step {step}, so that masks cannot move: training diverged")
+
+
+def excluded_by(algorithm: SparsityAlgorithm, name: str) -> str | None:
+    """The glob in an algorithm's ``exclude`` that a parameter's name matches."""
+    return next((glob for glob in algorithm.exclude if fnmatch.fnmatchcase(name, glob)), None)

@@ -1,0 +1,266 @@
+"""The rules by which masks change, on tensors alone: initial masks, dropping, growing, magnitude, and ERK.
+
+A weight is a matrix ``[..., R, C]``; leading dimensions are independent matrices. A `Scope` says which of its entries
+compete: it views the matrix as ``[..., S, n]``, where the n entries of a scope lie in the last dimension. In masks,
+which are bool, True = kept; in scores, larger = keep.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.methods.patterns import NM, count_zeros, keep_largest
+
+InitMethod = str | Callable[[Tensor, float], Tensor]
+INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which entries of a matrix ``[..., R, C]`` compete with each other, each scope with the same number of zeros.
+
+    kind: "matrix", "row", "out_groups" (rows in ``groups`` groups) or "in_groups" (columns in ``groups`` groups).
+    """
+
+    kind: str = "matrix"
+    groups: int = 1
+
+    def misfit(self, rows: int, columns: int) -> str | None:
+        """Why a matrix of this size has no such scopes, or None if it has."""
+        size, what = (rows, "rows") if self.kind == "out_groups" else (columns, "columns")
+        if self.kind not in ("out_groups", "in_groups") or size % self.groups == 0:
+            return None
+        return f"{size} {what} cannot be divided into {self.groups} equal groups"
+
+    def within(self, matrix: Tensor) -> Tensor:
+        """``[..., R, C]`` -> ``[..., S, n]``."""
+        if self.kind == "row":
+            return matrix
+        if self.kind == "matrix":
+            return matrix.flatten(-2).unsqueeze(-2)
+        if self.kind == "out_groups":
+            return matrix.unflatten(-2, (self.groups, -1)).flatten(-2)
+        return matrix.unflatten(-1, (self.groups, -1)).movedim(-2, -3).flatten(-2)
+
+    def back(self, scopes: Tensor, like: Tensor) -> Tensor:
+        """``[..., S, n]`` -> the shape of the matrix ``like``."""
+        if self.kind != "in_groups":
+            return scopes.reshape(like.shape)
+        return scopes.unflatten(-1, (like.shape[-2], -1)).movedim(-3, -2).flatten(-2)
+
+    def __str__(self) -> str:
+        return f"{self.groups} {self.kind}" if self.groups > 1 else self.kind
+
+
+# initial masks --------------------------------------------------------------------------------------------------------
+
+
+def initial_mask(
+    weight: Tensor,
+    level: float,
+    method: InitMethod,
+    generator: torch.Generator,
+    *,
+    present: Tensor | None = None,
+    scope: Scope = Scope(),
+    pattern: NM | None = None,
+) -> Tensor:
+    """The mask of a weight ``[..., R, C]`` at a level, before training.
+
+    ``present`` is a mask that the weight carries already. A higher level keeps its zeros and prunes live weights: the
+    smallest ("topk") or random ones. A lower level keeps all live weights and regrows random places. The same level
+    changes nothing.
+
+    "random": random places. "topk": the largest abs(w) stay. "from_zeros": exactly the zeros of the weight are pruned,
+    whatever the level. "checkerboard": kept places spread evenly, each row shifted by one against the row before. A
+    function gets the weight and the level and returns the mask.
+    """
+    if callable(method):
+        mask = method(weight, level)
+        if mask.dtype != torch.bool or mask.shape != weight.shape:
+            raise ValueError(
+                f"init_method returned {mask.dtype} {list(mask.shape)} for a weight of shape {list(weight.shape)}: it "
+                "must return a bool mask of that shape, True = kept"
+            )
+        return mask
+    if method == "from_zeros":
+        return (weight != 0) if present is None else (weight != 0) & present
+    if method == "checkerboard" and present is None and pattern is None:
+        return scope.back(_spread(scope.within(weight), level), weight).to(weight.device)
+    random = uniform(weight, generator)
+    score = weight.abs() if method == "topk" else random
+    if present is not None:
+        score = torch.where(present, score, -1 - random)
+    if pattern is not None:
+        return pattern.mask(score)
+    scores = scope.within(score)
+    return scope.back(keep_largest(scores, keep_count(scores, level)), weight)
+
+
+def _spread(scopes: Tensor, level: float) -> Tensor:
+    """The checkerboard of each scope ``[..., S, n]``: of n places, kept ones as far from each other as can be."""
+    *leading, count, size = scopes.shape
+    kept = size - count_zeros(level, size)
+    place = torch.arange(size, dtype=torch.int64)
+    row = ((place + 1) * kept).div(size, rounding_mode="floor") > (place * kept).div(size, rounding_mode="floor")
+    rows = torch.stack([row.roll(shift) for shift in range(count)])
+    return rows.expand(*leading, count, size).contiguous()
+
+
+def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers in [0, 1) shaped like a tensor, float32, drawn on the CPU: the same ones on every device."""
+    return torch.rand(like.shape, generator=generator).to(like.device)
+
+
+def generator_for(seed: int, name: str, event: object) -> torch.Generator:
+    """The random numbers of one parameter at one event ("init", or the step of an update): they depend on nothing else.
+
+    The seed is SHA-256 of the three, so that no random state has to be saved and all processes draw the same.
+    """
+    digest = hashlib.sha256(f"{seed}\n{name}\n{event}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+# counts ---------------------------------------------------------------------------------------------------------------
+
+
+def keep_count(scopes: Tensor, level: float) -> int:
+    """How many entries of each scope ``[..., S, n]`` a level keeps: n - round-half-even(level * n)."""
+    return scopes.shape[-1] - count_zeros(level, scopes.shape[-1])
+
+
+def _as_number(counts: Tensor) -> int | Tensor:
+    """Counts ``[..., S, 1]`` as one number if they are all equal, as they are unless a mask came from elsewhere."""
+    if not counts.numel():
+        return 0
+    low, high = counts.aminmax()
+    return int(low) if low == high else counts
+
+
+# drop and grow --------------------------------------------------------------------------------------------------------
+
+
+def drop_smallest(magnitude: Tensor, mask: Tensor, fraction: float, most: int | None = None) -> Tensor:
+    """The mask ``[..., S, n]`` without the smallest of each scope's live entries -> what is kept.
+
+    round-half-even(fraction * live) are dropped, and more where more than ``most`` would be left. Of equal ones the
+    lower index stays.
+    """
+    live = mask.sum(-1, keepdim=True)
+    left = live - (live.double() * fraction).round().to(live.dtype)  # torch rounds half to even
+    if most is not None:
+        left = left.clamp_max(most)
+    return keep_largest(torch.where(mask, magnitude, -1), _as_number(left)) & mask
+
+
+def grow_largest(score: Tensor, kept: Tensor, count: int) -> Tensor:
+    """The mask ``[..., S, n]`` that keeps all of ``kept``, and of the others those with the largest score, until
+    ``count`` entries of each scope are live. Of equal scores the lower index grows."""
+    return keep_largest(torch.where(kept, torch.inf, score), count) | kept
+
+
+def drop_and_grow(
+    weight: Tensor,
+    mask: Tensor,
+    score: Tensor,
+    *,
+    drop_fraction: float,
+    level: float,
+    scope: Scope = Scope(),
+    pattern: NM | None = None,
+) -> Tensor:
+    """One update of SET or RigL (arXiv 1911.11134, algorithm 1): the new mask of a weight ``[..., R, C]``.
+
+    In each scope the smallest live weights are dropped; then those grow that are not kept and have the largest
+    ``score``, just-dropped ones included, until the level is reached. With N:M, growth fills each group of M up to N.
+    A scope (of N:M: a matrix) whose scores are all zero at places not kept stays as it is: they say nothing.
+    """
+    masks, scores = scope.within(mask), scope.within(score)
+    most = keep_count(masks, level) if pattern is None else None
+    kept = drop_smallest(scope.within(weight).abs(), masks, drop_fraction, most)
+    if pattern is None:
+        assert most is not None
+        new = scope.back(grow_largest(scores, kept, most), mask)
+    else:
+        new = pattern.mask(torch.where(scope.back(kept, mask), torch.inf, score))
+    silent = ~((scores != 0) & ~kept).any(-1, keepdim=True)
+    if most is not None:
+        silent &= masks.sum(-1, keepdim=True) == most
+    return torch.where(scope.back(silent.expand_as(masks), mask), mask, new)
+
+
+# magnitude ------------------------------------------------------------------------------------------------------------
+
+
+def largest_magnitudes(
+    weight: Tensor,
+    mask: Tensor,
+    level: float,
+    random: Callable[[], Tensor],
+    *,
+    scope: Scope = Scope(),
+    pattern: NM | None = None,
+) -> Tensor:
+    """One update of gradual magnitude pruning (arXiv 1710.01878): the largest abs(w) of each scope stay.
+
+    Live weights come before pruned ones, so masks nest while the level rises; where it falls, ``random`` scores say
+    which pruned places come back. Towards N:M, zeros are taken among the places that the pattern prunes, the share
+    ``level / pattern.sparsity`` of them, so that at its level the mask is N:M.
+    """
+    magnitude = torch.where(mask, weight.abs(), -1)
+    if pattern is not None:
+        return _towards(pattern, magnitude, level, scope)
+    scores, masks = scope.within(magnitude), scope.within(mask)
+    count = keep_count(scores, level)
+    if (masks.sum(-1) < count).any():
+        scores = torch.where(masks, scores, -1 - scope.within(random()))
+    return scope.back(keep_largest(scores, count), weight)
+
+
+def _towards(pattern: NM, magnitude: Tensor, level: float, scope: Scope) -> Tensor:
+    stays = scope.within(pattern.mask(magnitude))
+    share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
+    pruned = (~stays).sum(-1, keepdim=True)
+    zeros = (pruned.double() * share).round().to(pruned.dtype)
+    scores = torch.where(stays, torch.inf, scope.within(magnitude))
+    return scope.back(keep_largest(scores, _as_number(stays.shape[-1] - zeros)), magnitude)
+
+
+# levels over layers ---------------------------------------------------------------------------------------------------
+
+
+def erk_levels(shapes: Mapping[str, Sequence[int]], level: float) -> dict[str, float]:
+    """The level of each weight under the Erdos-Renyi-Kernel rule of RigL (arXiv 1911.11134, section 3), by name.
+
+    The density of a weight is ``eps * sum(shape) / prod(shape)``, at most 1, with the eps for which all weights
+    together have ``level``.
+    """
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
+    wanted = (1 - level) * sum(sizes.values())
+    dense: set[str] = set()
+    while True:
+        rest = [name for name in shapes if name not in dense]
+        spread = sum(raw[name] * sizes[name] for name in rest)
+        eps = (wanted - sum(sizes[name] for name in dense)) / spread if rest else 0.0
+        over = [name for name in rest if eps * raw[name] > 1]
+        if not over:
+            return {name: 0.0 if name in dense else 1 - eps * raw[name] for name in shapes}
+        dense.add(max(over, key=lambda name: raw[name]))
+
+
+# comparing ------------------------------------------------------------------------------------------------------------
+
+
+def digest(mask: Tensor) -> int:
+    """A number that differs between masks of a shape but for one pair in 2^64: to compare them across processes.
+
+    Eight entries at a time, read as an integer and times an odd number of their own, are added up modulo 2^64.
+    """
+    flat = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(torch.int64)
+    place = torch.arange(len(flat), device=mask.device)
+    return int((flat * (place * 0x9E3779B97F4A7C15 % 2**63 | 1)).sum())
