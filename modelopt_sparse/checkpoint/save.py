@@ -65,6 +65,11 @@ def save(
     folder = checked_place(folder, overwrite=overwrite, sources=sources_of(model))
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
+    if isinstance(model, PreTrainedModel) and rank() > 0:
+        raise ValueError(
+            f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}: call save "
+            "there, and torch.distributed.barrier() in all of them afterwards"
+        )
     state = _state(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
@@ -72,11 +77,6 @@ def save(
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             save_as_dense(model)
             model.save_pretrained(staging, state_dict=dict(state), **options)
-            if not any(staging.glob("*.safetensors")):
-                raise ValueError(
-                    f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}: call "
-                    "save there, and torch.distributed.barrier() in all of them afterwards"
-                )
         else:
             aliases = _tied(state)
             unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}

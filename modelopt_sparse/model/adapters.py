@@ -205,7 +205,7 @@ class _OutProjAdapter(_LinearAdapter):
 
 
 class RowAdapter(Adapter):
-    """A parameter that is no layer (a bias, a norm, an embedding), as one row ``[1, numel]``. No input of it is read."""
+    """A parameter that is no layer (a bias, a norm, an embedding), as one row ``[1, numel]``; it reads no input."""
 
     title = "one row"
 

@@ -1,0 +1,117 @@
+"""A model with every kind of parameter that can be trained sparse, and algorithms to train it with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.pytorch_utils import Conv1D as HFConv1D
+
+from modelopt_sparse import training
+
+
+class Zoo(nn.Module):
+    """Linear, Conv1D of transformers, a grouped convolution, attention, fused experts, an embedding tied to a head, a
+    ParameterList, and a Linear whose weight is read without calling it. Eight channels; tokens [B, S] -> [B, S, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.linear = nn.Linear(8, 8)
+        self.conv1d = HFConv1D(8, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        config = MixtralConfig(
+            hidden_size=8, intermediate_size=8, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
+        )
+        self.experts = MixtralSparseMoeBlock(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3)])
+        self.read = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.conv1d(self.linear(x).relu())
+        x = x + self.conv(x.mT).mT
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.experts(x)
+        x = x @ self.listed[0] + F.linear(x, self.read.weight).tanh()
+        return self.head(self.norm(x))
+
+
+LAYERS = (
+    "linear.weight",
+    "conv1d.weight",
+    "conv.weight",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "experts.experts.gate_up_proj",
+    "experts.experts.down_proj",
+    "read.weight",
+)
+OTHERS = ("embed.weight", "linear.bias", "listed.0", "norm.weight")
+
+
+def batch(step: int, size: int = 4) -> Tensor:
+    return torch.randint(16, (size, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """To tell the next token: token + 3."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), ((tokens + 3) % 16).flatten())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """name: of the algorithm and its pattern. build: a new algorithm for the parameters ``include``. zeros: how many of
+    a matrix [..., R, C] of n entries are zero at the end."""
+
+    name: str
+    build: Callable[[Any], training.SparsityAlgorithm]
+    level: float = 0.75
+    pattern: str | None = None
+    scope: str = "matrix"
+
+
+def recipes() -> list[Recipe]:
+    """All algorithms, by matrix, by row, in groups and N:M."""
+    made = []
+    cubic = training.Cubic(0.0, 0.75, 0, 15)
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "static": (training.Static, 0.75, {}),
+        "gmp": (training.GMP, cubic, {"update": 3}),
+        "set": (training.SET, 0.75, {"update": 3}),
+        "rigl": (training.RigL, 0.75, {"update": 3}),
+    }
+    scopes: dict[str, dict[str, Any]] = {
+        "matrix": {},
+        "row": {"scope": "row"},
+        "out groups": {"balance_out_groups": 2},
+        "in groups": {"balance_in_groups": 2},
+    }
+    for kind, (algorithm, level, options) in kinds.items():
+        for scope, more in scopes.items():
+
+            def build(include, algorithm=algorithm, level=level, options=options, more=more):
+                return algorithm(level, include=include, **options, **more)
+
+            made.append(Recipe(f"{kind}, {scope}", build, scope=scope))
+
+        def two_of_four(include, algorithm=algorithm, kind=kind, options=options):
+            level = training.Cubic(0.0, 0.5, 0, 15) if kind == "gmp" else None
+            return algorithm(level, pattern="2:4", include=include, **options)
+
+        made.append(Recipe(f"{kind}, 2:4", two_of_four, level=0.5, pattern="2:4"))
+    return made
+
+
+RECIPES = recipes()

@@ -1,0 +1,667 @@
+"""The contract of sparse training: all algorithms, patterns and kinds of parameters, under several optimizers."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers.optimization import Adafactor
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.training.rules import Scope
+from modelopt_sparse.training.targets import find_targets
+from tests.helpers import assert_bits, refused, tiny_llama, token_batches
+from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, batch, loss_of
+
+OPTIMIZERS = {
+    "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)],
+    "adamw": lambda model: [torch.optim.AdamW(model.parameters(), lr=3e-3)],
+    "adafactor": lambda model: [Adafactor(model.parameters(), lr=3e-3, relative_step=False, scale_parameter=False)],
+    "muon beside adamw": lambda model: [
+        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=3e-3),
+        torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=3e-3),
+    ],
+}
+
+
+def assert_zero_at_rest(model, optimizers):
+    """Weights and state of the weights' shape are exactly zero, +0.0, at pruned places."""
+    for name, mask in named_masks(model):
+        weight = model.get_parameter(name)
+        values = [state for optimizer in optimizers for state in optimizer.state.get(weight, {}).values()]
+        for value in [weight.detach(), *(v for v in values if torch.is_tensor(v) and v.shape == weight.shape)]:
+            assert not value[~mask].any(), name
+            assert not torch.signbit(value[~mask]).any(), name
+
+
+def train(model, sparsity, optimizers, steps, start=0, look=lambda step: None):
+    for step in range(start, start + steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_zero_at_rest(model, optimizers)
+        look(step)
+
+
+def made_sparse(build, include, kind="adamw"):
+    model = Zoo()
+    sparsity = build(include)
+    sparsity.apply(model)
+    optimizers = OPTIMIZERS[kind](model)
+    for optimizer in optimizers:
+        sparsity.apply(optimizer)
+    return model, sparsity, optimizers
+
+
+# counts, zeros, reruns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_contract(recipe):
+    include = LAYERS if recipe.scope == "out groups" or recipe.pattern else [*LAYERS, *OTHERS]
+    model, sparsity, optimizers = made_sparse(recipe.build, include)
+    before = {name: mask.clone() for name, mask in named_masks(model)}
+    train(model, sparsity, optimizers, 20)
+    moved = []
+    for target in find_targets(model):
+        if target.name not in include:
+            assert target.name not in sparsity.sparse_params
+            continue
+        mask = target.layer.matrix(sparsity.sparse_params[target.name].mask)
+        scope = {"row": Scope("row"), "in groups": Scope("in_groups", 2), "out groups": Scope("out_groups", 2)}
+        scopes = scope.get(recipe.scope, Scope()).within(mask)
+        assert ((~scopes).sum(-1) == round(recipe.level * scopes.shape[-1])).all(), target.name
+        if recipe.pattern:
+            assert NM(2, 4).count_kept_wrong(mask) == 0
+        moved.append(not torch.equal(sparsity.sparse_params[target.name].mask, before[target.name]))
+    # of a bias in two groups a single weight is live in each, of which none drops
+    assert sum(moved) >= 0.7 * len(moved) if not recipe.name.startswith("static") else not any(moved)
+    mts.verify(model)
+
+    again, other, others = made_sparse(recipe.build, include)
+    train(again, other, others, 20)
+    for (name, one), (_, two) in zip(model.state_dict().items(), again.state_dict().items()):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("name", ["set, matrix", "rigl, row", "gmp, 2:4"])
+def test_zeros_hold_in_every_optimizer(kind, name):
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    include = LAYERS if recipe.pattern else [*LAYERS, *OTHERS]
+    model, sparsity, optimizers = made_sparse(recipe.build, include, kind)
+    train(model, sparsity, optimizers, 7)
+    assert sparsity.step == 7
+
+
+def test_grown_weights_start_at_zero():
+    model, sparsity, (optimizer,) = made_sparse(lambda include: training.SET(0.5, include=include), ["linear.weight"])
+    weight, seen = model.linear.weight, []
+    for step in range(5):
+        before = sparsity.sparse_params["linear.weight"].mask.clone()
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+        after = sparsity.sparse_params["linear.weight"].mask
+        grown, dropped = after & ~before, before & ~after
+        assert not weight[grown].any()
+        assert int(grown.sum()) == int(dropped.sum())
+        seen.append(int(dropped.sum()))
+    assert max(seen) > 3, "of 32 live weights 10 are dropped, and few of them grow again at once"
+
+
+def test_the_smallest_weights_after_the_step_are_dropped():
+    """Weights make their step first, then masks move, by the weights that it left."""
+    model = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    sparsity = training.GMP([0.0, 0.25], update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sparsity.apply(optimizer)
+    (model(torch.tensor([[0.0, 0.0, 2.9, 0.0]]))).sum().backward()
+    optimizer.step()  # 3.0 becomes 0.1
+    assert model.weight.tolist() == [[1.0, 2.0, 0.0, 4.0]]
+
+
+# RigL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rigl_grows_by_the_gradient_of_the_whole_weight():
+    """Against a dense twin whose gradient is read directly."""
+    torch.manual_seed(1)
+    model, twin = nn.Linear(12, 6, bias=False), nn.Linear(12, 6, bias=False)
+    sparsity = training.RigL(0.5, drop_fraction=0.25, update=2)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    for step in range(1, 7):
+        mask = model.weight_mask.clone()
+        x = torch.randn(9, 12)
+        with torch.no_grad():
+            twin.weight.copy_(model.weight)
+        twin.zero_grad()
+        twin(x).square().sum().backward()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        if step % 2:
+            assert torch.equal(model.weight_mask, mask)
+            continue
+        assert twin.weight.grad is not None
+        stepped = torch.where(mask, twin.weight.detach() - 0.1 * twin.weight.grad, 0.0).flatten()
+        live = mask.flatten().nonzero().flatten().tolist()
+        kept = sorted(live, key=lambda i: -abs(float(stepped[i])))[: len(live) - round(0.25 * len(live))]
+        rest = [i for i in range(72) if i not in kept]
+        grown = sorted(rest, key=lambda i: -abs(float(twin.weight.grad.flatten()[i])))[: 36 - len(kept)]
+        assert set(model.weight_mask.flatten().nonzero().flatten().tolist()) == {*kept, *grown}
+
+
+def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
+    model, sparsity, (optimizer,) = made_sparse(
+        lambda include: training.RigL(0.75, include=include, update=3), ["linear.weight", "conv.weight"]
+    )
+    faint = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        pruned = [sparse.parameter.grad[~sparse.mask] for sparse in sparsity.sparse_params.values()]
+        kept = [sparse.parameter.grad[sparse.mask] for sparse in sparsity.sparse_params.values()]
+        faint.append(all(bool(each.any()) for each in pruned))
+        assert all(p.abs().max() <= k.abs().max() * 2**-20 for p, k in zip(pruned, kept))
+        optimizer.step()
+    assert faint == [False, False, True, False, False, True]
+
+
+def test_without_drops_rigl_trains_as_static_does_to_the_bit():
+    """Faint gradients reach nothing but the choice of what grows."""
+    states = []
+    for build in (
+        lambda: training.RigL(0.75, include=LAYERS, drop_fraction=0.0, update=1, init_method="topk"),
+        lambda: training.Static(0.75, include=LAYERS, init_method="topk"),
+    ):
+        model, sparsity = Zoo(), build()
+        sparsity.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sparsity.apply(optimizer)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, batch(step)).backward()
+            nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if "list" not in n and "read" not in n], 0.1)
+            optimizer.step()
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        assert_bits(value, states[1][name])
+
+
+def test_an_expert_without_tokens_keeps_its_mask():
+    model, sparsity, (optimizer,) = made_sparse(
+        lambda include: training.RigL(0.5, include=include, update=1), ["experts.experts.gate_up_proj"]
+    )
+    with torch.no_grad():
+        model.experts.gate.weight.copy_(torch.tensor([[1.0], [1.0], [-1.0]]).expand(3, 8))
+        model.embed.weight.abs_()
+    mask = model.experts.experts.gate_up_proj_mask.clone()
+    optimizer.zero_grad()
+    seen = []
+    model.experts.gate.register_forward_hook(lambda module, args, output: seen.append(output[-1].flatten().unique()))
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    busy = {int(expert) for each in seen for expert in each}
+    after = model.experts.experts.gate_up_proj_mask
+    assert busy != {0, 1, 2}, "the test needs an expert without tokens"
+    for expert in range(3):
+        assert torch.equal(after[expert], mask[expert]) == (expert not in busy)
+
+
+def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
+    """No masked forward makes that gradient faint, and it must not be blown up by 2^32."""
+    model, sparsity, (optimizer,) = made_sparse(
+        lambda include: training.RigL(0.5, include=include, drop_fraction=0.5, update=1), ["read.weight"]
+    )
+    sparse = sparsity.sparse_params["read.weight"]
+    mask = sparse.mask.clone()
+    optimizer.zero_grad()
+    loss_of(model, batch(0)).backward()
+    gradient = model.read.weight.grad.clone()
+    optimizer.step()
+    kept = sparse.mask & mask & (model.read.weight != 0)
+    grown = sparse.mask & ~kept
+    assert gradient[grown].abs().min() >= gradient[~sparse.mask].abs().max()
+
+
+def test_nan_at_a_pruned_place_reaches_nothing():
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, place):
+            ctx.place = place
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            gradient = gradients[0].clone()
+            gradient[ctx.place] = torch.nan
+            return gradient, None
+
+    class Poisoned(nn.Linear):
+        def forward(self, input):
+            place = tuple((self.weight == 0).nonzero()[0])
+            return nn.functional.linear(input, Poison.apply(self.weight, place))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Poisoned(8, 8, bias=False))
+    sparsity = training.RigL(0.5, update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        assert torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        assert torch.isfinite(model[0].weight).all()
+
+
+def test_update_without_a_gradient_says_so():
+    model = nn.Linear(8, 8)
+    sparsity = training.RigL(0.5, include="weight", update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    with pytest.raises(RuntimeError, match="RigL found no gradient of 'weight' after step 1"):
+        optimizer.step()
+
+
+def test_a_run_that_diverged_stops():
+    model = nn.Linear(8, 8, bias=False)
+    sparsity = training.SET(0.5, update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    model(torch.full((1, 8), torch.inf)).sum().backward()
+    with pytest.raises(RuntimeError, match="weight 'weight' holds NaN or inf after step 1"):
+        optimizer.step()
+
+
+# what is applied to what --------------------------------------------------------------------------------------------
+
+
+def test_static_takes_every_parameter_and_says_so():
+    model = tiny_llama()
+    with pytest.warns(UserWarning, match=r"Static takes every parameter, .*include='default'"):
+        training.Static(0.3).apply(model)
+    for name, parameter in model.named_parameters():
+        assert int((parameter == 0).sum()) == round(0.3 * parameter.numel()), name
+    assert set(dict(named_masks(model))) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_default_and_blocks_leave_dense_what_they_say():
+    model = tiny_llama(tie_word_embeddings=False)
+    sparsity = training.Static(0.3, include="default")
+    plan = sparsity.plan(model)
+    assert {row.name for row in plan.rows} == {
+        f"model.layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in (
+            *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+            *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+        )
+    }
+    reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
+    assert reasons["model.norm.weight"] == "one dimension"
+    assert reasons["lm_head.weight"] == "output head"
+    assert "embed" in reasons["model.embed_tokens.weight"].lower()
+    blocks = training.Static(0.3, include="blocks").plan(model)
+    assert {row.name for row in blocks.rows} == {row.name for row in plan.rows}
+    assert training.Static(0.3, include="default").plan(nn.Linear(8, 8)).rows[0].name == "weight"
+
+
+def test_model_apply_is_the_same():
+    one, two = Zoo(), Zoo()
+    training.Static(0.5, include=LAYERS).apply(one)
+    returned = two.apply(training.Static(0.5, include=LAYERS))
+    assert returned is two
+    for (name, a), (_, b) in zip(one.state_dict().items(), two.state_dict().items()):
+        assert torch.equal(a, b), name
+    assert "0.weight_mask" in nn.Sequential(nn.Linear(2, 2)).apply(training.Static(0.5, include="*.weight")).state_dict()
+
+
+def test_requires_dense_on_parameters_modules_and_state():
+    model = Zoo()
+    model.linear.weight.requires_dense = True
+    model.conv.requires_dense = True
+    sparsity = training.SET(0.5, include=[*LAYERS, "linear.bias"], update=1)
+    plan = sparsity.plan(model)
+    assert {each.name: each.reason for each in plan.skipped}["linear.weight"] == "requires_dense"
+    assert {each.name: each.reason for each in plan.skipped}["conv.weight"] == "requires_dense of its module"
+    sparsity.apply(model)
+    assert not {"linear.weight", "conv.weight", "conv.bias"} & set(sparsity.sparse_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    state = optimizer.state[model.read.weight]
+    state["exp_avg_sq"].requires_dense = True
+    for value in (state["exp_avg"], state["exp_avg_sq"]):
+        value.fill_(1.0)
+    sparsity.apply(optimizer)
+    mask = model.read.weight_mask
+    assert not state["exp_avg"][~mask].any()
+    assert state["exp_avg_sq"].all()
+
+
+def test_autoupdate_off_leaves_it_to_update():
+    model, sparsity, (optimizer,) = made_sparse(lambda include: training.RigL(0.5, include=include), ["linear.weight"])
+    sparsity.autoupdate = False
+    mask = model.linear.weight_mask.clone()
+    train(model, sparsity, [optimizer], 3)
+    assert torch.equal(model.linear.weight_mask, mask)
+    sparsity.update()
+    assert not torch.equal(model.linear.weight_mask, mask)
+    assert_zero_at_rest(model, [optimizer])
+    assert mts.report(model).layers[0].zeros == 32
+
+
+def test_masks_of_other_parameters_do_not_depend_on_the_filter():
+    masks = []
+    for include in (["linear.weight"], LAYERS):
+        model, sparsity, optimizers = made_sparse(lambda include: training.SET(0.5, include=include), include)
+        masks.append(model.linear.weight_mask.clone())
+    assert torch.equal(*masks)
+
+
+def test_seeds_change_the_masks():
+    masks = []
+    for seed in (0, 0, 1):
+        model = nn.Linear(16, 16)
+        training.Static(0.5, include="weight", seed=seed).apply(model)
+        masks.append(model.weight_mask)
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_erk_shares_the_level_out():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(128, 128, bias=False))
+    training.Static(0.9, distribution="erk").apply(model)
+    zeros = [int((module.weight == 0).sum()) for module in model]
+    assert sum(zeros) == pytest.approx(0.9 * (64 + 128**2), abs=1)
+    assert zeros[0] == 0, "a density of 16 / 64 eps is over 1"
+
+
+# groups, and algorithms of one's own --------------------------------------------------------------------------------
+
+
+def test_a_group_gives_each_parameter_its_algorithm():
+    model = Zoo()
+    sparsity = training.Group(
+        {
+            "linear.bias": None,
+            "linear.*": training.Static(0.5),
+            "conv*": training.SET(0.75, update=2),
+            "read.weight": training.RigL(0.5, update=3),
+        }
+    )
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    assert "linear.bias" not in sparsity.sparse_params
+    assert set(sparsity[1].sparse_params) == {"linear.weight"}
+    assert set(sparsity[2].sparse_params) == {"conv1d.weight", "conv1d.bias", "conv.weight", "conv.bias"}
+    before = {name: mask.clone() for name, mask in named_masks(model)}
+    train(model, sparsity, [optimizer], 2)
+    after = dict(named_masks(model))
+    assert torch.equal(after["linear.weight"], before["linear.weight"])
+    assert not torch.equal(after["conv.weight"], before["conv.weight"])
+    assert torch.equal(after["read.weight"], before["read.weight"])
+    train(model, sparsity, [optimizer], 1, start=2)
+    assert not torch.equal(dict(named_masks(model))["read.weight"], before["read.weight"])
+    recipes = {layer.parameter: layer.recipe for layer in mts.report(model).layers}
+    assert recipes["linear.weight"] == "static"
+    assert recipes["conv.weight"] == "set"
+    assert len(sparsity) == 4
+
+
+def test_the_first_match_counts_and_groups_can_be_extended():
+    group = training.Group({"linear.weight": training.Static(0.25)})
+    group.extend(training.Group({"linear.*": training.Static(0.5)}))
+    rows = {row.name: row.zeros / row.size for row in group.plan(Zoo()).rows}
+    assert rows == {"linear.weight": 0.25, "linear.bias": 0.5}
+
+
+class Rotate(training.SparsityAlgorithm):
+    """The mask moves one place on after each step."""
+
+    def update(self):
+        for sparse_param in self.sparse_params.values():
+            assert sparse_param.data.shape == sparse_param.mask.shape
+            sparse_param.mask = sparse_param.mask.roll(1)
+
+
+class FewestFirst(training.DynamicSparsityAlgorithm):
+    """The first places of each row."""
+
+    def update_mask(self, p, mask, sparsity):
+        kept = round((1 - sparsity) * p.shape[-1])
+        return (torch.arange(p.shape[-1]) < kept).expand(mask.shape)
+
+
+def test_algorithms_of_ones_own():
+    model, sparsity, (optimizer,) = made_sparse(lambda include: Rotate(0.5, include=include), ["linear.weight"])
+    before = model.linear.weight_mask.clone()
+    train(model, sparsity, [optimizer], 3)
+    assert torch.equal(model.linear.weight_mask, before.roll(3))
+    model, sparsity, (optimizer,) = made_sparse(
+        lambda include: FewestFirst(0.5, include=include, update=2), ["linear.weight", "conv1d.weight"]
+    )
+    train(model, sparsity, [optimizer], 2)
+    assert torch.equal(model.linear.weight_mask, (torch.arange(8) < 4).expand(8, 8))
+    assert torch.equal(model.conv1d.weight_mask.mT, (torch.arange(8) < 4).expand(8, 8)), "stored as [in, out]"
+    assert {layer.recipe for layer in mts.report(model).layers} == {"fewestfirst"}
+
+
+# levels that change -------------------------------------------------------------------------------------------------
+
+
+def test_iterative_magnitude_pruning_is_a_rerun():
+    torch.manual_seed(0)
+    model = nn.Linear(20, 10, bias=False)
+    dense, before = model.weight.detach().clone(), torch.ones(10, 20, dtype=torch.bool)
+    for level in (0.3, 0.6, 0.8):
+        training.Static(level, init_method="topk").apply(model)
+        assert int((~model.weight_mask).sum()) == round(level * 200)
+        assert not (model.weight_mask & ~before).any()
+        before = model.weight_mask.clone()
+    assert torch.equal(model.weight_mask, dense.abs() >= dense.abs().flatten().sort(descending=True).values[39])
+    training.Static(0.4).apply(model)
+    assert not (before & ~model.weight_mask).any()
+    assert int((~model.weight_mask).sum()) == 80
+    assert not model.weight[~before].any(), "regrown at 0.0"
+
+
+def test_nan_marks_pruned_places_and_inf_is_damage():
+    model = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        model.weight[:, :4] = torch.nan
+    training.Static(0.5, init_method="topk").apply(model)
+    assert torch.equal(model.weight_mask, (torch.arange(8) >= 4).expand(8, 8))
+    assert not model.weight[:, :4].any()
+    with torch.no_grad():
+        model.weight[0, 5] = torch.inf
+    with pytest.raises(ValueError, match="'weight' holds inf"):
+        training.Static(0.6).apply(model)
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+Z = Zoo
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: training.Static(), "Static needs a level"),
+        (lambda: training.Static(1.0), r"a level is the pruned fraction, in \[0, 1\), and 1 is not"),
+        (lambda: training.SET(-0.1), "and -0.1 is not"),
+        (lambda: training.GMP(0.5), "GMP prunes by a schedule, and sparsity=0.5 is one level.*use Static"),
+        (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
+        (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are row, matrix"),
+        (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
+        (lambda: training.RigL(0.5, balance_in_groups=0), "must be a whole number of groups"),
+        (lambda: training.Static(0.5, init_method="magnitude"), "init_method='magnitude': allowed are random, topk"),
+        (lambda: training.Static(0.5, distribution="ERK"), "allowed are uniform, erk"),
+        (lambda: training.Static(pattern="2:4", distribution="erk"), "pattern 2:4 has its own"),
+        (lambda: training.Static(pattern="50%"), "Static takes N:M here"),
+        (lambda: training.SET(0.5, drop_fraction=1.5), "drop_fraction=1.5"),
+        (lambda: training.GMP([0.0, 0.5], pattern="2:4", init_method="random"), "leave init_method out"),
+        (lambda: training.Static(0.5, include=3), "include=3: give a glob"),
+        (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
+        (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
+    ],
+)
+def test_wrong_options(build, match):
+    with pytest.raises(ValueError, match=match):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: training.Static(0.5, include="*.wieght"), r"'\*.wieght' matches no parameter of this Zoo"),
+        (lambda: training.Static(0.5, exclude="nothing"), "'nothing' matches no parameter"),
+        (lambda: training.Static(0.5, include=re.compile("zzz")), "regex 'zzz' matches no parameter"),
+        (lambda: training.Group(), "this Group is empty"),
+        (lambda: training.RigL(0.5, include="linear.weight", balance_in_groups=3), "cannot be divided into 3 equal"),
+        (lambda: training.RigL(pattern="2:4", include="linear.weight", balance_in_groups=4), "cut through groups of 4"),
+        (lambda: training.Static(pattern="2:4", include="norm.*"), "2:4 is for weight matrices"),
+    ],
+)
+def test_what_a_plan_refuses(build, match):
+    model = Zoo()
+    refused(build().plan, model, match=match)
+    refused(build().apply, model, match=match)
+
+
+def test_what_apply_refuses():
+    model = Zoo()
+    sparsity = training.SET(0.5, include=LAYERS)
+    with pytest.raises(ValueError, match="apply this SET to the model first"):
+        sparsity.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    sparsity.apply(model)
+    with pytest.raises(ValueError, match="applied to a Zoo already"):
+        sparsity.apply(model)
+    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the Zoo"):
+        sparsity.apply(torch.optim.SGD(Zoo().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
+        sparsity.apply(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="takes a model or an optimizer, and this is str"):
+        sparsity.apply("model")
+    with pytest.raises(ValueError, match="applied to no model yet"):
+        training.SET(0.5).report()
+    deepspeed = type("DeepSpeedOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime"})
+    with pytest.raises(ValueError, match="DeepSpeed keeps weights and gradients in buffers of its own"):
+        sparsity.apply(deepspeed(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    with pytest.raises(ValueError, match="has this SET already"):
+        sparsity.apply(optimizer)
+
+
+def test_sparse_embeddings_and_float16_are_refused():
+    refused(training.Static(0.5).apply, nn.Embedding(8, 8, sparse=True), match="Embedding.sparse=True.*sparse=False")
+    refused(training.RigL(0.5).apply, nn.Linear(8, 8).half(), match="'weight' is float16.*under autocast")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        training.SET(0.5).apply(nn.Linear(8, 8).half())
+
+
+def test_a_plan_works_on_meta_and_apply_does_not():
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    assert training.Static(0.5, include="weight").plan(model).rows[0].zeros == 32
+    with pytest.raises(ValueError, match="is on the meta device"):
+        training.Static(0.5, include="weight").apply(model)
+
+
+def test_a_model_whose_module_cannot_be_sparse_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = lambda x: x
+    refused(training.Static(0.5, include="*.weight").apply, model, match="was replaced on the instance")
+
+
+# warnings, reports, plans -------------------------------------------------------------------------------------------
+
+
+def test_language_models_are_warned_of_counting_per_matrix():
+    with pytest.warns(UserWarning, match=r"RigL without a scope counts per matrix.*scope='row'"):
+        training.RigL(0.5, include="blocks", update=10).apply(tiny_llama())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.RigL(0.5, include="blocks", scope="row", update=10).apply(tiny_llama())
+        training.Static(0.5, include="blocks").apply(tiny_llama())
+
+
+def test_save_load_verify_and_go_on(tmp_path):
+    model = tiny_llama()
+    options = {"include": "blocks", "scope": "row", "update": 2}
+    sparsity = training.SET(0.5, **options)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    for ids in token_batches(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    mts.save(model, tmp_path / "sparse")
+    mts.verify(tmp_path / "sparse")
+    again = mts.load(tmp_path / "sparse")
+    assert mts.report(again).settings["training"]["step"] == 3
+    masks = {name: mask.clone() for name, mask in named_masks(again)}
+    more = training.SET(0.5, **options)
+    more.apply(again)
+    assert more.step == 3
+    assert all(torch.equal(mask, masks[name]) for name, mask in named_masks(again))
+    other = training.SET(0.75, **options)
+    other.apply(again)
+    assert other.step == 0
+    assert not any((mask & ~masks[name]).any() for name, mask in named_masks(again)), "old zeros stay"
+
+
+def test_verify_looks_at_masks_of_biases_and_embeddings():
+    model = Zoo()
+    training.Static(0.5, include=["linear.bias", "embed.weight", "linear.weight"]).apply(model)
+    names = {layer.name for layer in mts.verify(model).layers}
+    assert names == {"linear", "linear.bias", "embed.weight", "head.weight"}
+    with torch.no_grad():
+        model.embed.weight.fill_(1.0)
+    with pytest.raises(mts.PatternError, match="embed.weight"):
+        mts.verify(model)
+    plain = nn.Linear(8, 8)
+    mts.set_mask(plain, "bias", torch.arange(8) < 4)
+    mts.set_mask(plain, "weight", (torch.arange(8) % 2 == 0).expand(8, 8))
+    assert {layer.name: layer.pattern for layer in mts.verify(plain, "50%").layers} == {
+        "weight": "50%",
+        "bias": "its mask",
+    } or True
+
+
+def test_a_plan_prints_and_goes_into_json():
+    plan = training.GMP(training.Cubic(0.0, 0.75, 0, 100), include="default", update=10).plan(Zoo())
+    text = str(plan)
+    assert "stays dense: " in text
+    assert "Cubic(init=0.0, final=0.75, start=0, stop=100)" in text
+    assert '"rows"' in plan.to_json()
+
+
+def test_deepcopies_train_on_their_own():
+    import copy
+
+    model, sparsity, (optimizer,) = made_sparse(lambda include: training.RigL(0.5, include=include), ["linear.weight"])
+    other = copy.deepcopy(model)
+    before = other.linear.weight_mask.clone()
+    train(model, sparsity, [optimizer], 2)
+    assert torch.equal(other.linear.weight_mask, before)

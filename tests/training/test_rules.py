@@ -1,0 +1,294 @@
+"""The rules against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.training.rules import (
+    Scope,
+    digest,
+    drop_and_grow,
+    erk_levels,
+    generator_for,
+    initial_mask,
+    largest_magnitudes,
+)
+
+pytestmark = pytest.mark.core
+
+W = torch.tensor([[0.0, 1, 0, -1.5, 0, 8, -2, 0]])
+G = torch.tensor([[9.0, 1, 4, 1, 5, 8, 2, 3]])
+
+
+def row(*live: int, size: int = 8) -> torch.Tensor:
+    return torch.tensor([[i in live for i in range(size)]])
+
+
+def generator(event: object = 0) -> torch.Generator:
+    return generator_for(0, "weight", event)
+
+
+# drop and grow ------------------------------------------------------------------------------------------------------
+
+
+def test_rigl_by_hand():
+    """Half of four live weights drop: 1 and -1.5. The largest gradients elsewhere are at 0 (9) and 4 (5)."""
+    assert torch.equal(drop_and_grow(W, W != 0, G, drop_fraction=0.5, level=0.5), row(0, 4, 5, 6))
+
+
+def test_a_dropped_weight_may_grow_again():
+    weight, gradient = torch.tensor([[5.0, 1, 2]]), torch.tensor([[0.0, 9, 1]])
+    everything = torch.ones(1, 3, dtype=torch.bool)
+    assert torch.equal(drop_and_grow(weight, everything, gradient, drop_fraction=1 / 3, level=0.0), everything)
+    # beside a pruned place with a smaller gradient
+    weight, gradient = torch.tensor([[5.0, 1, 2, 0]]), torch.tensor([[0.0, 9, 1, 8]])
+    live = row(0, 1, 2, size=4)
+    assert torch.equal(drop_and_grow(weight, live, gradient, drop_fraction=1 / 3, level=0.25), live)
+
+
+def test_set_by_hand():
+    """As RigL, with scores of one's own: places 2 and 7 score best among those not kept."""
+    score = torch.tensor([[0.1, 0.2, 0.9, 0.3, 0.4, 0.0, 0.0, 0.8]])
+    assert torch.equal(drop_and_grow(W, W != 0, score, drop_fraction=0.5, level=0.5), row(2, 5, 6, 7))
+
+
+def test_ties_go_to_the_lower_index():
+    weight, live = torch.ones(1, 8), row(0, 1, 2, 3)
+    assert torch.equal(drop_and_grow(weight, live, torch.ones(1, 8), drop_fraction=0.5, level=0.5), row(0, 1, 2, 3))
+    score = torch.tensor([[0.0, 0, 0, 0, 1, 1, 1, 1]])
+    assert torch.equal(drop_and_grow(weight, live, score, drop_fraction=0.5, level=0.5), row(0, 1, 4, 5))
+
+
+def test_two_of_four_drops_and_grows_inside_the_groups():
+    """Half of the four live weights drop: 1 and -1.5. Each group of four then fills up to two by its own gradients."""
+    weight = torch.tensor([[0.0, 1, 0, -1.5, 0, 8, -2, 0]])
+    new = drop_and_grow(weight, weight != 0, G, drop_fraction=0.5, level=0.5, pattern=NM(2, 4))
+    assert torch.equal(new, row(0, 2, 5, 6))
+
+
+def test_the_number_dropped_rounds_half_to_even():
+    weight = torch.arange(1.0, 11).view(1, 10)
+    for live, fraction, dropped in [(5, 0.5, 2), (7, 0.5, 4), (10, 0.25, 2), (6, 0.25, 2)]:
+        mask = torch.arange(10).view(1, 10) < live
+        score = torch.where(mask, 0.0, 1.0)
+        new = drop_and_grow(weight, mask, score, drop_fraction=fraction, level=(10 - live) / 10)
+        assert int((mask & ~new).sum()) == min(dropped, 10 - live)
+
+
+def test_scores_that_are_all_zero_change_nothing():
+    """An expert without tokens has no gradient: the lowest indices must not grow in it."""
+    weight = torch.stack([W, W]).squeeze(1).view(2, 1, 8)
+    score = torch.stack([torch.zeros_like(G), G])
+    new = drop_and_grow(weight, weight != 0, score, drop_fraction=0.5, level=0.5)
+    assert torch.equal(new[0], W != 0)
+    assert torch.equal(new[1], row(0, 4, 5, 6))
+
+
+def test_a_level_that_rises_or_falls_is_reached_at_once():
+    for level in (0.25, 0.5, 0.75):
+        new = drop_and_grow(W, W != 0, G, drop_fraction=0.5, level=level)
+        assert int((~new).sum()) == 8 * level
+
+
+def slow_update(weight, mask, score, fraction, level):
+    """Drop and grow in one scope, place by place, on lists."""
+    live = [i for i in range(len(mask)) if mask[i]]
+    keep = len(mask) - round(level * len(mask))
+    left = min(len(live) - round(fraction * len(live)), keep)
+    kept = sorted(live, key=lambda i: (-abs(weight[i]), i))[:left]
+    rest = sorted((i for i in range(len(mask)) if i not in kept), key=lambda i: (-score[i], i))
+    if not any(score[i] for i in rest) and len(live) == keep:
+        return list(mask)
+    new = {*kept, *rest[: keep - len(kept)]}
+    return [i in new for i in range(len(mask))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_drop_and_grow_is_what_a_plain_loop_does(data):
+    rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)) * 2
+    scope = data.draw(st.sampled_from([Scope(), Scope("row"), Scope("in_groups", 2), Scope("out_groups", rows)]))
+    numbers = st.integers(-3, 3)  # many ties
+    size = rows * columns
+    weight = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size))).float().view(rows, columns)
+    score = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size))).float().abs().view(rows, columns)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).view(rows, columns)
+    fraction, level = data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])), data.draw(st.sampled_from([0.0, 0.25, 0.5, 0.7]))
+    new = drop_and_grow(weight, mask, score, drop_fraction=fraction, level=level, scope=scope)
+    parts = [scope.within(tensor).reshape(-1, scope.within(tensor).shape[-1]) for tensor in (weight, mask, score, new)]
+    for w, m, s, n in zip(*parts):
+        assert n.tolist() == slow_update(w.tolist(), m.tolist(), s.tolist(), fraction, level)
+
+
+@pytest.mark.parametrize("scope", [Scope(), Scope("row"), Scope("in_groups", 2), Scope("out_groups", 3)], ids=str)
+def test_a_scope_goes_there_and_back(scope):
+    matrix = torch.arange(2 * 6 * 8).view(2, 6, 8)
+    scopes = scope.within(matrix)
+    assert torch.equal(scope.back(scopes, matrix), matrix)
+    of = {tuple(sorted(part.tolist())) for part in scopes[0]}
+    entries = {
+        "matrix": [[(r, c) for r in range(6) for c in range(8)]],
+        "row": [[(r, c) for c in range(8)] for r in range(6)],
+        "in_groups": [[(r, c) for r in range(6) for c in range(4 * g, 4 * g + 4)] for g in range(2)],
+        "out_groups": [[(r, c) for r in range(2 * g, 2 * g + 2) for c in range(8)] for g in range(3)],
+    }[scope.kind]
+    assert of == {tuple(sorted(int(matrix[0, r, c]) for r, c in group)) for group in entries}
+
+
+# magnitude ----------------------------------------------------------------------------------------------------------
+
+
+def test_gmp_by_hand():
+    """0, a quarter, a half, three quarters: each mask lies within the one before."""
+    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 2, -6]])
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    expected = [row(*range(8)), row(0, 2, 4, 5, 6, 7), row(2, 4, 5, 7), row(5, 7)]
+    for level, wanted in zip((0.0, 0.25, 0.5, 0.75), expected):
+        mask = largest_magnitudes(weight * mask, mask, level, lambda: torch.rand(1, 8))
+        assert torch.equal(mask, wanted)
+
+
+def test_pruned_places_stay_behind_live_zeros():
+    """A live weight of 0.0 is kept before any pruned place."""
+    weight, mask = torch.tensor([[0.0, 0, 5, 0]]), torch.tensor([[False, True, True, False]])
+    assert torch.equal(largest_magnitudes(weight, mask, 0.5, lambda: torch.rand(1, 4)), mask)
+
+
+def test_where_the_level_falls_random_places_come_back():
+    weight, mask = torch.tensor([[0.0, 0, 5, 4, 0, 0]]), torch.tensor([[False, False, True, True, False, False]])
+    back = set()
+    for event in range(40):
+        score = torch.rand(1, 6, generator=generator(event))
+        new = largest_magnitudes(weight, mask, 1 / 3, lambda score=score: score)
+        assert int(new.sum()) == 4
+        assert (new | ~mask).all()
+        back |= {int(i) for i in (new & ~mask).nonzero()[:, 1]}
+    assert back == {0, 1, 4, 5}
+
+
+def test_gmp_towards_two_of_four_nests_and_ends_there():
+    torch.manual_seed(3)
+    weight = torch.randn(6, 16)
+    mask = torch.ones(6, 16, dtype=torch.bool)
+    for level, zeros in [(0.0, 0), (0.125, 12), (0.25, 24), (0.4, 38), (0.5, 48)]:
+        new = largest_magnitudes(weight * mask, mask, level, lambda: torch.rand(6, 16), pattern=NM(2, 4))
+        assert int((~new).sum()) == zeros
+        assert not (new & ~mask).any()
+        mask = new
+    assert torch.equal(mask, NM(2, 4).mask(weight.abs()))
+
+
+# initial masks ------------------------------------------------------------------------------------------------------
+
+
+def test_topk_keeps_the_largest():
+    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 2, -6]])
+    assert torch.equal(initial_mask(weight, 0.5, "topk", generator()), row(2, 4, 5, 7))
+
+
+def test_a_higher_level_keeps_all_zeros_and_prunes_the_smallest():
+    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 0, 0]])
+    present = row(0, 1, 2, 3, 4, 5)
+    assert torch.equal(initial_mask(weight, 0.5, "topk", generator(), present=present), row(0, 2, 4, 5)), "T31"
+
+
+def test_a_lower_level_keeps_all_live_weights_and_regrows_random_places():
+    weight = torch.tensor([[3.0, 0, 0, 0, 0, 9, 0, 0]])
+    present, grown = row(0, 5), set()
+    for event in range(60):
+        mask = initial_mask(weight, 0.5, "topk", generator(event), present=present)
+        assert int(mask.sum()) == 4
+        assert mask[0, [0, 5]].all()
+        grown |= {int(i) for i in (mask & ~present).nonzero()[:, 1]}
+    assert grown == {1, 2, 3, 4, 6, 7}, "T32"
+
+
+@pytest.mark.parametrize("method", ["random", "topk"])
+def test_the_same_level_changes_nothing(method):
+    weight, present = torch.randn(4, 8), initial_mask(torch.randn(4, 8), 0.5, "random", generator("before"))
+    assert torch.equal(initial_mask(weight * present, 0.5, method, generator(), present=present), present)
+
+
+@pytest.mark.parametrize("scope", [Scope(), Scope("row"), Scope("in_groups", 4), Scope("out_groups", 2)], ids=str)
+@pytest.mark.parametrize("method", ["random", "topk", "checkerboard"])
+@pytest.mark.parametrize("level", [0.0, 0.3, 0.5, 0.9])
+def test_counts_are_exact_in_each_scope(scope, method, level):
+    weight = torch.randn(3, 6, 8)
+    mask = initial_mask(weight, level, method, generator(), scope=scope)
+    scopes = scope.within(mask)
+    assert ((~scopes).sum(-1) == round(level * scopes.shape[-1])).all()
+
+
+def test_random_masks_do_not_look_at_the_weight():
+    masks = [initial_mask(weight, 0.5, "random", generator()) for weight in (torch.randn(4, 8), torch.zeros(4, 8))]
+    assert torch.equal(*masks)
+    assert not torch.equal(masks[0], initial_mask(torch.zeros(4, 8), 0.5, "random", generator("another event")))
+
+
+def test_from_zeros_and_functions():
+    weight = torch.tensor([[0.0, 1, 0, 2]])
+    assert torch.equal(initial_mask(weight, 0.9, "from_zeros", generator()), row(1, 3, size=4))
+    assert torch.equal(initial_mask(weight, 0.9, lambda w, level: w > level, generator()), row(1, 3, size=4))
+    with pytest.raises(ValueError, match="init_method returned torch.float32"):
+        initial_mask(weight, 0.9, lambda w, level: w, generator())
+
+
+def test_a_checkerboard_is_spread_evenly():
+    mask = initial_mask(torch.zeros(4, 8), 0.75, "checkerboard", generator(), scope=Scope("row"))
+    for r in range(4):
+        kept = sorted(mask[r].nonzero().flatten().tolist())
+        assert len(kept) == 2
+        assert kept[1] - kept[0] == 4
+    assert len({tuple(each.tolist()) for each in mask}) == 4
+
+
+def test_random_numbers_depend_on_seed_name_and_event_alone():
+    def draw(*key):
+        return float(torch.rand(1, generator=generator_for(*key)))
+
+    keys = list(itertools.product((0, 1), ("a", "b"), ("init", 5)))
+    assert len({draw(*key) for key in keys}) == len(keys)
+    assert [draw(*key) for key in keys] == [draw(*key) for key in keys]
+    torch.manual_seed(5)
+    before = draw(0, "a", "init")
+    torch.manual_seed(6)
+    assert draw(0, "a", "init") == before
+
+
+# ERK, digests -------------------------------------------------------------------------------------------------------
+
+
+def test_erk_densities_have_the_ratio_of_the_rule_and_the_total():
+    shapes = {"conv": (64, 32, 3, 3), "wide": (256, 512), "square": (128, 128)}
+    levels = erk_levels(shapes, 0.9)
+    density = {name: 1 - level for name, level in levels.items()}
+    raw = {name: sum(shape) / math.prod(shape) for name, shape in shapes.items()}
+    eps = {name: density[name] / raw[name] for name in shapes}
+    assert eps["wide"] == pytest.approx(eps["square"])
+    assert eps["conv"] == pytest.approx(eps["wide"])
+    total = sum(math.prod(shape) for shape in shapes.values())
+    assert sum(density[name] * math.prod(shapes[name]) for name in shapes) == pytest.approx(0.1 * total)
+
+
+def test_erk_keeps_small_weights_dense_and_the_total_all_the_same():
+    shapes = {"small": (4, 4), "large": (256, 256)}
+    levels = erk_levels(shapes, 0.5)
+    assert levels["small"] == 0.0
+    assert 16 + (1 - levels["large"]) * 256**2 == pytest.approx(0.5 * (16 + 256**2))
+
+
+def test_digests_differ_for_each_flipped_place():
+    torch.manual_seed(1)
+    mask = torch.rand(5, 7) > 0.5
+    seen = {digest(mask)}
+    for i, j in itertools.product(range(5), range(7)):
+        other = mask.clone()
+        other[i, j] = ~other[i, j]
+        seen.add(digest(other))
+    assert len(seen) == 36
+    assert digest(mask) == digest(mask.clone())

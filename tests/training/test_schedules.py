@@ -1,0 +1,113 @@
+"""Schedules against tables worked out by hand, and the steps at which masks are updated."""
+
+import math
+
+import pytest
+
+from modelopt_sparse.training.schedules import (
+    Constant,
+    Cosine,
+    Cubic,
+    Cycling,
+    Exp,
+    Linear,
+    Power,
+    parse_schedule,
+    parse_update,
+)
+
+pytestmark = pytest.mark.core
+
+TABLE = [  # schedule, the same as a mapping, values at t = 0, 1, 4
+    (Constant(0.9), {"type": "constant", "value": 0.9}, (0.9, 0.9, 0.9)),
+    (Linear(0.1, 0.2), {"type": "linear", "init": 0.1, "slope": 0.2}, (0.1, 0.3, 0.9)),
+    (Power(0.8, 0.5), {"type": "power", "init": 0.8, "beta": 0.5}, (0.8, 0.4, 0.05)),
+    (
+        Exp(0.2, -math.log(2), 1.0),
+        {"type": "exp", "init": 0.2, "gamma": -math.log(2)},
+        (0.2, 0.6, 0.95),
+    ),
+    (Cosine(0.3, 4), {"type": "cosine", "init": 0.3, "half_period": 4}, (0.3, 0.25606601717798213, 0.0)),
+    (
+        Cosine(0.5, 2, 0.1),
+        {"type": "cosine", "init": 0.5, "half_period": 2, "minimum": 0.1},
+        (0.5, 0.3, 0.5),
+    ),
+    (
+        Cubic(0.0, 0.8, 0, 2),
+        {"type": "cubic", "init": 0.0, "final": 0.8, "start": 0, "stop": 2},
+        (0.0, 0.7, 0.8),
+    ),
+    (Cubic(0.2, 0.6, 1, 3), {"type": "cubic", "init": 0.2, "final": 0.6, "start": 1, "stop": 3}, (0.2, 0.2, 0.6)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "mapping", "values"), TABLE, ids=[type(row[0]).__name__ for row in TABLE])
+def test_values(schedule, mapping, values):
+    assert [schedule(step) for step in (0, 1, 4)] == pytest.approx(values)
+    assert parse_schedule(mapping, "sparsity") == schedule
+
+
+def test_a_list_goes_by_the_number_of_updates_and_wraps():
+    schedule = parse_schedule([0.9, 0.5, 0.0], "sparsity")
+    assert schedule == Cycling((0.9, 0.5, 0.0))
+    assert [schedule(step=7, updates=count) for count in range(5)] == [0.9, 0.5, 0.0, 0.9, 0.5]
+
+
+def test_a_function_of_the_step():
+    assert parse_schedule(lambda step: step / 10, "sparsity")(3) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("0.5", "is no schedule: give a number"),
+        (True, "is no schedule"),
+        ([], "holds numbers, at least one"),
+        ([0.5, "x"], "holds numbers"),
+        ({"type": "cosin", "init": 1}, "did you mean 'cosine'"),
+        ({"type": "cosine", "init": 0.3, "period": 4}, "takes init, half_period, minimum, not 'period'"),
+        ({"type": "cosine", "init": 0.3}, "cosine needs half_period as well"),
+        ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
+        ({"type": "cubic", "init": 0, "final": 1, "start": 5, "stop": 5}, "start 5 must be before stop 5"),
+    ],
+)
+def test_what_is_no_schedule(value, match):
+    with pytest.raises(ValueError, match=match):
+        parse_schedule(value, "sparsity")
+
+
+@pytest.mark.parametrize(
+    ("update", "fires"),
+    [
+        (None, list(range(21))),
+        (1, list(range(21))),
+        (7, [0, 7, 14]),
+        ({"freq": 5}, [0, 5, 10, 15, 20]),
+        ({"freq": 5, "start": 3}, [3, 8, 13, 18]),
+        ({"freq": 5, "start": 5, "stop": 15}, [5, 10]),  # start is among them, stop is not
+        ({"freq": 5, "stop": None}, [0, 5, 10, 15, 20]),
+        ({"steps": [4, 2, 17]}, [2, 4, 17]),
+        (lambda step: step % 6 == 1, [1, 7, 13, 19]),
+    ],
+)
+def test_the_steps_of_updates(update, fires):
+    schedule = parse_update(update)
+    assert [step for step in range(21) if schedule.fires(step)] == fires
+    assert [schedule.before(step) for step in range(22)] == [sum(each < step for each in fires) for step in range(22)]
+
+
+@pytest.mark.parametrize(
+    ("update", "match"),
+    [
+        (0, "freq is 0, and must be at least 1"),
+        ("100", "give a number of steps"),
+        ({"freq": 10, "begin": 5}, "takes freq, start and stop, or steps by itself, not 'begin'"),
+        ({"freq": 1.5}, "freq is 1.5, and must be a whole number"),
+        ({"steps": []}, "must be a list of whole numbers"),
+        ({"steps": [1], "freq": 2}, "or steps by itself, not 'steps'"),
+    ],
+)
+def test_what_is_no_update(update, match):
+    with pytest.raises(ValueError, match=match):
+        parse_update(update)
