@@ -111,11 +111,11 @@ def _misfit(target: Target, algorithm: Any) -> str | None:
             f"{target.name!r} is float16, which cannot hold the faint gradients that {kind} grows by: keep weights in "
             "float32 and run under autocast, or use bfloat16"
         )
-    rows, columns = target.layer.matrix(parameter).shape[-2:]
+    rows, columns = target.empty_matrix().shape[-2:]
     if algorithm.pattern is not None:
         if not target.is_layer:
             return f"{algorithm.pattern} is for weight matrices"
-        if misfit := algorithm.pattern.misfit(target.layer.columns(parameter)):
+        if misfit := algorithm.pattern.misfit(target.layer.columns(torch.empty(target.shape, device="meta"))):
             return misfit
         if algorithm.scope.kind == "in_groups" and columns // algorithm.scope.groups % algorithm.pattern.m:
             raise ValueError(
@@ -155,7 +155,7 @@ def _rows(chosen: Sequence[tuple[Target, Any]]) -> tuple[Row, ...]:
 def zeros_at(target: Target, algorithm: Any, level: float) -> int:
     """How many zeros a parameter has at a level, if its mask goes by the level (not by "from_zeros" or a function)."""
     parameter = target.parameter
-    matrix = target.layer.matrix(torch.empty(parameter.shape, device="meta"))
+    matrix = target.empty_matrix()
     if algorithm.pattern is not None and not algorithm.magnitude_first:
         return algorithm.pattern.zeros_in(matrix.shape)
     if algorithm.pattern is not None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import Unstructured
@@ -60,6 +61,10 @@ class Target:
     @property
     def is_layer(self) -> bool:
         return not isinstance(self.layer.adapter, RowAdapter)
+
+    def empty_matrix(self) -> Tensor:
+        """The matrix without values, to ask for its shape: a sharded parameter cannot be reshaped at will."""
+        return self.layer.matrix(torch.empty(self.shape, device="meta"))
 
     def kernel_shape(self) -> tuple[int, ...]:
         """The sizes that ERK goes by: those of the parameter, of experts those of one expert's matrix."""

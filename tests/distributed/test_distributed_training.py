@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import modelopt_sparse as mts
+from modelopt_sparse import training
 from tests.helpers import tiny_llama, token_batches
 
 pytestmark = [pytest.mark.core, pytest.mark.slow]
@@ -305,6 +313,94 @@ def tensor_parallel_and_fsdp() -> dict[str, Any]:
     return {**found, "lost after drift and state_dict": lost_zeros(model)}
 
 
+# masks that move: in float64, where rounding cannot flip a near tie -------------------------------------------------
+
+
+def rigl() -> training.RigL:
+    return training.RigL(0.75, include=list(MASKED), update=2, drop_fraction=0.5)
+
+
+def train_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        F.mse_loss(model(share(x)), share(x.flip(-1))).backward()
+        optimizer.step()
+
+
+def outcome(model: nn.Module) -> dict[str, Any]:
+    masks = {name: full(mask) for name, mask in mts.named_masks(model)}
+    return {"masks": masks, "values": values(model), "lost": lost_zeros(model)}
+
+
+def rigl_in_one_process() -> dict[str, Any]:
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    before = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    optimizer = adamw(model.parameters())
+    sparsity.apply(optimizer)
+    train_sparse(model, optimizer, 6)
+    return {"before": before, **outcome(model)}
+
+
+def rigl_under_ddp() -> dict[str, Any]:
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    wrapped = DistributedDataParallel(model)
+    optimizer = adamw(wrapped.parameters())
+    sparsity.apply(optimizer)
+    train_sparse(wrapped, optimizer, 6)
+    return outcome(model)
+
+
+def rigl_sharded(folder: Path) -> dict[str, Any]:
+    """Masks before sharding; stopped after three steps, and resumed from a distributed checkpoint into new ones."""
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    optimizer = adamw(sharded(model).parameters())
+    sparsity.apply(optimizer)
+    train_sparse(model, optimizer, 3)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({**state, "sparsity": sparsity.state_dict()}, checkpoint_id=folder / "dcp")
+    train_sparse(model, optimizer, 3, start=3)
+
+    resumed, sparsity = dense_model().double(), rigl()
+    sparsity.apply(resumed)
+    optimizer = adamw(sharded(resumed).parameters())
+    sparsity.apply(optimizer)
+    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, optimizer)}
+    loaded = {**state, "sparsity": sparsity.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder / "dcp")
+    resumed.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(resumed, optimizer, loaded["optimizer"])
+    sparsity.load_state_dict(loaded["sparsity"])
+    train_sparse(resumed, optimizer, 3, start=3)
+    return {**outcome(model), "resumed": outcome(resumed)}
+
+
+def rigl_on_sharded_weights() -> dict[str, Any]:
+    model, sparsity = sharded(dense_model().double()), rigl()
+    sparsity.apply(model)
+    optimizer = adamw(model.parameters())
+    sparsity.apply(optimizer)
+    train_sparse(model, optimizer, 6)
+    return outcome(model)
+
+
+def rigl_on_ranks_that_differ() -> dict[str, Any]:
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    optimizer = adamw(model.parameters())
+    sparsity.apply(optimizer)
+    with torch.no_grad():
+        model[0].weight.add_(float(dist.get_rank()))
+    try:
+        train_sparse(model, optimizer, 6)  # gradients are not reduced
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": "none was raised"}
+
+
 SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
     ddp,
     ddp_two_forwards_before_one_backward,
@@ -318,6 +414,10 @@ SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
     fsdp_loading_full_state_dicts,
     fsdp_then_export,
     tensor_parallel_and_fsdp,
+    rigl_under_ddp,
+    rigl_sharded,
+    rigl_on_sharded_weights,
+    rigl_on_ranks_that_differ,
 )
 
 
@@ -494,3 +594,24 @@ def test_tensor_parallel_training_gives_the_weights_of_one_process(results):
     assert found["parallel"]["losses"] == pytest.approx(found["single"]["losses"], rel=1e-4)
     torch.testing.assert_close(found["parallel"]["values"], found["single"]["values"], rtol=1e-3, atol=1e-4)
     assert found["lost after drift and state_dict"] == []
+
+
+@pytest.mark.parametrize("scenario", [rigl_under_ddp, rigl_sharded, rigl_on_sharded_weights])
+def test_rigl_grows_by_the_gradient_of_all_processes(results, scenario: Callable):
+    found, single = results(scenario), rigl_in_one_process()
+    assert found["lost"] == []
+    assert found["masks"].keys() == single["masks"].keys() == set(MASKED)
+    for name, mask in single["masks"].items():
+        assert torch.equal(found["masks"][name], mask), name
+        assert not torch.equal(mask, single["before"][name])
+    torch.testing.assert_close(found["values"], single["values"])
+
+
+def test_a_distributed_checkpoint_resumes_to_the_same_bits(results):
+    found = results(rigl_sharded)
+    torch.testing.assert_close(found["resumed"]["masks"], found["masks"], rtol=0, atol=0)
+    torch.testing.assert_close(found["resumed"]["values"], found["values"], rtol=0, atol=0)
+
+
+def test_ranks_whose_masks_differ_stop(results):
+    assert "is not the same in rank 1 as here, at step 2" in results(rigl_on_ranks_that_differ)["error"]

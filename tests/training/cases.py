@@ -27,7 +27,11 @@ class Zoo(nn.Module):
         self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         config = MixtralConfig(
-            hidden_size=8, intermediate_size=8, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
+            hidden_size=8,
+            intermediate_size=8,
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
         )
         self.experts = MixtralSparseMoeBlock(config)
         for parameter in self.experts.parameters():

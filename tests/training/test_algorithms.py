@@ -193,7 +193,9 @@ def test_without_drops_rigl_trains_as_static_does_to_the_bit():
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, batch(step)).backward()
-            nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if "list" not in n and "read" not in n], 0.1)
+            nn.utils.clip_grad_norm_(
+                [p for n, p in model.named_parameters() if "list" not in n and "read" not in n], 0.1
+            )
             optimizer.step()
         states.append(model.state_dict())
     for name, value in states[0].items():
@@ -329,7 +331,9 @@ def test_model_apply_is_the_same():
     assert returned is two
     for (name, a), (_, b) in zip(one.state_dict().items(), two.state_dict().items()):
         assert torch.equal(a, b), name
-    assert "0.weight_mask" in nn.Sequential(nn.Linear(2, 2)).apply(training.Static(0.5, include="*.weight")).state_dict()
+    assert (
+        "0.weight_mask" in nn.Sequential(nn.Linear(2, 2)).apply(training.Static(0.5, include="*.weight")).state_dict()
+    )
 
 
 def test_requires_dense_on_parameters_modules_and_state():

@@ -118,7 +118,10 @@ def test_drop_and_grow_is_what_a_plain_loop_does(data):
     weight = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size))).float().view(rows, columns)
     score = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size))).float().abs().view(rows, columns)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).view(rows, columns)
-    fraction, level = data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])), data.draw(st.sampled_from([0.0, 0.25, 0.5, 0.7]))
+    fraction, level = (
+        data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+        data.draw(st.sampled_from([0.0, 0.25, 0.5, 0.7])),
+    )
     new = drop_and_grow(weight, mask, score, drop_fraction=fraction, level=level, scope=scope)
     parts = [scope.within(tensor).reshape(-1, scope.within(tensor).shape[-1]) for tensor in (weight, mask, score, new)]
     for w, m, s, n in zip(*parts):

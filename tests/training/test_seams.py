@@ -1,0 +1,328 @@
+"""Where loops do more than a step: accumulation, compiled models, GradScaler, clipping, checkpointing, autocast, resume.
+
+In float64, where rounding cannot flip a near tie, RigL's masks are those of one plain loop with one big batch.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from modelopt_sparse import training
+from modelopt_sparse.model.masking import named_masks
+from tests.helpers import assert_bits
+
+INCLUDE = "*weight"
+
+
+class Mlp(nn.Module):
+    def __init__(self, dtype=torch.float64, *, recompute=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(12, 24, dtype=dtype), nn.Linear(24, 6, dtype=dtype)
+        self.recompute = recompute
+
+    def forward(self, x):
+        if self.recompute:
+            return self.second(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=False))
+        return self.second(self.first(x).tanh())
+
+
+def data(step, size=16, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size, 12, generator=generator, dtype=dtype)
+
+
+def loss_of(model, x):
+    return (model(x) - x[:, :6].sin()).square().mean()
+
+
+def rigl(**options):
+    return training.RigL(0.75, include=INCLUDE, update=2, seed=3, **options)
+
+
+def started(model, build=rigl, lr=0.05):
+    sparsity = build()
+    sparsity.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    sparsity.apply(optimizer)
+    return sparsity, optimizer
+
+
+def plain(steps=6):
+    """What all others are compared with."""
+    model = Mlp()
+    _, optimizer = started(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    return model
+
+
+def assert_same_masks(model, other, *, weights=True):
+    masks = dict(named_masks(other))
+    start = Mlp()
+    rigl().apply(start)
+    for name, mask in named_masks(model):
+        assert torch.equal(mask, masks[name]), name
+        assert not torch.equal(mask, dict(named_masks(start))[name]), "masks have moved"
+        if weights:
+            torch.testing.assert_close(model.get_parameter(name), other.get_parameter(name))
+
+
+def test_micro_batches_grow_by_the_gradient_of_the_whole_batch():
+    model = Mlp()
+    _, optimizer = started(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in data(step).chunk(4):
+            (loss_of(model, part) / 4).backward()
+        optimizer.step()
+    assert_same_masks(model, plain())
+
+
+def test_recomputed_activations_make_no_difference():
+    model = Mlp(recompute=True)
+    _, optimizer = started(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    assert_same_masks(model, plain())
+
+
+def test_a_closure_and_gradients_that_stay_make_no_difference():
+    model = Mlp()
+    _, optimizer = started(model)
+    for step in range(6):
+
+        def closure(step=step):
+            optimizer.zero_grad(set_to_none=False)
+            loss = loss_of(model, data(step))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same_masks(model, plain())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+def test_a_compiled_model_has_two_graphs_and_never_a_third():
+    model = Mlp()
+    _, optimizer = started(model)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(compiled, data(step)).backward()
+        optimizer.step()
+    assert len(graphs) == 2
+    assert_same_masks(model, plain())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+def test_a_model_compiled_by_inductor():
+    model = Mlp()
+    _, optimizer = started(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(compiled, data(step)).backward()
+        optimizer.step()
+    assert_same_masks(model, plain())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
+    """Every third step overflows. The others are the steps of a plain loop."""
+    model, scaler = Mlp(), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
+    sparsity = rigl()
+    sparsity.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    sparsity.apply(optimizer)
+    done = 0
+    for step in range(9):
+        optimizer.zero_grad()
+        overflows = step % 3 == 1
+        loss = loss_of(model, data(done)) * (torch.inf if overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        done += not overflows
+        assert sparsity.step == done
+        for name, mask in named_masks(model):
+            assert not model.get_parameter(name)[~mask].any()
+    assert_same_masks(model, plain(), weights=not fused)
+
+
+def test_under_autocast():
+    model = Mlp(torch.float32)
+    sparsity, optimizer = started(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, data(step, dtype=torch.float32))
+        loss.backward()
+        optimizer.step()
+    start = Mlp(torch.float32)
+    rigl().apply(start)
+    assert not torch.equal(model.first.weight_mask, start.first.weight_mask)
+    assert all(int(mask.sum()) == mask.numel() // 4 for _, mask in named_masks(model))
+
+
+# the norm that a loop clips -------------------------------------------------------------------------------------------
+
+
+def clipped_norms(dtype, scale):
+    """The norm on a step without an update and on the same step with one; kept gradients are ``scale`` of the pruned."""
+    norms = []
+    for freq in (2, 1):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False, dtype=dtype)
+        sparsity = training.RigL(0.5, include="weight", update=freq)
+        sparsity.apply(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sparsity.apply(optimizer)
+        mask = dict(named_masks(model))["weight"]
+        wanted = torch.where(mask, scale, 1.0).to(dtype) * torch.randn(64, 64).to(dtype)
+        x = torch.eye(64, dtype=dtype)
+        (model(x) * wanted.T).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    return norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-3])
+def test_the_clipped_norm_is_the_same_to_the_bit(dtype, scale):
+    without, with_faint = clipped_norms(dtype, scale)
+    assert_bits(without, with_faint)
+
+
+def test_in_float64_the_norm_is_the_same_to_eight_digits_and_with_tiny_kept_gradients_it_is_not():
+    """The limit that the docs name: kept gradients that are many orders below the pruned ones."""
+    without, with_faint = clipped_norms(torch.float64, 1.0)
+    assert abs(without - with_faint) <= 1e-8 * without
+    without, with_faint = clipped_norms(torch.float32, 1e-12)
+    assert abs(without - with_faint) > 1e-8 * without
+
+
+# stop and resume ------------------------------------------------------------------------------------------------------
+
+ALGORITHMS = {
+    "static": lambda: training.Static(0.75, include=INCLUDE),
+    "gmp": lambda: training.GMP(training.Cubic(0.0, 0.75, 1, 8), include=INCLUDE, update=2),
+    "ac/dc": lambda: training.GMP([0.0, 0.75], include=INCLUDE, update=2),
+    "set": lambda: training.SET(0.75, include=INCLUDE, update=2, drop_fraction=training.Cosine(0.5, 10)),
+    "rigl": rigl,
+    "group": lambda: training.Group(
+        {"first.weight": training.RigL(0.75, update=2), "second.weight": training.SET(0.5, update=3)}
+    ),
+}
+
+
+def run(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+
+
+def assert_same_bits(model, other):
+    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items()):
+        assert_bits(one, two)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_stop_and_resume_in_a_loop_of_ones_own(name):
+    whole = Mlp()
+    _, optimizer = started(whole, ALGORITHMS[name])
+    run(whole, optimizer, 10)
+
+    model = Mlp()
+    sparsity, optimizer = started(model, ALGORITHMS[name])
+    run(model, optimizer, 5)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), sparsity.state_dict()], file)
+
+    model = Mlp()
+    torch.manual_seed(77)  # random numbers of the loop are not what masks depend on
+    sparsity, optimizer = started(model, ALGORITHMS[name])
+    states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for each, state in zip((model, optimizer, sparsity), states):
+        each.load_state_dict(state)
+    assert sparsity.step == 5
+    run(model, optimizer, 5, start=5)
+    assert_same_bits(model, whole)
+    assert sparsity.report().settings["training"]["step"] == 10
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_stop_and_resume_with_accelerate(name, tmp_path):
+    whole = Mlp()
+    _, optimizer = started(whole, ALGORITHMS[name])
+    run(whole, optimizer, 10)
+
+    def prepared():
+        model = Mlp()
+        sparsity = ALGORITHMS[name]()
+        sparsity.apply(model)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        sparsity.apply(optimizer)
+        accelerator.register_for_checkpointing(sparsity)
+        return accelerator, model, optimizer
+
+    accelerator, model, optimizer = prepared()
+    run(model, optimizer, 5)
+    accelerator.save_state(str(tmp_path))
+    accelerator, model, optimizer = prepared()
+    accelerator.load_state(str(tmp_path))
+    run(model, optimizer, 5, start=5)
+    assert_same_bits(accelerator.unwrap_model(model), whole)
+
+
+def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
+    model = Mlp()
+    sparsity, optimizer = started(model)
+    run(model, optimizer, 4)
+    state = copy.deepcopy(sparsity.state_dict())
+    with pytest.raises(ValueError, match="make the algorithm with the options that it was saved with"):
+        started(Mlp(), ALGORITHMS["set"])[0].load_state_dict(state)
+    with pytest.raises(ValueError, match="2 masks of the model are not those that this state was saved with"):
+        started(Mlp())[0].load_state_dict(state)
+    with pytest.raises(ValueError, match="apply this RigL to the model, load the model's state dict"):
+        rigl().load_state_dict(state)
+
+
+def test_a_conv_net_trains_channels_last():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    sparsity = training.RigL(0.75, include="*.weight", update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        F.mse_loss(model(x), x[..., 1:-1, 1:-1]).backward()
+        optimizer.step()
+        for name, mask in named_masks(model):
+            assert not model.get_parameter(name)[~mask].any()
+            assert int(mask.sum()) == mask.numel() // 4
