@@ -335,6 +335,7 @@ ORDER = (
     ("solving",),
     ("oneshot",),
     ("checkpoint",),
+    ("training",),
     ("cli",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}

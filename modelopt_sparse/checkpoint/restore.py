@@ -24,7 +24,7 @@ from modelopt_sparse.checkpoint.place import remember_source
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
-from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
@@ -68,7 +68,7 @@ def _restore(model: nn.Module, folder: Path) -> None:
     problems += [f"mask {name!r} fits no parameter of the model" for name in masks if name not in known]
     filled: list[tuple[Tensor, Tensor]] = []
     if damaged.keys() <= {MASKS}:
-        read = _reader(model, slots, folder, description, problems)
+        read = _reader(model, slots, folder, description, masks, problems)
         dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
         filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems, dtypes)) is not None]
         problems += [
@@ -159,6 +159,7 @@ def _reader(
     slots: Iterable[tuple[list[str], Tensor]],
     folder: Path,
     description: Description,
+    masks: Mapping[str, Tensor],
     problems: list[str],
 ) -> Read:
     """A function that reads the folder's tensor for one of the model's names. ``slots`` are those of `_slots`.
@@ -177,7 +178,12 @@ def _reader(
         problems += unloaded(info)
         return fresh.state_dict().get
     known = {name for alike, _ in slots for name in alike}
-    problems += [f"{name!r} has no place in the model" for name in sorted(names - known)]
+    for name in sorted(names - known):
+        mask = masks.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+        if mask is None:
+            problems.append(f"{name!r} has no place in the model")
+        elif not torch.equal(mask, read(name)):  # Trainer saves masks of plain modules with the weights
+            problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
     return lambda name: read(description.aliases.get(name, name))
 
 

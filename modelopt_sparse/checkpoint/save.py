@@ -18,6 +18,8 @@ from modelopt_sparse.checkpoint.format import (
     WEIGHTS,
     checksum,
     pack_mask,
+    weight_files,
+    weight_reader,
 )
 from modelopt_sparse.checkpoint.place import checked_place, sources_of
 from modelopt_sparse.checkpoint.staging import staged
@@ -87,6 +89,25 @@ def save(
             companion.save_pretrained(staging)
         described = {name: describe_mask(mask) for name, mask in masks.items()}
         write_description(staging, dense_class(model).__name__, described, attached_report(model), aliases)
+
+
+def add_masks(model: nn.Module, folder: str | Path) -> None:
+    """Write masks and report into a folder that holds the weights of a sparse model already, such as a checkpoint of
+    Trainer's, so that `restore` and `load` read it. What was there of them is replaced.
+
+    Raises ValueError if there are no safetensors files of weights.
+    """
+    model, folder = unwrapped(model), Path(folder)
+    missing = [name for name in weight_files(folder) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{str(folder)!r} holds no {missing[0]}, so there are no weights that masks would belong to")
+    masks = dict(named_masks(model))
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    save_file({name: pack_mask(mask) for name, mask in masks.items()}, folder / MASKS)
+    described = {name: describe_mask(mask) for name, mask in masks.items()}
+    names, _ = weight_reader(folder, weight_files(folder))
+    aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
+    write_description(folder, dense_class(model).__name__, described, attached_report(model), aliases)
 
 
 def describe_mask(mask: Tensor) -> dict[str, Any]:

@@ -9,15 +9,20 @@ from modelopt_sparse.training.algorithms import (
     SparsityAlgorithm,
     Static,
 )
+from modelopt_sparse.training.callback import SparsityCallback
+from modelopt_sparse.training.configure import configure
+from modelopt_sparse.training.cost import Cost, cost
 from modelopt_sparse.training.schedules import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
+from modelopt_sparse.training.sentinel import finalize, from_sentinel, to_sentinel
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.targets import TrainingPlan
+from modelopt_sparse.training.weights import TrainingPlan
 
 __all__ = [
     "GMP",
     "SET",
     "Constant",
     "Cosine",
+    "Cost",
     "Cubic",
     "Cycling",
     "DynamicSparsityAlgorithm",
@@ -28,6 +33,12 @@ __all__ = [
     "RigL",
     "Sparsity",
     "SparsityAlgorithm",
+    "SparsityCallback",
     "Static",
     "TrainingPlan",
+    "configure",
+    "cost",
+    "finalize",
+    "from_sentinel",
+    "to_sentinel",
 ]

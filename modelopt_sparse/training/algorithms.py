@@ -15,7 +15,7 @@ from modelopt_sparse.training import rules
 from modelopt_sparse.training.rules import INIT_METHODS, InitMethod, Scope
 from modelopt_sparse.training.schedules import Constant, Cycling, parse_schedule, parse_update
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.targets import Filter, parse_filter
+from modelopt_sparse.training.weights import Filter, parse_filter
 
 DISTRIBUTIONS = ("uniform", "erk")
 
@@ -160,10 +160,10 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     @torch.no_grad()
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
-        shapes = {name: sparse.target.kernel_shape() for name, sparse in self.sparse_params.items()}
+        shapes = {name: sparse.weight.kernel_shape() for name, sparse in self.sparse_params.items()}
         levels = self.levels(shapes, self.step)
         for name, sparse in self.sparse_params.items():
-            layer = sparse.target.layer
+            layer = sparse.weight.layer
             matrix = layer.matrix(sparse.data)
             _refuse_non_finite(matrix, f"weight {name!r}", self.step)
             if self.needs_gradient:

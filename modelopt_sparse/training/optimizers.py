@@ -18,8 +18,8 @@ class Steps:
 
     def was_skipped(self) -> bool:
         """Whether a GradScaler told a fused optimizer, inside of its step, that gradients overflowed."""
-        found = getattr(self.optimizer, "found_inf", None)
-        return isinstance(found, Tensor) and bool(found.item())
+        overflow = getattr(self.optimizer, "found_inf", None)
+        return isinstance(overflow, Tensor) and bool(overflow.item())
 
 
 def checked(optimizer: Any) -> torch.optim.Optimizer:

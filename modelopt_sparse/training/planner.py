@@ -16,7 +16,7 @@ from modelopt_sparse.model.quantization import holds_codes
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.training import rules
-from modelopt_sparse.training.targets import DEFAULT, Filter, Row, Target, TrainingPlan, find_targets, reasons
+from modelopt_sparse.training.weights import DEFAULT, Filter, Row, TrainingPlan, Weight, find_weights, reasons
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,28 @@ class Planned:
     """
 
     plan: TrainingPlan
-    chosen: tuple[tuple[Target, Any], ...]
+    chosen: tuple[tuple[Weight, Any], ...]
     description: dict[str, Any]
 
 
 def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> Planned:
     """Decide on every parameter of a model. Raises ValueError for what could not work."""
-    targets = find_targets(model)
-    _check_globs(model, targets, members)
+    weights = find_weights(model)
+    _check_globs(model, weights, members)
     by_choice = {
-        choice: reasons(model, targets, choice)
+        choice: reasons(model, weights, choice)
         for choice in {include.choice for include, _ in members} | {DEFAULT}
         if choice
     }
-    chosen: list[tuple[Target, Any]] = []
+    chosen: list[tuple[Weight, Any]] = []
     skipped: list[Skipped] = []
-    for target in targets:
-        outcome = _decide(target, members, by_choice)
+    for weight in weights:
+        outcome = _decide(weight, members, by_choice)
         if isinstance(outcome, str):
-            skipped.append(Skipped(target.name, target.type, target.shape, outcome))
+            skipped.append(Skipped(weight.name, weight.type, weight.shape, outcome))
         else:
-            refuse_what_cannot_be_sparse(target.holders[0][0], target.holders[0][1])
-            chosen.append((target, outcome))
+            refuse_what_cannot_be_sparse(weight.holders[0][0], weight.holders[0][1])
+            chosen.append((weight, outcome))
     if not chosen:
         why = first_few(sorted({each.reason for each in skipped})) or "it has no parameters"
         raise ValueError(f"nothing to make sparse in this {type(model).__name__}: {why}")
@@ -59,8 +59,8 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> Pl
     return Planned(TrainingPlan(rows, tuple(skipped), notes), tuple(chosen), {"algorithms": described})
 
 
-def _check_globs(model: nn.Module, targets: Sequence[Target], members: Sequence[tuple[Filter, Any]]) -> None:
-    names = [target.name for target in targets]
+def _check_globs(model: nn.Module, weights: Sequence[Weight], members: Sequence[tuple[Filter, Any]]) -> None:
+    names = [weight.name for weight in weights]
     for include, algorithm in members:
         for glob in (*include.globs, *(algorithm.exclude if algorithm is not None else ())):
             if not fnmatch.filter(names, glob):
@@ -74,88 +74,88 @@ def _check_globs(model: nn.Module, targets: Sequence[Target], members: Sequence[
             )
 
 
-def _decide(target: Target, members: Sequence[tuple[Filter, Any]], by_choice: Mapping[str, dict[str, str]]) -> Any:
+def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Mapping[str, dict[str, str]]) -> Any:
     """A parameter's algorithm; or, as a string, why it stays dense."""
-    if getattr(target.parameter, "requires_dense", False):
+    if getattr(weight.parameter, "requires_dense", False):
         return "requires_dense"
-    if any(getattr(module, "requires_dense", False) for module, _ in target.holders):
+    if any(getattr(module, "requires_dense", False) for module, _ in weight.holders):
         return "requires_dense of its module"
     why = "no glob matches its name"
     for include, algorithm in members:
         if include.choice:
-            if why := by_choice[include.choice][target.name]:
+            if why := by_choice[include.choice][weight.name]:
                 continue
-        elif not include.matches(target.name):
+        elif not include.matches(weight.name):
             continue
         if algorithm is None:
             return f"left dense by {include}"
-        glob = next((glob for glob in algorithm.exclude if fnmatch.fnmatchcase(target.name, glob)), None)
-        return f"excluded by {glob!r}" if glob is not None else _misfit(target, algorithm) or algorithm
+        glob = next((glob for glob in algorithm.exclude if fnmatch.fnmatchcase(weight.name, glob)), None)
+        return f"excluded by {glob!r}" if glob is not None else _misfit(weight, algorithm) or algorithm
     return why
 
 
-def _misfit(target: Target, algorithm: Any) -> str | None:
+def _misfit(weight: Weight, algorithm: Any) -> str | None:
     """Why an algorithm cannot take a parameter. Raises ValueError for what is a mistake."""
-    parameter, kind = target.parameter, type(algorithm).__name__
+    parameter, kind = weight.parameter, type(algorithm).__name__
     if not parameter.is_floating_point() or holds_codes(parameter):
         return f"{str(parameter.dtype).removeprefix('torch.')} values are no weights to prune"
     if parameter.numel() == 0:
         return "it is empty"
-    if any(isinstance(module, nn.Embedding) and module.sparse for module, _ in target.holders):
+    if any(isinstance(module, nn.Embedding) and module.sparse for module, _ in weight.holders):
         raise ValueError(
-            f"{target.name!r} is of an Embedding(sparse=True), whose gradients are sparse tensors that no mask can be "
+            f"{weight.name!r} is of an Embedding(sparse=True), whose gradients are sparse tensors that no mask can be "
             "put on: build it with sparse=False, or leave it dense with exclude"
         )
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(
-            f"{target.name!r} is float16, which cannot hold the faint gradients that {kind} grows by: keep weights in "
+            f"{weight.name!r} is float16, which cannot hold the faint gradients that {kind} grows by: keep weights in "
             "float32 and run under autocast, or use bfloat16"
         )
-    rows, columns = target.empty_matrix().shape[-2:]
+    rows, columns = weight.empty_matrix().shape[-2:]
     if algorithm.pattern is not None:
-        if not target.is_layer:
+        if not weight.is_layer:
             return f"{algorithm.pattern} is for weight matrices"
-        if misfit := algorithm.pattern.misfit(target.layer.columns(torch.empty(target.shape, device="meta"))):
+        if misfit := algorithm.pattern.misfit(weight.layer.columns(torch.empty(weight.shape, device="meta"))):
             return misfit
         if algorithm.scope.kind == "in_groups" and columns // algorithm.scope.groups % algorithm.pattern.m:
             raise ValueError(
-                f"{target.name!r}: {algorithm.scope.groups} groups of columns cut through groups of "
+                f"{weight.name!r}: {algorithm.scope.groups} groups of columns cut through groups of "
                 f"{algorithm.pattern.m}: choose fewer groups"
             )
     if misfit := algorithm.scope.misfit(rows, columns):
-        raise ValueError(f"{target.name!r}: {misfit}; choose another number, or leave it out with include or exclude")
+        raise ValueError(f"{weight.name!r}: {misfit}; choose another number, or leave it out with include or exclude")
     return None
 
 
-def _rows(chosen: Sequence[tuple[Target, Any]]) -> tuple[Row, ...]:
+def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
     levels: dict[str, float] = {}
     for algorithm in dict.fromkeys(algorithm for _, algorithm in chosen):
-        shapes = {target.name: target.kernel_shape() for target, own in chosen if own is algorithm}
+        shapes = {weight.name: weight.kernel_shape() for weight, own in chosen if own is algorithm}
         levels.update(algorithm.levels(shapes, 0))
     rows = []
-    for target, algorithm in chosen:
+    for weight, algorithm in chosen:
         options = algorithm.describe()
         pattern, scope = algorithm.pattern, algorithm.scope
-        zeros = zeros_at(target, algorithm, levels[target.name])
+        zeros = zeros_at(weight, algorithm, levels[weight.name])
         rows.append(
             Row(
-                target.name,
-                target.type,
-                target.shape,
+                weight.name,
+                weight.type,
+                weight.shape,
                 options["algorithm"],
                 str(getattr(algorithm.sparsity, "value", options["sparsity"])),
                 str(scope) if pattern is None else f"{pattern}, {scope}",
                 zeros,
-                target.parameter.numel(),
+                weight.parameter.numel(),
             )
         )
     return tuple(rows)
 
 
-def zeros_at(target: Target, algorithm: Any, level: float) -> int:
+def zeros_at(weight: Weight, algorithm: Any, level: float) -> int:
     """How many zeros a parameter has at a level, if its mask goes by the level (not by "from_zeros" or a function)."""
-    parameter = target.parameter
-    matrix = target.empty_matrix()
+    parameter = weight.parameter
+    matrix = weight.empty_matrix()
     if algorithm.pattern is not None and not algorithm.magnitude_first:
         return algorithm.pattern.zeros_in(matrix.shape)
     if algorithm.pattern is not None:
@@ -166,14 +166,14 @@ def zeros_at(target: Target, algorithm: Any, level: float) -> int:
 
 def _notes(
     model: nn.Module,
-    chosen: Sequence[tuple[Target, Any]],
+    chosen: Sequence[tuple[Weight, Any]],
     members: Sequence[tuple[Filter, Any]],
     default: Mapping[str, str],
 ) -> tuple[str, ...]:
     """Sentences that are worth a warning."""
     notes = []
     everything = [algorithm for include, algorithm in members if include == Filter() and algorithm is not None]
-    unusual = [target.name for target, algorithm in chosen if algorithm in everything and default[target.name]]
+    unusual = [weight.name for weight, algorithm in chosen if algorithm in everything and default[weight.name]]
     if unusual:
         kinds = sorted({default[name] for name in unusual})
         notes.append(
@@ -205,28 +205,28 @@ def initial_masks(planned: Planned) -> dict[str, Tensor]:
     zeros = {}
     levels: dict[str, float] = {}
     for algorithm in dict.fromkeys(algorithm for _, algorithm in planned.chosen):
-        shapes = {target.name: target.kernel_shape() for target, own in planned.chosen if own is algorithm}
+        shapes = {weight.name: weight.kernel_shape() for weight, own in planned.chosen if own is algorithm}
         levels.update(algorithm.levels(shapes, 0))
-    for target, algorithm in planned.chosen:
-        module, name = target.holders[0]
+    for weight, algorithm in planned.chosen:
+        module, name = weight.holders[0]
         values = full(stored(module, name).detach())
         if values.is_meta:
-            raise ValueError(f"{target.name!r} is on the meta device and has no values: load the model first")
+            raise ValueError(f"{weight.name!r} is on the meta device and has no values: load the model first")
         if values.isinf().any():
-            raise ValueError(f"{target.name!r} holds inf, so the weights are damaged: load them again")
-        zeros[target.name] = _initial_mask(target, algorithm, values, levels[target.name])
+            raise ValueError(f"{weight.name!r} holds inf, so the weights are damaged: load them again")
+        zeros[weight.name] = _initial_mask(weight, algorithm, values, levels[weight.name])
     return zeros
 
 
-def _initial_mask(target: Target, algorithm: Any, values: Tensor, level: float) -> Tensor:
-    layer = target.layer
+def _initial_mask(weight: Weight, algorithm: Any, values: Tensor, level: float) -> Tensor:
+    layer = weight.layer
     present = layer.mask
     if values.isnan().any():
         finite = layer.matrix(~values.isnan())
         present = finite if present is None else present & finite
         values = values.nan_to_num(0.0)
     matrix = layer.matrix(values)
-    generator = rules.generator_for(algorithm.seed, target.name, "init")
+    generator = rules.generator_for(algorithm.seed, weight.name, "init")
     if algorithm.pattern is not None and algorithm.magnitude_first:
         alive = torch.ones_like(matrix, dtype=torch.bool) if present is None else present
         mask = rules.largest_magnitudes(

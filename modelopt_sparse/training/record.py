@@ -10,7 +10,7 @@ from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report
 from modelopt_sparse.training.planner import Planned
-from modelopt_sparse.training.targets import Target
+from modelopt_sparse.training.weights import Weight
 
 SETTING = "training"  # in the settings of a report
 
@@ -19,16 +19,16 @@ def entries(planned: Planned, masks: Mapping[str, Tensor], step: int) -> Report:
     """A report of all parameters that an algorithm has made sparse. ``masks``: theirs, by name."""
     settings = {SETTING: {"step": step, **planned.description}}
     report = Report.begin(planned.plan.skipped, planned.plan.notes, settings)
-    report.layers = [_entry(target, algorithm, masks[target.name]) for target, algorithm in planned.chosen]
+    report.layers = [_entry(weight, algorithm, masks[weight.name]) for weight, algorithm in planned.chosen]
     return report
 
 
-def _entry(target: Target, algorithm: Any, mask: Tensor) -> LayerReport:
+def _entry(weight: Weight, algorithm: Any, mask: Tensor) -> LayerReport:
     return LayerReport(
-        name=target.layer.name,
-        parameter=target.name,
-        type=target.type,
-        shape=list(target.layer.matrix(mask).shape),
+        name=weight.layer.name,
+        parameter=weight.name,
+        type=weight.type,
+        shape=list(weight.layer.matrix(mask).shape),
         recipe=type(algorithm).__name__.lower(),
         options=algorithm.describe(),
         size=mask.numel(),
@@ -37,13 +37,13 @@ def _entry(target: Target, algorithm: Any, mask: Tensor) -> LayerReport:
         tokens=0,
         seconds=0.0,
         notes=[],
-        **counted(target, algorithm, mask),
+        **counted(weight, algorithm, mask),
     )
 
 
-def counted(target: Target, algorithm: Any, mask: Tensor) -> dict[str, Any]:
+def counted(weight: Weight, algorithm: Any, mask: Tensor) -> dict[str, Any]:
     """The zeros of a mask, and the pattern that it can be held to: N:M, or the level that all rows or matrices have."""
-    matrix = target.layer.matrix(mask)
+    matrix = weight.layer.matrix(mask)
     zeros = int((~mask).sum())
     if algorithm.pattern is not None and not algorithm.pattern.count_nonzero_wrong(matrix):
         return {"zeros": zeros, "pattern": str(NM(algorithm.pattern.n, algorithm.pattern.m))}
@@ -53,12 +53,12 @@ def counted(target: Target, algorithm: Any, mask: Tensor) -> dict[str, Any]:
     return {"zeros": zeros, "pattern": str(Unstructured(min(fewest / size, 1 - 2**-40), scope))}
 
 
-def rewrite(model: nn.Module, target: Target, algorithm: Any, mask: Tensor) -> None:
+def rewrite(model: nn.Module, weight: Weight, algorithm: Any, mask: Tensor) -> None:
     """Bring the entry of one parameter in the model's report up to date."""
     report = attached_report(model)
     if report is not None:
-        now = counted(target, algorithm, mask)
-        layers = [replace(layer, **now) if layer.parameter == target.name else layer for layer in report.layers]
+        now = counted(weight, algorithm, mask)
+        layers = [replace(layer, **now) if layer.parameter == weight.name else layer for layer in report.layers]
         attach_report(model, replace(report, layers=layers))
 
 
@@ -76,4 +76,4 @@ def record_of(model: nn.Module, planned: Planned) -> int | None:
     if not record or {key: record.get(key) for key in planned.description} != planned.description:
         return None
     masked = dict(named_masks(model))
-    return int(record["step"]) if all(target.name in masked for target, _ in planned.chosen) else None
+    return int(record["step"]) if all(weight.name in masked for weight, _ in planned.chosen) else None

@@ -104,9 +104,9 @@ def initial_mask(
 def _spread(scopes: Tensor, level: float) -> Tensor:
     """The checkerboard of each scope ``[..., S, n]``: of n places, kept ones as far from each other as can be."""
     *leading, count, size = scopes.shape
-    kept = size - count_zeros(level, size)
+    live = size - count_zeros(level, size)
     place = torch.arange(size, dtype=torch.int64)
-    row = ((place + 1) * kept).div(size, rounding_mode="floor") > (place * kept).div(size, rounding_mode="floor")
+    row = ((place + 1) * live).div(size, rounding_mode="floor") > (place * live).div(size, rounding_mode="floor")
     rows = torch.stack([row.roll(shift) for shift in range(count)])
     return rows.expand(*leading, count, size).contiguous()
 
@@ -157,10 +157,10 @@ def drop_smallest(magnitude: Tensor, mask: Tensor, fraction: float, most: int | 
     return keep_largest(torch.where(mask, magnitude, -1), _as_number(left)) & mask
 
 
-def grow_largest(score: Tensor, kept: Tensor, count: int) -> Tensor:
-    """The mask ``[..., S, n]`` that keeps all of ``kept``, and of the others those with the largest score, until
+def grow_largest(score: Tensor, live: Tensor, count: int) -> Tensor:
+    """The mask ``[..., S, n]`` that keeps all of ``live``, and of the others those with the largest score, until
     ``count`` entries of each scope are live. Of equal scores the lower index grows."""
-    return keep_largest(torch.where(kept, torch.inf, score), count) | kept
+    return keep_largest(torch.where(live, torch.inf, score), count) | live
 
 
 def drop_and_grow(
@@ -181,13 +181,13 @@ def drop_and_grow(
     """
     masks, scores = scope.within(mask), scope.within(score)
     most = keep_count(masks, level) if pattern is None else None
-    kept = drop_smallest(scope.within(weight).abs(), masks, drop_fraction, most)
+    left = drop_smallest(scope.within(weight).abs(), masks, drop_fraction, most)
     if pattern is None:
         assert most is not None
-        new = scope.back(grow_largest(scores, kept, most), mask)
+        new = scope.back(grow_largest(scores, left, most), mask)
     else:
-        new = pattern.mask(torch.where(scope.back(kept, mask), torch.inf, score))
-    silent = ~((scores != 0) & ~kept).any(-1, keepdim=True)
+        new = pattern.mask(torch.where(scope.back(left, mask), torch.inf, score))
+    silent = ~((scores != 0) & ~left).any(-1, keepdim=True)
     if most is not None:
         silent &= masks.sum(-1, keepdim=True) == most
     return torch.where(scope.back(silent.expand_as(masks), mask), mask, new)

@@ -19,7 +19,7 @@ from modelopt_sparse.training.parameters import SparseParameter
 from modelopt_sparse.training.planner import Planned, initial_masks, plan_training
 from modelopt_sparse.training.record import entries, record_of, remember_step
 from modelopt_sparse.training.rules import digest
-from modelopt_sparse.training.targets import Filter, TrainingPlan
+from modelopt_sparse.training.weights import Filter, TrainingPlan
 
 
 class Sparsity(ABC):
@@ -71,7 +71,7 @@ class Sparsity(ABC):
         refuse_no_model(model)
         return plan_training(unwrapped(model), self.members()).plan
 
-    def apply(self, target: Any) -> Any:
+    def apply(self, model_or_optimizer: Any) -> Any:
         """Make a model sparse, in place, or hold it sparse in an optimizer -> the model or the optimizer.
 
         First the model, then every optimizer that trains it. A model that is sparse already keeps as much of its masks
@@ -79,13 +79,13 @@ class Sparsity(ABC):
 
         Raises ValueError, with everything as it was, for what cannot be: the message says what and why.
         """
-        if isinstance(target, nn.Module):
-            self._apply_to_model(target)
-        elif isinstance(target, (str, bytes)) or not hasattr(target, "step"):
-            raise TypeError(f"apply takes a model or an optimizer, and this is {type(target).__name__}")
+        if isinstance(model_or_optimizer, nn.Module):
+            self._apply_to_model(model_or_optimizer)
+        elif isinstance(model_or_optimizer, (str, bytes)) or not hasattr(model_or_optimizer, "step"):
+            raise TypeError(f"apply takes a model or an optimizer, and this is {type(model_or_optimizer).__name__}")
         else:
-            self._apply_to_optimizer(target)
-        return target
+            self._apply_to_optimizer(model_or_optimizer)
+        return model_or_optimizer
 
     def __call__(self, module: nn.Module) -> None:
         """``model.apply(sparsity)``: torch calls this for every submodule, and for the model itself last."""
@@ -109,11 +109,11 @@ class Sparsity(ABC):
             warnings.warn(note, stacklevel=3)
 
         before = attached_report(model)
-        for target, algorithm in planned.chosen:
-            for name in target.names if step is None else ():
-                set_mask(model, name, masks[target.name])
-            sparse = SparseParameter(target, algorithm, model)
-            self.sparse_params[target.name] = algorithm.sparse_params[target.name] = sparse
+        for weight, algorithm in planned.chosen:
+            for name in weight.names if step is None else ():
+                set_mask(model, name, masks[weight.name])
+            sparse = SparseParameter(weight, algorithm, model)
+            self.sparse_params[weight.name] = algorithm.sparse_params[weight.name] = sparse
         self._model, self._planned = model, planned
         own = entries(planned, self._masks(), step or 0)
         attach_report(model, own if before is None else merged_report(before, own))
@@ -210,6 +210,24 @@ class Sparsity(ABC):
         report = attached_report(self._model)
         assert report is not None
         return report
+
+    def go_on(self, step: int, where: str) -> None:
+        """Go on at a step, with the masks and the report that were read from ``where`` into the model.
+
+        Raises ValueError, which names it, unless this algorithm wrote that report, at that step.
+        """
+        assert self._model is not None
+        assert self._planned is not None
+        record = record_of(self._model, self._planned)
+        if record != step:
+            raise ValueError(
+                f"{where!r} is of another algorithm, or was trained with other options: make the algorithm as it was"
+                if record is None
+                else f"{where!r} holds masks of step {record}, and weights of step {step}"
+            )
+        for steps in self._steps:
+            steps.count = step
+        self._set_step(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved beside the model's state dict, which holds the masks, and the optimizers': the step, and

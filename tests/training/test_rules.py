@@ -237,7 +237,7 @@ def test_from_zeros_and_functions():
     weight = torch.tensor([[0.0, 1, 0, 2]])
     assert torch.equal(initial_mask(weight, 0.9, "from_zeros", generator()), row(1, 3, size=4))
     assert torch.equal(initial_mask(weight, 0.9, lambda w, level: w > level, generator()), row(1, 3, size=4))
-    with pytest.raises(ValueError, match="init_method returned torch.float32"):
+    with pytest.raises(ValueError, match=r"init_method returned torch\.float32"):
         initial_mask(weight, 0.9, lambda w, level: w, generator())
 
 

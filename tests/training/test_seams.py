@@ -1,4 +1,4 @@
-"""Where loops do more than a step: accumulation, compiled models, GradScaler, clipping, checkpointing, autocast, resume.
+"""Where loops do more than a step: accumulation, compiled models, GradScaler, clipping, autocast, stop and resume.
 
 In float64, where rounding cannot flip a near tie, RigL's masks are those of one plain loop with one big batch.
 """
@@ -172,7 +172,7 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
 
 def test_under_autocast():
     model = Mlp(torch.float32)
-    sparsity, optimizer = started(model)
+    _, optimizer = started(model)
     for step in range(4):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -189,7 +189,7 @@ def test_under_autocast():
 
 
 def clipped_norms(dtype, scale):
-    """The norm on a step without an update and on the same step with one; kept gradients are ``scale`` of the pruned."""
+    """The norm on a step without an update and on the same one with it; kept gradients are ``scale`` of the pruned."""
     norms = []
     for freq in (2, 1):
         torch.manual_seed(0)
@@ -243,7 +243,7 @@ def run(model, optimizer, steps, start=0):
 
 
 def assert_same_bits(model, other):
-    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items()):
+    for one, two in zip(model.state_dict().values(), other.state_dict().values()):
         assert_bits(one, two)
 
 

@@ -27,7 +27,7 @@ DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those o
 
 
 @dataclass(frozen=True)
-class Target:
+class Weight:
     """One parameter of a model.
 
     name: its first name in ``model.named_parameters()``.
@@ -72,19 +72,19 @@ class Target:
         return self.shape[-2:] if routed else self.shape
 
 
-def find_targets(model: nn.Module) -> list[Target]:
+def find_weights(model: nn.Module) -> list[Weight]:
     """Every parameter of a model once, in model order."""
     layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), []).append((f"{path}.{name}".removeprefix("."), module, name))
-    targets = []
+    weights = []
     for held in holders.values():
         names = tuple(full_name for full_name, _, _ in held)
         layer = layers.get(names[0]) or as_row(model, names[0])
-        targets.append(Target(names, tuple((module, name) for _, module, name in held), layer))
-    return targets
+        weights.append(Weight(names, tuple((module, name) for _, module, name in held), layer))
+    return weights
 
 
 # which of them --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _several(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
-def reasons(model: nn.Module, targets: Sequence[Target], choice: str) -> dict[str, str]:
+def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[str, str]:
     """Why parameters of a model stay dense under a choice, by name; "" for those that it takes.
 
     "default" takes no weights of one dimension, none with "embedding", "norm" or "lm_head" in its name, as in the
@@ -146,7 +146,7 @@ def reasons(model: nn.Module, targets: Sequence[Target], choice: str) -> dict[st
     prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
     protected = protected_modules(model, prunable, one_block=False)
     no_layer = {name: other.reason for other in others for name in other.names}
-    default = {target.name: _reason(target, protected, no_layer) for target in targets}
+    default = {weight.name: _reason(weight, protected, no_layer) for weight in weights}
     if choice == DEFAULT:
         return default
     plan = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5), replace=True))
@@ -158,14 +158,14 @@ def reasons(model: nn.Module, targets: Sequence[Target], choice: str) -> dict[st
     }
 
 
-def _reason(target: Target, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
-    if len(target.shape) < 2:
+def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
+    if len(weight.shape) < 2:
         return "one dimension"
-    if role := next((protected[module] for module, _ in target.holders if module in protected), ""):
+    if role := next((protected[module] for module, _ in weight.holders if module in protected), ""):
         return role
-    if not target.is_layer and (reason := no_layer.get(target.name) or no_layer.get(target.name[: -len(".weight")])):
+    if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
         return reason
-    word = next((word for word in DENSE_WORDS if word in target.name.lower()), "")
+    word = next((word for word in DENSE_WORDS if word in weight.name.lower()), "")
     return f"{word!r} in its name" if word else ""
 
 
