@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.recorder import StackRecorder
+from modelopt_sparse.calibration.recorder import Problem, StackRecorder
 from modelopt_sparse.calibration.replay import close
 from modelopt_sparse.calibration.templates import Addend, Between, FromPrevious, previous_output
 from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_tensors, version
@@ -25,12 +25,12 @@ from modelopt_sparse.model.stacks import Stack
 def look_between(data: CalibrationData, recorder: StackRecorder) -> bool:
     """Whether the stack is to be recorded again, now that it is known what stands between its blocks, which had not
     been seen in some process. Collective."""
-    processes = data.run.processes
-    if all(call is None for call in processes.all_gather("blocks without a link", recorder.unlinked)):
+    unlinked = recorder.problem and recorder.problem.unlinked
+    if all(call is None for call in data.run.processes.all_gather("blocks without a link", unlinked)):
         return False
-    between = _found(data, recorder.recording.stack, recorder.unlinked or 0)
+    between = _found(data, recorder.recording.stack, unlinked or 0)
     if between is None:
-        recorder.unlinked = None
+        recorder.problem = recorder.problem and Problem(recorder.problem.why)
         return False
     recorder.record_again(between)
     return True
@@ -39,9 +39,9 @@ def look_between(data: CalibrationData, recorder: StackRecorder) -> bool:
 def _found(data: CalibrationData, stack: Stack, index: int) -> Between | None:
     """What stands between the blocks of a stack in call ``index``, by the experiments of all processes; None if it is
     more than an addition, or not known."""
-    found = _experiment(data, stack, index)
+    own = _experiment(data, stack, index)
     between: dict[int, dict[int, int]] = {}
-    for of_rank in data.run.processes.all_gather("what stands between blocks", found):
+    for of_rank in data.run.processes.all_gather("what stands between blocks", own):
         if of_rank is None:
             return None
         for position, added in of_rank.items():
@@ -137,9 +137,9 @@ class _Watch:
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         position = len(self.seen)
         self._in_order &= position < len(self._stack.blocks) and block is self._stack.blocks[position]
-        given = leaves_of((args, kwargs)) if position else []  # the first block is given nothing of the others
-        links = [previous_output(x, self._previous) if isinstance(x, Tensor) else None for x in given]
-        leaves = [x if link is None else FromPrevious(link) for x, link in zip(given, links)]
+        arguments = leaves_of((args, kwargs)) if position else []  # the first block gets nothing of the others
+        links = [previous_output(x, self._previous) if isinstance(x, Tensor) else None for x in arguments]
+        leaves = [x if link is None else FromPrevious(link) for x, link in zip(arguments, links)]
         tensors = flat_tensors(leaves)
         self.seen.append(_Seen(leaves, [version(x) for x in tensors], self._copies if tensors else []))
 

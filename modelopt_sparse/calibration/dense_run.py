@@ -135,8 +135,8 @@ class DenseRun:
         first = seen.block_of[next(iter(seen.order))]
         for stack, recorder in self.recorders.items():
             if first is None or first not in stack.names:
-                if recorder.problem is not None and recorder.unlinked is None:
-                    run.storage.check_whole_runs(whole_runs_because(run.model, stack, recorder.problem))
+                if recorder.problem is not None and recorder.problem.unlinked is None:
+                    run.storage.check_whole_runs(whole_runs_because(run.model, stack, recorder.problem.why))
                 recorder.forget()
 
 

@@ -175,7 +175,7 @@ class StackInputs:
 
     def __init__(self, data: CalibrationData, recorder: StackRecorder, pruned: int) -> None:
         self._data, self._stack, self._pruned = data, recorder.recording.stack, pruned
-        self._between = recorder.between
+        self._between = recorder.recording.between
         self._inputs = self._from_record(recorder)
         if data.run.config.sequential == "none":
             self()  # while the whole model is dense
@@ -184,7 +184,7 @@ class StackInputs:
         if self._inputs is None:
             recorder = self._record()
             if look_between(self._data, recorder):
-                self._between = recorder.between
+                self._between = recorder.recording.between
                 recorder = self._record()
             self._inputs = self._from_record(recorder)
             assert self._inputs is not None
@@ -208,7 +208,9 @@ class StackInputs:
     def _from_record(self, recorder: StackRecorder) -> Inputs | None:
         """The inputs by a record; None if there is none yet in some process."""
         run = self._data.run
-        problem, recorded = self._agreed("the record", recorder.problem, bool(recorder.recording.calls))
+        problem, recorded = self._agreed(
+            "the record", recorder.problem and recorder.problem.why, bool(recorder.recording.calls)
+        )
         if problem is None and not recorded:
             recorder.forget()
             return None

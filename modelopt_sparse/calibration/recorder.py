@@ -42,12 +42,22 @@ CONSTANT = (NoneType, *NUMBERS, str, bytes, slice, Enum, torch.dtype, torch.devi
 class Recording:
     """What the blocks of a stack were called with. ``calls[i][k]``: the arguments of block k in call i of the model;
     ``first_outputs``: position -> output in the first call, of the blocks whose output no other block takes, by which a
-    replay is checked."""
+    replay is checked; ``between``: what is known to stand between the blocks."""
 
     stack: Stack
+    between: Between = field(default_factory=dict)
     calls: list[list[RecordedCall]] = field(default_factory=list)
     masks: list[TokenMasks] = field(default_factory=list)
     first_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a stack cannot be replayed. ``unlinked``: the number of the call in which a block did not take the output of
+    the block before it, as long as nobody knows what stands between them."""
+
+    why: str
+    unlinked: int | None = None
 
 
 @dataclass
@@ -76,9 +86,8 @@ class StackRecorder:
     """Forward hooks on the blocks of one stack, between `start` and `stop`.
 
     ``complete`` is called when the arguments of all blocks of the current call are known, before the first block whose
-    call can be left out; it may stop the model. ``hold``: where tensors are held. ``between``: what is known to stand
-    between the blocks. Afterwards ``problem`` says why the stack cannot be replayed, or is None; ``unlinked`` is the
-    number of the call in which a block did not take the output of the block before it, if that is the problem.
+    call can be left out; it may stop the model. ``hold``: where tensors are held. Afterwards ``problem`` says why the
+    stack cannot be replayed, or is None.
     """
 
     def __init__(
@@ -88,12 +97,9 @@ class StackRecorder:
         hold: Callable[[Tensor], Tensor],
         between: Between | None = None,
     ) -> None:
-        self.recording = Recording(stack)
-        self.problem: str | None = None
-        self.unlinked: int | None = None
-        self.between: Between = between or {}
+        self.recording = Recording(stack, between or {})
+        self.problem: Problem | None = None
         self._complete = complete
-        self._hold = hold
         self._tensors = _StoredTensors(hold)
         self._templates: list[CallTemplate] = []
         self._call: _CallOfModel | None = None
@@ -123,14 +129,14 @@ class StackRecorder:
     def forget(self) -> None:
         """Stop, and drop everything recorded: the stack will be recorded again when its turn comes."""
         self.stop()
-        self.recording = Recording(self.recording.stack)
+        self.recording = Recording(self.recording.stack, self.recording.between)
         self._tensors.clear()
         self._templates.clear()
 
     def record_again(self, between: Between) -> None:
         """Drop what was recorded, and the problem that blocks do not take the output of the block before."""
         self.forget()
-        self.problem, self.unlinked, self.between = None, None, between
+        self.problem, self.recording.between = None, between
 
     @property
     def waiting(self) -> bool:
@@ -144,14 +150,14 @@ class StackRecorder:
     def _end_call(self) -> None:
         call, self._call = self._call, None
         if call is not None and self.problem is None and len(call.calls) != self._blocks:
-            self.problem = f"{len(call.calls)} of {self._blocks} blocks were called"
+            self.problem = Problem(f"{len(call.calls)} of {self._blocks} blocks were called")
         elif call is not None and self.problem is None and call.tensor_ids:
             self._templates.append(template_of(call.calls, call.tensor_ids))
         self._tensors.end_call()
 
-    def _fails(self, problem: str) -> None:
-        self.problem = problem
-        self.recording = Recording(self.recording.stack)
+    def _fails(self, why: str, unlinked: int | None = None) -> None:
+        self.problem = Problem(why, unlinked)
+        self.recording = Recording(self.recording.stack, self.recording.between)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         call, stack = self._call, self.recording.stack
@@ -169,15 +175,15 @@ class StackRecorder:
                 kind = type(value).__name__
                 self._fails(f"block {stack.names[position]!r} is given a {kind}, which may change as blocks run")
                 return
-        recorded = self._recorded(call, args, kwargs, self.between.get(position, {}))
+        recorded = self._recorded(call, args, kwargs, self.recording.between.get(position, {}))
         call.calls.append(recorded)
         if position == 0:
             call.of_first_block = [(x, version(x)) for x in flat_tensors((args, kwargs))]
         elif not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
-            known = position in self.between
+            known = position in self.recording.between
             if not known and not all(call.held_before(x) for x in flat_tensors((args, kwargs))):
-                self.unlinked = len(self.recording.calls) - 1
-                self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")
+                why = f"block {stack.names[position]!r} does not take the output of the block before it"
+                self._fails(why, len(self.recording.calls) - 1)
                 return
             if len(self.recording.calls) == 1:
                 self.recording.first_outputs[position - 1] = [x.detach().clone() for x, _ in call.previous]
@@ -202,7 +208,7 @@ class StackRecorder:
             if (index := previous_output(x, call.previous)) is not None:
                 return FromPrevious(index)
             if number in added and (output := call.values[added[number]]).shape == x.shape:
-                return FromPrevious(added[number], Addend.between(output, x, self._hold))
+                return FromPrevious(added[number], Addend.between(output, x, self._tensors.hold))
             return self._tensors.store(x)
 
         return map_leaves(link_or_store, (args, dict(kwargs)))
@@ -213,7 +219,7 @@ class StackRecorder:
             return
         outputs = flat_tensors(output)
         self._call.previous = [(x, version(x)) for x in outputs]
-        wanted = self.between.get(len(self._call.calls))
+        wanted = self.recording.between.get(len(self._call.calls))
         self._call.values = [x.detach().clone() for x in outputs] if wanted else []
         if block is self.recording.stack.blocks[-1] and len(self.recording.calls) == 1:
             self.recording.first_outputs[self._blocks - 1] = [x.detach().clone() for x in outputs]
@@ -223,7 +229,7 @@ class _StoredTensors:
     """Copies of the tensors that blocks were called with, each distinct one once."""
 
     def __init__(self, hold: Callable[[Tensor], Tensor]) -> None:
-        self._hold = hold
+        self.hold = hold
         self._pool: dict[tuple, list[Tensor]] = {}
         self._of_call: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, so that its id stays taken; its copy
 
@@ -234,7 +240,7 @@ class _StoredTensors:
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
         copy = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
         if copy is None:
-            copy = self._hold(x.detach().clone())
+            copy = self.hold(x.detach().clone())
             alike.append(copy)
         self._of_call[id(x)] = (x, copy)
         return copy
