@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from modelopt_sparse.calibration.between import look_between
 from modelopt_sparse.calibration.forward import CalibrationData, stop_call
 from modelopt_sparse.calibration.hooks import input_key
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -121,6 +122,11 @@ class DenseRun:
         if seen.calls == 0:
             raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
 
+    def look_between_blocks(self) -> None:
+        """Stacks whose blocks do not take the output of the block before are recorded again if it is known why."""
+        for recorder in self.recorders.values():
+            look_between(self.data, recorder)
+
     def forget_later_stacks(self) -> None:
         """Only the stack that comes first sees dense inputs; the others are recorded when their turn comes."""
         run, seen = self.data.run, self.seen
@@ -129,8 +135,8 @@ class DenseRun:
         first = seen.block_of[next(iter(seen.order))]
         for stack, recorder in self.recorders.items():
             if first is None or first not in stack.names:
-                if recorder.problem is not None:
-                    run.storage.check_whole_runs(whole_runs_because(run.model, stack, recorder.problem))
+                if recorder.problem is not None and recorder.problem.unlinked is None:
+                    run.storage.check_whole_runs(whole_runs_because(run.model, stack, recorder.problem.why))
                 recorder.forget()
 
 
@@ -148,6 +154,7 @@ def run_dense(data: CalibrationData, block_of: Mapping[str, str | None], *, whol
         _agree(dense)
     if dense.stopped and any(plan.calibrated and plan.name not in dense.seen.order for plan in run.plan.layers):
         return run_dense(data, block_of, whole=True)
+    dense.look_between_blocks()
     dense.forget_later_stacks()
     _check(dense.seen, run)
     return dense

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.between import look_between
 from modelopt_sparse.calibration.dense_run import whole_runs_because
 from modelopt_sparse.calibration.early_exit import EarlyExits
 from modelopt_sparse.calibration.forward import (
@@ -174,11 +175,18 @@ class StackInputs:
 
     def __init__(self, data: CalibrationData, recorder: StackRecorder, pruned: int) -> None:
         self._data, self._stack, self._pruned = data, recorder.recording.stack, pruned
+        self._between = recorder.recording.between
         self._inputs = self._from_record(recorder)
+        if data.run.config.sequential == "none":
+            self()  # while the whole model is dense
 
     def __call__(self) -> Inputs:
         if self._inputs is None:
-            self._inputs = self._from_record(self._record())
+            recorder = self._record()
+            if look_between(self._data, recorder):
+                self._between = recorder.recording.between
+                recorder = self._record()
+            self._inputs = self._from_record(recorder)
             assert self._inputs is not None
         return self._inputs
 
@@ -189,7 +197,7 @@ class StackInputs:
     def _record(self) -> StackRecorder:
         data, stack = self._data, self._stack
         complete = stop_call if data.may_stop else lambda: None
-        recorder = StackRecorder(stack, complete, data.run.storage.hold_activations)
+        recorder = StackRecorder(stack, complete, data.run.storage.hold_activations, self._between)
         recorder.start()
         try:
             data.run_model(recorder.begin, stop_after=stack.blocks[-1])
@@ -200,7 +208,9 @@ class StackInputs:
     def _from_record(self, recorder: StackRecorder) -> Inputs | None:
         """The inputs by a record; None if there is none yet in some process."""
         run = self._data.run
-        problem, recorded = self._agreed("the record", recorder.problem, bool(recorder.recording.calls))
+        problem, recorded = self._agreed(
+            "the record", recorder.problem and recorder.problem.why, bool(recorder.recording.calls)
+        )
         if problem is None and not recorded:
             recorder.forget()
             return None

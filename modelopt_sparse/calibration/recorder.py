@@ -3,12 +3,14 @@
 Block i + 1 gets its hidden states from the output of block i, and everything else (masks, rotary tables, encoder
 states) from its own record. What comes from where is seen by the identity of tensors. Branches side by side, which take
 nothing of each other, are blocks as well: all that such a block gets lies in memory that the first block was given.
+Identity does not show what a model adds to an output before the next block gets it: between.py finds that out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from types import FunctionType, NoneType
 from typing import Any
 
@@ -17,14 +19,17 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.templates import (
+    Addend,
+    Between,
     CallTemplate,
     FromPrevious,
     RecordedCall,
     TensorIds,
     kinds_of,
+    previous_output,
     template_of,
 )
-from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_leaves, version
 from modelopt_sparse.model.stacks import Stack
 
 CANDIDATES = 4  # stored tensors of one shape that a new one is compared with, newest first
@@ -37,23 +42,34 @@ CONSTANT = (NoneType, *NUMBERS, str, bytes, slice, Enum, torch.dtype, torch.devi
 class Recording:
     """What the blocks of a stack were called with. ``calls[i][k]``: the arguments of block k in call i of the model;
     ``first_outputs``: position -> output in the first call, of the blocks whose output no other block takes, by which a
-    replay is checked."""
+    replay is checked; ``between``: what is known to stand between the blocks."""
 
     stack: Stack
+    between: Between = field(default_factory=dict)
     calls: list[list[RecordedCall]] = field(default_factory=list)
     masks: list[TokenMasks] = field(default_factory=list)
     first_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why a stack cannot be replayed. ``unlinked``: the number of the call in which a block did not take the output of
+    the block before it, as long as nobody knows what stands between them."""
+
+    why: str
+    unlinked: int | None = None
+
+
 @dataclass
 class _CallOfModel:
     """The call that runs now. ``tensor_ids``: of what each of its blocks was called with; None once a template has
-    completed the call. ``previous``: the output of the block before, and ``of_first_block``: what that was called
-    with; both with their versions."""
+    completed the call. ``previous``: the output of the block before, and ``of_first_block``: what the first was called
+    with; both with their versions. ``values``: a copy of that output, where the model adds something to it."""
 
     calls: list[RecordedCall]
     tensor_ids: list[TensorIds] | None = field(default_factory=list)
     previous: list[tuple[Tensor, int]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
     of_first_block: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def held_before(self, x: Tensor) -> bool:
@@ -74,9 +90,15 @@ class StackRecorder:
     stack cannot be replayed, or is None.
     """
 
-    def __init__(self, stack: Stack, complete: Callable[[], None], hold: Callable[[Tensor], Tensor]) -> None:
-        self.recording = Recording(stack)
-        self.problem: str | None = None
+    def __init__(
+        self,
+        stack: Stack,
+        complete: Callable[[], None],
+        hold: Callable[[Tensor], Tensor],
+        between: Between | None = None,
+    ) -> None:
+        self.recording = Recording(stack, between or {})
+        self.problem: Problem | None = None
         self._complete = complete
         self._tensors = _StoredTensors(hold)
         self._templates: list[CallTemplate] = []
@@ -107,9 +129,14 @@ class StackRecorder:
     def forget(self) -> None:
         """Stop, and drop everything recorded: the stack will be recorded again when its turn comes."""
         self.stop()
-        self.recording = Recording(self.recording.stack)
+        self.recording = Recording(self.recording.stack, self.recording.between)
         self._tensors.clear()
         self._templates.clear()
+
+    def record_again(self, between: Between) -> None:
+        """Drop what was recorded, and the problem that blocks do not take the output of the block before."""
+        self.forget()
+        self.problem, self.recording.between = None, between
 
     @property
     def waiting(self) -> bool:
@@ -123,14 +150,14 @@ class StackRecorder:
     def _end_call(self) -> None:
         call, self._call = self._call, None
         if call is not None and self.problem is None and len(call.calls) != self._blocks:
-            self.problem = f"{len(call.calls)} of {self._blocks} blocks were called"
+            self.problem = Problem(f"{len(call.calls)} of {self._blocks} blocks were called")
         elif call is not None and self.problem is None and call.tensor_ids:
             self._templates.append(template_of(call.calls, call.tensor_ids))
         self._tensors.end_call()
 
-    def _fails(self, problem: str) -> None:
-        self.problem = problem
-        self.recording = Recording(self.recording.stack)
+    def _fails(self, why: str, unlinked: int | None = None) -> None:
+        self.problem = Problem(why, unlinked)
+        self.recording = Recording(self.recording.stack, self.recording.between)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         call, stack = self._call, self.recording.stack
@@ -148,13 +175,15 @@ class StackRecorder:
                 kind = type(value).__name__
                 self._fails(f"block {stack.names[position]!r} is given a {kind}, which may change as blocks run")
                 return
-        recorded = self._recorded(call, args, kwargs)
+        recorded = self._recorded(call, args, kwargs, self.recording.between.get(position, {}))
         call.calls.append(recorded)
         if position == 0:
             call.of_first_block = [(x, version(x)) for x in flat_tensors((args, kwargs))]
         elif not any(isinstance(leaf, FromPrevious) for leaf in leaves_of(recorded)):
-            if not all(call.held_before(x) for x in flat_tensors((args, kwargs))):
-                self._fails(f"block {stack.names[position]!r} does not take the output of the block before it")
+            known = position in self.recording.between
+            if not known and not all(call.held_before(x) for x in flat_tensors((args, kwargs))):
+                why = f"block {stack.names[position]!r} does not take the output of the block before it"
+                self._fails(why, len(self.recording.calls) - 1)
                 return
             if len(self.recording.calls) == 1:
                 self.recording.first_outputs[position - 1] = [x.detach().clone() for x, _ in call.previous]
@@ -167,16 +196,22 @@ class StackRecorder:
             self._complete()
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through the block
-    def _recorded(self, call: _CallOfModel, args: tuple, kwargs: dict) -> RecordedCall:
-        """The arguments, with links in the place of what the block before put out."""
+    def _recorded(self, call: _CallOfModel, args: tuple, kwargs: dict, added: Mapping[int, int]) -> RecordedCall:
+        """The arguments, with links in the place of what the block before put out. ``added``: number of an argument ->
+        number of the output that it is the sum of, and of something else."""
+        numbers = count()
 
-        def link_or_store(x: Tensor) -> Any:
-            for index, (output, before) in enumerate(call.previous):
-                if x is output and version(x) == before:
-                    return FromPrevious(index)
+        def link_or_store(x: Any) -> Any:
+            number = next(numbers)
+            if not isinstance(x, Tensor):
+                return x
+            if (index := previous_output(x, call.previous)) is not None:
+                return FromPrevious(index)
+            if number in added and (output := call.values[added[number]]).shape == x.shape:
+                return FromPrevious(added[number], Addend.between(output, x, self._tensors.hold))
             return self._tensors.store(x)
 
-        return map_tensors(link_or_store, args), map_tensors(link_or_store, dict(kwargs))
+        return map_leaves(link_or_store, (args, dict(kwargs)))
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         del args
@@ -184,6 +219,8 @@ class StackRecorder:
             return
         outputs = flat_tensors(output)
         self._call.previous = [(x, version(x)) for x in outputs]
+        wanted = self.recording.between.get(len(self._call.calls))
+        self._call.values = [x.detach().clone() for x in outputs] if wanted else []
         if block is self.recording.stack.blocks[-1] and len(self.recording.calls) == 1:
             self.recording.first_outputs[self._blocks - 1] = [x.detach().clone() for x in outputs]
 
@@ -192,7 +229,7 @@ class _StoredTensors:
     """Copies of the tensors that blocks were called with, each distinct one once."""
 
     def __init__(self, hold: Callable[[Tensor], Tensor]) -> None:
-        self._hold = hold
+        self.hold = hold
         self._pool: dict[tuple, list[Tensor]] = {}
         self._of_call: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, so that its id stays taken; its copy
 
@@ -203,7 +240,7 @@ class _StoredTensors:
         alike = self._pool.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
         copy = next((y for y in reversed(alike[-CANDIDATES:]) if torch.equal(x, y)), None)
         if copy is None:
-            copy = self._hold(x.detach().clone())
+            copy = self.hold(x.detach().clone())
             alike.append(copy)
         self._of_call[id(x)] = (x, copy)
         return copy

@@ -96,7 +96,7 @@ class StackReplay:
                 return "blocks write to their inputs"
             if position in first_outputs:
                 goal = [part(x) for x in first_outputs[position]]
-                if len(state) != len(goal) or not all(map(_close, state, goal)):
+                if len(state) != len(goal) or not all(map(close, state, goal)):
                     return "blocks run one by one do not give the model's own output"
         return None
 
@@ -105,14 +105,15 @@ class StackReplay:
     ) -> list[Tensor]:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, FromPrevious):
-                return state[leaf.index]
+                x = state[leaf.index]
+                return x if leaf.addend is None else leaf.addend.added_to(x, part)
             return part(leaf) if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = map_leaves(value, self._calls[index][position])
         return flat_tensors(self.stack.blocks[position](*args, **kwargs))
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
     """Equal up to a few roundings of the dtype, measured against the tensor's own scale (kernels may differ).
 
     Rows of padding may be NaN or inf: that is equal to itself here.

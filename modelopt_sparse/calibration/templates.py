@@ -6,23 +6,62 @@ examples/benchmarks/cpu_speed.py, Intel Xeon at 2.5 GHz, torch 2.13.0): the test
 without, the wide model 115 and 164.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from modelopt_sparse.model.nested import leaves_of, map_leaves
+from modelopt_sparse.model.nested import leaves_of, map_leaves, version
 
 RecordedCall = tuple[tuple, dict[str, Any]]  # positional and keyword arguments of one block
 # for each leaf of what a block was called with: the id of a tensor, None for anything else
 TensorIds = list[int | None]
 
 
+@dataclass(frozen=True, eq=False)
+class Addend:
+    """What a model adds to a block's output on its way to the next block: ``values`` in some ``rows`` of a tensor of
+    this ``shape``, and nothing in the others."""
+
+    shape: torch.Size
+    rows: Tensor
+    values: Tensor
+
+    @staticmethod
+    def between(output: Tensor, x: Tensor, hold: Callable[[Tensor], Tensor]) -> "Addend":
+        """What makes ``x`` of ``output``."""
+        rows = (x != output).reshape(-1, x.shape[-1]).any(-1).nonzero().squeeze(-1)
+        wide = torch.promote_types(x.dtype, torch.float32)  # a difference has more digits than its terms
+        after, before = (y.detach().reshape(-1, y.shape[-1])[rows].to(wide) for y in (x, output))
+        return Addend(x.shape, hold(rows), hold(after - before))
+
+    def added_to(self, state: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """``state`` with ``part`` of the addend."""
+        values, rows = self.values.to(state.device), self.rows.to(state.device)
+        whole = values.new_zeros(self.shape)
+        whole.view(-1, self.shape[-1])[rows] = values
+        return (state.to(values.dtype) + part(whole)).to(state.dtype)
+
+
 @dataclass(frozen=True)
 class FromPrevious:
-    """Stands in a recorded call for tensor number ``index`` of the previous block's output."""
+    """Stands in a recorded call for tensor number ``index`` of the previous block's output, to which the model adds
+    ``addend``."""
 
     index: int
+    addend: Addend | None = None
+
+
+# position of a block -> number of an argument -> number of the output of the block before that it is the sum of, and of
+# something else. A block that is given nothing of the other blocks has no such argument.
+Between = Mapping[int, Mapping[int, int]]
+
+
+def previous_output(x: Tensor, previous: list[tuple[Tensor, int]]) -> int | None:
+    """Which of the ``previous`` outputs ``x`` is, if nothing was written to it since; each comes with its version."""
+    return next((i for i, (output, before) in enumerate(previous) if x is output and version(x) == before), None)
 
 
 @dataclass(frozen=True)
@@ -56,8 +95,13 @@ class CallTemplate:
 def kinds_of(call: RecordedCall) -> list[Any]:
     """What two calls of a block must have in common to be of one template: all but the values of tensors."""
     args, kwargs = call
-    described = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves_of(call)]
-    return [len(args), list(kwargs), described]
+    return [len(args), list(kwargs), [_kind_of(x) for x in leaves_of(call)]]
+
+
+def _kind_of(x: Any) -> tuple:
+    if isinstance(x, FromPrevious):
+        return (FromPrevious, x.index, x.addend is None)
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
 
 
 def template_of(calls: list[RecordedCall], tensor_ids: list[TensorIds]) -> CallTemplate:
@@ -78,7 +122,9 @@ def _later(calls: list[RecordedCall], tensor_ids: list[TensorIds], depth: int) -
         for (path, leaf), name in zip(_named_leaves(call), names):
             if name in known:
                 sources.append(known[name])
-            elif isinstance(leaf, FromPrevious) or _is_constant(leaf, constants.get(path, FromPrevious)):
+            elif (isinstance(leaf, FromPrevious) and leaf.addend is None) or _is_constant(
+                leaf, constants.get(path, FromPrevious)
+            ):
                 sources.append(leaf)
             else:
                 return None

@@ -8,13 +8,17 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected
 from tests.models.stacked import (
     STACKED,
+    Activated,
+    AddedToSome,
     Between,
     Branches,
+    BranchesOfCopies,
     Counting,
     CountingBranches,
     Exhausting,
     Iterating,
     Normed,
+    Rescaled,
     Sized,
     Stacked,
     Twice,
@@ -52,9 +56,9 @@ def test_what_stands_between_blocks_is_run_as_well(sequential):
 
 
 WHOLE = {
-    Between: "does not take the output of the block before it",
-    WrittenBetween: "does not take the output of the block before it",
+    Activated: "does not take the output of the block before it",
     WrittenBranches: "does not take the output of the block before it",
+    Rescaled: "does not take the output of the block before it",
     CountingBranches: "blocks run one by one do not give the model's own output",
     Twice: "blocks are not called once each, in order",
     WritingFirst: "blocks write to their inputs",
@@ -76,9 +80,13 @@ def test_blocks_that_cannot_be_chained_are_calibrated_through_the_whole_model(ki
     assert any(WHOLE[kind].split(r" \(")[0] in note for note in mts.report(model).notes)
 
 
+CHAINED = [Stacked, Sized, Branches, BranchesOfCopies, Between, WrittenBetween, AddedToSome]
+
+
 @pytest.mark.parametrize("sequential", ["block", "none"])
-@pytest.mark.parametrize("kind", [Stacked, Sized, Branches], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", CHAINED, ids=lambda kind: kind.__name__)
 def test_blocks_that_can_be_chained_give_the_same_statistics_without_a_note(kind, sequential):
-    """Also with another shape in each batch, that the blocks are given as a torch.Size; and branches side by side."""
+    """Also with another shape in each batch, that the blocks are given as a torch.Size; with branches side by side; and
+    where the model adds something between blocks, to all batches or to some."""
     model = assert_calibrated(kind(), STACKED, vectors(6), sequential)
     assert mts.report(model).notes == []

@@ -21,7 +21,7 @@ from modelopt_sparse.checkpoint.streaming.spill import spilled
 from modelopt_sparse.model import hf
 from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed, weights
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama
-from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5
+from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5, tiny_yolos
 
 pytestmark = pytest.mark.core
 
@@ -123,6 +123,17 @@ def test_options_give_the_same_bits(tmp_path, options):
     streamed(source, tmp_path / "streamed", **options, **data)
     options = {key: value for key, value in options.items() if key != "spill"}
     assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", **options, **data))
+
+
+@pytest.mark.parametrize("options", [{}, {"spill": True, "reconstruct": 1}, {"sequential": "none"}], ids=str)
+def test_what_a_model_adds_between_blocks_is_streamed_as_well(tmp_path, options):
+    """The blocks can be run one by one, as they have to; the position embeddings between them are recorded."""
+    source = saved(tmp_path / "dense", tiny_yolos)
+    data = {"data_loader": [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(2)]}
+    report = streamed(source, tmp_path / "streamed", "sparsegpt", **options, **data)
+    assert not report.notes
+    options = {key: value for key, value in options.items() if key != "spill"}
+    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "sparsegpt", **options, **data))
 
 
 def test_every_way_to_read_the_folder(tmp_path):

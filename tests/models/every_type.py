@@ -4,7 +4,9 @@ A type's own config class gives the defaults; a table of patterns says how an at
 The model class is the first that an auto mapping has for the type. Inputs follow from the arguments of its forward.
 """
 
+import copy
 import inspect
+import itertools
 import math
 import re
 import warnings
@@ -472,7 +474,21 @@ class Outcome:
 
 
 def sparsified(model: nn.Module, batch: Batch) -> Outcome:
-    """``model``, sparse where ``batch`` reaches it."""
+    """A model like ``model``, sparse where ``batch`` reaches it.
+
+    Weights as they are initialized can be so small that next to nothing is left of the inputs in the last layers, or
+    zero (gates, scales, code books), as in no trained model: then they are drawn anew.
+    """
+    try:
+        return _sparsified(copy.deepcopy(model), batch)
+    except ValueError as error:
+        if not re.search("nothing but zeros|calibration data are too small|cannot be factorized", str(error)):
+            raise
+    _strengthen(model)
+    return _sparsified(model, batch)
+
+
+def _sparsified(model: nn.Module, batch: Batch) -> Outcome:
     plan = mts.make_plan(model, "sparsegpt", pattern="2:4")
     unreached = _unreached(model, batch, plan)
     with warnings.catch_warnings():
@@ -495,6 +511,18 @@ def sparsified(model: nn.Module, batch: Batch) -> Outcome:
     )
     notes = [note for note in mts.report(model).notes if "through the whole model" in note]
     return Outcome(model, unreached, notes, pruned / (pruned + left))
+
+
+@torch.no_grad()
+def _strengthen(model: nn.Module) -> None:
+    """Draw weights anew so that what comes out of a layer is about as large as what goes in, and also what is zero."""
+    torch.manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+            layer.weight.normal_(0, (2 / layer.weight[0].numel()) ** 0.5)
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if x.is_floating_point() and not x.any() and "bias" not in name:
+            x.normal_()
 
 
 @torch.no_grad()

@@ -72,6 +72,46 @@ class Between(Stacked):
         return self.head(x)
 
 
+class Activated(Stacked):
+    """Applies a function between the blocks, that is no addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x.relu())
+        return self.head(x)
+
+
+class Rescaled(Stacked):
+    """Adds to what the last block is given what depends on the block before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        y = self.blocks[1](x)
+        return self.head(self.blocks[2](y + x.mean()))
+
+
+class AddedToSome(Stacked):
+    """Large batches get features added in some rows behind the first block, as images do in Qwen3-VL."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, x = x[::2] * 0.3, self.stem(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 0 and len(x) > 6:
+                x = x.clone()
+                x[::2] = x[::2] + features
+        return self.head(x)
+
+
+class BranchesOfCopies(Stacked):
+    """Blocks side by side: each takes a tensor that is made for it when its turn comes, as the neck of DPT has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.stem(x), x, x * 2], 1)
+        return self.head(torch.stack([block(x[:, i].clone()) for i, block in enumerate(self.blocks)]).sum(0))
+
+
 class WrittenBetween(Stacked):
     """Adds something to what a block gave, in place, and not to the last row."""
 

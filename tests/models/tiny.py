@@ -12,6 +12,8 @@ from transformers import (
     Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    YolosConfig,
+    YolosForObjectDetection,
 )
 
 VOCAB = 97
@@ -48,6 +50,21 @@ def tiny_qwen() -> Qwen3ForCausalLM:
             initializer_range=0.2,
         )
     ).eval()
+
+
+def tiny_yolos() -> YolosForObjectDetection:
+    """Position embeddings are added between its blocks; they are zero at first."""
+    torch.manual_seed(0)
+    model = YolosForObjectDetection(
+        YolosConfig(
+            image_size=[32, 32], patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=4, num_detection_tokens=4,
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if name.endswith("position_embeddings"):
+            torch.nn.init.normal_(parameter)
+    return model.eval()
 
 
 def tiny_t5() -> T5ForConditionalGeneration:
