@@ -331,7 +331,7 @@ ORDER = (
     ("reports",),
     ("plan", "runtime"),
     ("calibration",),
-    ("accuracy",),
+    ("accuracy", "training"),
     ("solving",),
     ("oneshot",),
     ("checkpoint",),

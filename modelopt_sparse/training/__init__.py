@@ -1,0 +1,5 @@
+"""Training a sparse model."""
+
+from modelopt_sparse.training.distill import distill
+
+__all__ = ["distill"]
