@@ -56,12 +56,29 @@ def test_the_direction_is_p_to_q():
     assert kl_divergence(q, q).item() == 0
 
 
+def test_terms_are_summed_up_in_float64(monkeypatch):
+    """In float32 the sum of terms of both signs would be off by a part in a million of their size."""
+    monkeypatch.setattr(kl, "ON_THE_CPU", 10**6)
+    p = torch.randn(4, 50_000)
+    q = p + 1e-3 * torch.randn(4, 50_000)
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    terms = (log_p.exp() * (log_p - log_q)).double()
+    torch.testing.assert_close(kl_divergence(p, q), terms.sum(-1), rtol=1e-12, atol=0)
+
+
 def test_p_counts_as_a_constant():
     p, q = logits()
     p.requires_grad_()
     kl_divergence(p, q).sum().backward()
     assert p.grad is None
     assert q.grad is not None
+
+
+def test_there_is_no_second_derivative():
+    p, q = logits()
+    (slope,) = torch.autograd.grad(kl_divergence(p, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
 
 
 def test_autocast_changes_nothing():
@@ -131,6 +148,7 @@ def test_no_more_than_a_piece_is_converted():
     assert largest.elements == 3 * COLUMNS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # dynamo, of any
 def test_it_compiles_as_one_graph():
     p, q = logits()
