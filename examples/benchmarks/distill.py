@@ -1,6 +1,6 @@
 """What a short fine-tuning gives back to a 2:4 model, by cross-entropy and by the divergence from the dense model.
 
-    python examples/benchmarks/distill.py                      # about ten minutes on two cores
+    python examples/benchmarks/distill.py                      # about twenty minutes on one busy core
 
 The testbed is made 2:4 by SparseGPT, and by ``quality="best"``. Then it is trained for 100 steps of 2,048 tokens (16
 windows of 128 of the calibration text, AdamW, learning rate 5e-4 linear to 0), the masks fixed. Perplexity and KL(dense
@@ -35,17 +35,20 @@ RUNS: list[tuple[str, str, dict[str, float] | None]] = [
     ("sparsegpt", "KL and SquareHead", {"kl": 1.0, "square_head": 1.0}),
     ("best", "KL", {"kl": 1.0}),
 ]
-LENGTH, BATCH, RATE = 128, 16, 5e-4
+LENGTH, RATE = 128, 5e-4
 
 
-def train(model: nn.Module, dense: nn.Module, rows: Tensor, steps: int, weights: dict[str, float] | None) -> None:
-    """Train the model in place, on ``steps`` batches of ``rows`` [n, LENGTH] in an order that the seed fixes."""
+def train(
+    model: nn.Module, dense: nn.Module, rows: Tensor, options: argparse.Namespace, weights: dict[str, float] | None
+) -> None:
+    """Train the model in place, on batches of ``rows`` [n, LENGTH] in an order that the seed fixes."""
+    steps, batch = options.steps, options.batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: steps * BATCH]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: steps * batch]
     model.train()
     with distill(model, dense, **weights) if weights else nullcontext():
-        for chosen in tqdm(order.split(BATCH), unit="step"):
+        for chosen in tqdm(order.split(batch), unit="step"):
             model(input_ids=rows[chosen], labels=rows[chosen], use_cache=False).loss.backward()
             optimizer.step()
             schedule.step()
@@ -79,7 +82,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, Any, float
             yield name, "", untrained, None, time.perf_counter() - start
             start = time.perf_counter()
         model, kl = copy.deepcopy(made[name][0]), made[name][1]
-        train(model, dense, windows.view(-1, LENGTH), options.steps, weights)
+        train(model, dense, windows.view(-1, LENGTH), options, weights)
         mts.verify(model, "2:4")
         trained = evaluate(model)
         yield name, loss, trained, trained.kl / kl, time.perf_counter() - start
@@ -89,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     losses = list(dict.fromkeys(loss for _, loss, _ in RUNS))
     parser.add_argument("--steps", type=int, default=100, help="of training (%(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help=f"windows of {LENGTH} tokens in a step (%(default)s)")
     parser.add_argument("--calibration", type=int, default=128, help="windows of 512 tokens (%(default)s)")
     parser.add_argument("--heldout", type=int, default=40, help="windows of 512 tokens (%(default)s)")
     parser.add_argument("--start", nargs="+", choices=SPARSE, default=list(SPARSE), help="sparse models (all)")
