@@ -1,6 +1,6 @@
 """What a short fine-tuning gives back to a 2:4 model, by cross-entropy and by the divergence from the dense model.
 
-    python examples/benchmarks/distill.py                      # about twenty minutes on one busy core
+    python examples/benchmarks/distill.py                      # about half an hour on one busy core
 
 The testbed is made 2:4 by SparseGPT, and by ``quality="best"``. Then it is trained for 100 steps of 2,048 tokens (16
 windows of 128 of the calibration text, AdamW, learning rate 5e-4 linear to 0), the masks fixed. Perplexity and KL(dense
