@@ -521,6 +521,18 @@ def test_no_hidden_states():
     )
 
 
+def test_hidden_states_that_the_attention_mask_does_not_fit():
+    class Prompted(nn.Module):
+        """Two tokens of its own stand before those of the text."""
+
+        def forward(self, x: Tensor, attention_mask: Tensor, output_hidden_states: bool) -> dict[str, Any]:
+            return {"logits": x[:, 2:], "hidden_states": (x,)}
+
+    message = "attention_mask [2, 4] does not fit hidden states [2, 6, 3]"
+    batch = {"x": torch.ones(2, 6, 3), "attention_mask": torch.ones(2, 4)}
+    call_refused(Prompted(), Prompted(), message, weights={"square_head": 1.0}, **batch)
+
+
 def test_a_regression():
     config = copy.deepcopy(tiny_llama().config)
     config.num_labels, config.pad_token_id = 1, PAD
