@@ -24,12 +24,13 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.statistics import Collector
 from modelopt_sparse.methods import wanda
 from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
 SAMPLES = 32  # measured on calls that hold so many
-CHUNK = 512  # predictions whose divergence is computed together: times a vocabulary they are large
+CHUNK = 512  # rows of an output that are converted to float64 together
 
 
 @contextmanager
@@ -173,10 +174,7 @@ class _Measurement:
             for i, plan in enumerate(self._plans):
                 with masked(plan, self._stats):
                     other, _ = _compared(model(*args, **kwargs), call.token_mask)
-                totals[i] = sum(
-                    _kl(p, q) if is_logits else float((p - q).double().square().sum())
-                    for p, q in zip(dense.split(CHUNK), other.split(CHUNK))
-                )
+                totals[i] = float(kl_divergence(dense, other).sum()) if is_logits else _squared_error(dense, other)
         finally:
             call.repeated = False
         outcome.calls.append((number, totals, scale))
@@ -195,11 +193,8 @@ def _compared(output: Any, token_mask: Tensor | None) -> tuple[Tensor, bool]:
     return x.reshape(-1, x.shape[-1]), is_logits
 
 
-def _kl(logits_p: Tensor, logits_q: Tensor) -> float:
-    """The sum over rows of KL(p || q)."""
-    work = torch.promote_types(logits_p.dtype, torch.float32)
-    log_p, log_q = (logits.to(work).log_softmax(-1) for logits in (logits_p, logits_q))
-    return float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+def _squared_error(p: Tensor, q: Tensor) -> float:
+    return sum(float((a - b).double().square().sum()) for a, b in zip(p.split(CHUNK), q.split(CHUNK)))
 
 
 def _samples(args: tuple, kwargs: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from modelopt_sparse.training.algorithms import (
 from modelopt_sparse.training.callback import SparsityCallback
 from modelopt_sparse.training.configure import configure
 from modelopt_sparse.training.cost import Cost, cost
+from modelopt_sparse.training.distill import distill
 from modelopt_sparse.training.schedules import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
 from modelopt_sparse.training.sentinel import finalize, from_sentinel, to_sentinel
 from modelopt_sparse.training.sparsity import Sparsity
@@ -38,6 +39,7 @@ __all__ = [
     "TrainingPlan",
     "configure",
     "cost",
+    "distill",
     "finalize",
     "from_sentinel",
     "to_sentinel",

@@ -17,6 +17,7 @@ from modelopt_sparse.checkpoint.streaming import storage as blocks
 from modelopt_sparse.checkpoint.streaming.spill import spilled
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.runtime.settings import Settings
+from modelopt_sparse.training import distill
 from tests.checkpoint.streams import Stopping
 from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device
 from tests.helpers import tiny_llama, token_batches
@@ -315,3 +316,15 @@ def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(options, tmp
     reports = mts.semi_structured_report(found), mts.semi_structured_report(expected)
     assert reports[0].packed
     assert [vars(layer) for layer in reports[0].layers] == [vars(layer) for layer in reports[1].layers]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_teacher_on_another_device_is_refused(name):
+    model, teacher = tiny_llama().train(), tiny_llama()
+    (batch,) = token_batches(1)
+    with a_device(name) as device, distill(model, teacher):
+        teacher.to(device)
+        with pytest.raises(ValueError, match=rf"is on {device}, and the model is called on cpu.*teacher.to\('cpu'\)"):
+            model(input_ids=batch, use_cache=False)
+        model.to(device)
+        assert model(input_ids=batch.to(device), use_cache=False).loss.item() == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,337 @@
+"""Distillation: a model learns to predict what its teacher predicts, by a hook that replaces the model's own loss.
+
+Shapes: B batch, S sequence, V vocabulary or classes, H hidden. A prediction is a row of logits: one for each token of a
+language model, one for each sample of a classifier.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.methods.kl import kl_divergence
+from modelopt_sparse.model.hf import is_encoder_decoder, takes
+from modelopt_sparse.model.nested import flat_tensors
+from modelopt_sparse.model.offload import has_hook
+from modelopt_sparse.model.wrappers import unwrapped
+
+IGNORED = -100  # transformers' label of what is not to be predicted
+# what only a loss needs; the teacher computes none
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+class Distillation:
+    """What `distill` returns: `remove` ends it, and so does leaving a ``with`` block that it was given to."""
+
+    def __init__(self, end: ExitStack) -> None:
+        self._end = end
+
+    def remove(self) -> None:
+        """Take the hooks off the model, and put the teacher back into the mode that it came in."""
+        self._end.close()
+
+    def __enter__(self) -> "Distillation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The options of `distill`."""
+
+    kl: float
+    task: float
+    square_head: float
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}={value}: give a number that is not negative")
+        if self.temperature == 0:
+            raise ValueError("temperature=0: give a number above 0; 1 compares the models' own probabilities")
+        if not (self.kl or self.task or self.square_head):
+            raise ValueError("kl, task and square_head are all 0, so that there is no loss: give one of them a weight")
+
+
+def distill(
+    model: nn.Module,
+    teacher: nn.Module,
+    *,
+    kl: float = 1.0,
+    task: float = 0.0,
+    square_head: float = 0.0,
+    temperature: float = 1.0,
+) -> Distillation:
+    """From now on ``output.loss`` of ``model`` says, in training mode, how far the model is from its teacher.
+
+    It is ``kl`` x KL(teacher || model) + ``task`` x the model's own loss + ``square_head`` x SquareHead. So any loop
+    that calls ``loss.backward()`` distills: Hugging Face's Trainer, accelerate, DDP, one of your own. In eval mode
+    nothing changes. Returns a handle; ``handle.remove()`` ends it.
+
+    model: gives logits by name, [B, S, V] or [B, V]: a model of transformers, or one whose output is a dict.
+    teacher: the dense model, or a larger one with the same vocabulary, on the device where the model runs. It is called
+    with the model's arguments but labels, without gradients and in eval mode, and is moved nowhere.
+    kl: weight of the KL divergence in nats, the mean over the predictions that count, times ``temperature`` ** 2, which
+    keeps gradients as large as at 1 (Hinton et al. 2015, arXiv 1503.02531).
+    task: weight of the model's own loss, which takes labels.
+    square_head: weight of SquareHead (arXiv 2310.06927), the mean over layers of MSE(model, teacher) / MSE(teacher, 0)
+    of hidden states, on tokens that are no padding. Outputs hold hidden states then.
+    temperature: logits are divided by it.
+
+    Predictions count whose label is not -100. Labels stand one to the right of their predictions where transformers
+    shifts them, and in models that are none of its; ``shift_labels`` are taken as they are. Without labels all tokens
+    count but padding (attention_mask [B, S]). Sums are divided by ``num_items_in_batch`` if the model is called with
+    it, as Trainer does: then the batches of a step have together the gradient of one big batch. (SquareHead's quotient
+    is each batch's own, weighted by its share of the predictions.)
+
+    Raises ValueError for weights that are negative or all 0, and a teacher that shares modules or trained weights with
+    the model; in the first call in training mode for a teacher on another device, with another vocabulary or other
+    hidden states, and a model that has no logits, or none that can be compared.
+    """
+    weights = _Weights(kl, task, square_head, temperature)
+    student = unwrapped(model)
+    _refuse_parts_of_the_model(student, unwrapped(teacher))
+    end = ExitStack()
+    for part in teacher.modules():
+        end.callback(setattr, part, "training", part.training)
+    teacher.eval()
+    if square_head:
+        end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
+    # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher
+    end.enter_context(student.register_forward_hook(lambda *it: _distilled(weights, teacher, *it), with_kwargs=True))
+    return Distillation(end)
+
+
+def _ask_for_hidden_states(student: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    return (args, {**kwargs, "output_hidden_states": True}) if student.training else None
+
+
+def _distilled(
+    weights: _Weights, teacher: nn.Module, student: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
+    """The student's output with another loss; None in eval mode: its own."""
+    if not student.training:
+        return None
+    logits = _logits(output, f"the model, a {type(student).__name__},")
+    answer = _ask(teacher, student, args, kwargs)
+    named = {**dict(zip(_positional(student), args)), **kwargs}
+    loss = _loss(weights, student, named, output, logits, answer)
+    # the loss first, as transformers has it, whose outputs are indexed by number as well
+    return type(output)(**{"loss": loss, **{name: value for name, value in output.items() if name != "loss"}})
+
+
+# the teacher ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
+    why = "would change while it teaches: give a copy, copy.deepcopy(model), made before the model was made sparse"
+    if set(student.modules()) & set(teacher.modules()):
+        raise ValueError(f"the teacher is the model itself, or has parts of it, and {why}")
+    trained = {id(weight) for weight in student.parameters() if weight.requires_grad}
+    for name, weight in teacher.named_parameters():
+        if id(weight) in trained:
+            raise ValueError(f"the teacher's weight {name!r} is the model's as well, and {why}")
+
+
+def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The teacher's output for the arguments that the student was called with."""
+    changes: dict[str, Any] = dict.fromkeys(OF_THE_LOSS)
+    if is_encoder_decoder(student):
+        del changes["labels"]  # the decoder's inputs are made from them
+    if takes(teacher, "use_cache"):
+        changes["use_cache"] = False  # nothing would read it
+    positional = _positional(student)[: len(args)]
+    args = (*(changes.get(name, x) for name, x in zip(positional, args)), *args[len(positional) :])
+    by_name = {name: x for name, x in kwargs.items() if name not in changes}
+    by_name |= {name: x for name, x in changes.items() if x is not None and name not in positional}
+    if any(isinstance(x, Cache) for x in (*args, *by_name.values())):
+        raise ValueError(
+            "distill: a call with a cache cannot be repeated with the teacher: call model.eval() before generate, and "
+            "train on whole texts"
+        )
+    _refuse_another_device(teacher, flat_tensors((args, by_name)))
+    with torch.no_grad():
+        return teacher(*args, **by_name)
+
+
+def _refuse_another_device(teacher: nn.Module, inputs: list[Tensor]) -> None:
+    weight = next(teacher.parameters(), None)
+    if weight is None or not inputs or weight.device == inputs[0].device:
+        return
+    if not has_hook(teacher) and not is_sharded(weight):  # which move what they are given
+        there = inputs[0].device
+        raise ValueError(
+            f"distill: the teacher, a {type(teacher).__name__}, is on {weight.device}, and the model is called on "
+            f"{there}: move the teacher, teacher.to({str(there)!r})"
+        )
+
+
+def _positional(module: nn.Module) -> list[str]:
+    """The names of the arguments that ``module.forward`` takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, it in inspect.signature(module.forward).parameters.items() if it.kind in kinds]
+
+
+# the loss -------------------------------------------------------------------------------------------------------------
+
+
+def _loss(
+    weights: _Weights, student: nn.Module, named: Mapping[str, Any], output: Any, logits: Tensor, answer: Any
+) -> Tensor:
+    """What replaces the student's own loss. ``named``: the arguments that it was called with."""
+    work = torch.promote_types(logits.dtype, torch.float32)
+    loss = torch.zeros((), dtype=work, device=logits.device)
+    counts = _counts(student, named, logits)
+    items = named.get("num_items_in_batch")
+    count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
+    if weights.kl:
+        _refuse_other_problems(student, logits)
+        taught = _logits(answer, "the teacher").to(logits.device)
+        _refuse_other_shapes(logits, taught)
+        rows = kl_divergence(taught.flatten(0, -2), logits.flatten(0, -2), temperature=weights.temperature)
+        total = rows.where(counts.flatten(), 0).sum()
+        loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
+    if weights.task:
+        if (own := output.get("loss")) is None:
+            raise ValueError(
+                f"distill(task={weights.task}): the model, a {type(student).__name__}, gives no loss of its own: call "
+                "it with labels, or leave task out"
+            )
+        loss = loss + weights.task * own
+    if weights.square_head:
+        share = 1.0 if items is None else counts.sum() / items
+        square_head = _square_head(_hidden_states(output, "model"), _hidden_states(answer, "teacher"), student, named)
+        loss = loss + weights.square_head * share * square_head.to(loss.device, work)
+    return loss
+
+
+def _logits(output: Any, who: str) -> Tensor:
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    if isinstance(logits, Tensor) and logits.dim() in (2, 3):
+        return logits
+    if isinstance(logits, Tensor):
+        what = f"logits {list(logits.shape)}"
+    else:
+        what = f"a {type(output).__name__}" + (f" of {', '.join(output)}" if isinstance(output, Mapping) else "")
+    raise ValueError(
+        f"distill: {who} gives {what}, and what is needed is a dict or a ModelOutput with logits [batch, sequence, "
+        "vocabulary] or [batch, classes]: use a model with a head, and not return_dict=False"
+    )
+
+
+def _refuse_other_problems(student: nn.Module, logits: Tensor) -> None:
+    """Raise ValueError if a softmax over the logits means nothing."""
+    problem = getattr(getattr(student, "config", None), "problem_type", None)
+    if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
+        raise ValueError(
+            f"distill: the logits {list(logits.shape)} of this {type(student).__name__} are no choice among classes "
+            f"(problem_type={problem!r}), so that they have no KL divergence: set kl=0 and use task or square_head"
+        )
+
+
+def _refuse_other_shapes(logits: Tensor, taught: Tensor) -> None:
+    if logits.shape[-1] != taught.shape[-1]:
+        raise ValueError(
+            f"distill: the teacher has a vocabulary of {taught.shape[-1]}, the model one of {logits.shape[-1]}: give a "
+            "teacher with the same tokenizer; if they differ by padding alone, call resize_token_embeddings on one"
+        )
+    if logits.shape != taught.shape:
+        raise ValueError(
+            f"distill: the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}: give a teacher "
+            "that makes the same predictions"
+        )
+
+
+def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Tensor:
+    """Which predictions count: bool, of the logits' shape without its last dimension."""
+    shape = logits.shape[:-1]
+    name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
+    if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
+        labels = named[name] if name else logits
+        if labels.is_floating_point() or labels.numel() != shape[0]:
+            return torch.ones(shape, dtype=torch.bool, device=logits.device)
+        return (labels.flatten() != IGNORED).to(logits.device)
+    if name is None:
+        name, counts = _token_mask(student, named, shape)
+    else:
+        counts = named[name] != IGNORED
+        if name == "labels" and _shifts(student):
+            counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
+    if counts.shape != shape:
+        raise ValueError(
+            f"distill: {name} {list(counts.shape)} does not say which of the model's {list(shape)} predictions count: "
+            "give one number for each token"
+        )
+    return counts.to(logits.device)
+
+
+def _shifts(student: nn.Module) -> bool:
+    """Whether predictions belong to the labels one to their right. transformers itself goes by ``loss_type``, and takes
+    what has none for a causal language model."""
+    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
+    return loss is ForCausalLMLoss and not is_encoder_decoder(student)
+
+
+def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> tuple[str, Tensor]:
+    """Which tokens ``[B, S]`` are no padding, and the argument that says so."""
+    name = "decoder_attention_mask" if is_encoder_decoder(student) else "attention_mask"
+    mask = named.get(name)
+    if mask is None:
+        return name, torch.ones(shape, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+        raise ValueError(f"distill: {name} {what} does not say which tokens are padding: give one [batch, sequence]")
+    return name, mask != 0
+
+
+# SquareHead -----------------------------------------------------------------------------------------------------------
+
+
+def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
+    states = output.get("hidden_states") if isinstance(output, Mapping) else None
+    if not states:
+        raise ValueError(
+            f"distill(square_head=...): the {who}'s output has no hidden_states although they were asked for with "
+            "output_hidden_states=True: leave square_head out"
+        )
+    return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
+
+
+def _square_head(
+    states: tuple[Tensor, ...], taught: tuple[Tensor, ...], student: nn.Module, named: Mapping[str, Any]
+) -> Tensor:
+    """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
+    shapes = [[list(state.shape) for state in of_one] for of_one in (states, taught)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"distill(square_head=...): the model has {len(states)} layers with hidden states {shapes[0][0]}, the "
+            f"teacher {len(taught)} with {shapes[1][0]}: give a teacher of the same shape, or leave square_head out"
+        )
+    name, real = _token_mask(student, named, states[0].shape[:-1])
+    if real.shape != states[0].shape[:-1]:
+        raise ValueError(
+            f"distill(square_head=...): {name} {list(real.shape)} does not fit hidden states {shapes[0][0]}: give one "
+            "number for each token"
+        )
+    return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
+
+
+def _relative_error(h: Tensor, t: Tensor, real: Tensor) -> Tensor:
+    work = torch.promote_types(h.dtype, torch.float32)
+    real, wanted = real.to(h.device), t.to(h.device, work)
+    error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
+    return error / scale

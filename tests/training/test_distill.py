@@ -1,0 +1,553 @@
+"""Distillation by a hook, against losses that are written out token by token."""
+
+import copy
+import runpy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+import modelopt_sparse as mts
+from modelopt_sparse.training import distill
+from tests.helpers import ROOT, Snapshot, refused, tiny_llama
+
+pytestmark = pytest.mark.core
+
+PAD = 0
+
+
+def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Any, Any]:
+    """A 2:4 model in training mode, and its dense teacher."""
+    teacher = tiny_llama(**changes).to(dtype)
+    model = copy.deepcopy(teacher)
+    mts.sparsify(model, "magnitude", pattern="2:4", progress=False)
+    return model.train(), teacher
+
+
+def padded(rows: int = 4, length: int = 10) -> dict[str, Tensor]:
+    """Texts of 10, 7, 8, 5, 10, ... tokens with padding to their right, and labels that are -100 there."""
+    ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([10, 7, 8, 5] * (rows // 4))[:, None]
+    real = torch.arange(length) < lengths
+    return {
+        "input_ids": ids.where(real, PAD),
+        "attention_mask": real.long(),
+        "labels": ids.where(real, -100),
+    }
+
+
+def kl_of(p: Tensor, q: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(p || q) of two rows of logits, by torch."""
+    p, q = ((x / temperature).log_softmax(-1) for x in (p, q))
+    return F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def oracle(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> Tensor:
+    """The mean divergence of the predictions whose next token is real, each text by itself and without padding."""
+    terms = []
+    for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool()):
+        text = ids[real][None]
+        taught, logits = (one(input_ids=text).logits[0] for one in (teacher, model))
+        terms += [kl_of(p, q, temperature) for p, q in zip(taught[:-1].detach(), logits[:-1])]
+    return torch.stack(terms).mean()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        torch.testing.assert_close(one, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+# the loss -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_loss_is_the_divergence_on_real_tokens(temperature):
+    model, teacher = pair()
+    batch = padded()
+    expected = oracle(model, teacher, batch, temperature) * temperature**2
+    expected.backward()
+    slopes = gradients(model)
+    with distill(model, teacher, temperature=temperature):
+        loss = model(**batch).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert_close(gradients(model), slopes)
+
+
+def test_without_labels_the_attention_mask_says_what_counts():
+    model, teacher = pair()
+    batch = padded()
+    del batch["labels"]
+    taught, logits = teacher(**batch).logits, model(**batch).logits
+    terms = [
+        kl_of(p, q) for of_text in zip(taught, logits, batch["attention_mask"]) for p, q, real in zip(*of_text) if real
+    ]
+    with distill(model, teacher):
+        found = model(**batch)
+        everything = model(input_ids=batch["input_ids"]).loss
+    torch.testing.assert_close(found.loss, torch.stack(terms).mean())
+    assert next(iter(found)) == "loss"
+    assert not torch.isclose(everything, found.loss)  # without a mask all tokens count
+
+
+def test_what_stands_at_padding_changes_nothing():
+    model, teacher = pair()
+    batch = padded()
+    other = {**batch, "input_ids": batch["input_ids"].where(batch["attention_mask"].bool(), 55)}
+    with distill(model, teacher, square_head=0.5):
+        one, two = (model(**x).loss for x in (batch, other))
+    torch.testing.assert_close(one, two)
+
+
+def test_shift_labels_are_taken_as_they_are():
+    model, teacher = pair()
+    batch = padded()
+    expected = oracle(model, teacher, batch)
+    shifted = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    with distill(model, teacher):
+        loss = model(**batch, labels=torch.full_like(shifted, 5), shift_labels=shifted).loss
+    torch.testing.assert_close(loss, expected)
+
+
+def test_the_parts_are_weighted():
+    model, teacher = pair()
+    batch = padded()
+    own = model(**batch).loss
+    real = batch["attention_mask"].bool()
+    states, taught = (one(**batch, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
+    layers = [
+        F.mse_loss(h[real], t[real]) / F.mse_loss(t[real], torch.zeros_like(t[real])) for h, t in zip(states, taught)
+    ]
+    expected = 0.5 * oracle(model, teacher, batch) + 0.25 * own + 2 * sum(layers) / len(layers)
+    expected.backward()
+    slopes = gradients(model)
+    with distill(model, teacher, kl=0.5, task=0.25, square_head=2.0):
+        loss = model(**batch).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert_close(gradients(model), slopes)
+
+
+@pytest.mark.parametrize("weights", [{"kl": 0.7}, {"kl": 0.7, "task": 0.3}], ids=["kl", "kl and task"])
+def test_four_small_batches_are_one_big_one(weights):
+    model, teacher = pair()
+    batch = padded(8)
+    items = batch["labels"][:, 1:].ne(-100).sum()
+    with distill(model, teacher, **weights):
+        model(**batch).loss.backward()
+        expected = gradients(model)
+        for i in (0, 2, 4, 6):
+            small = {name: x[i : i + 2] for name, x in batch.items()}
+            model(**small, num_items_in_batch=items).loss.backward()
+    assert_close(gradients(model), expected)
+
+
+def test_square_head_is_weighted_by_the_share_of_the_predictions():
+    model, teacher = pair()
+    batch = padded()
+    with distill(model, teacher, kl=0, square_head=1.0):
+        alone = model(**batch).loss
+        shared = model(**batch, num_items_in_batch=4 * int(batch["labels"][:, 1:].ne(-100).sum())).loss
+    torch.testing.assert_close(shared, alone / 4)
+
+
+def test_a_batch_with_nothing_to_predict_is_zero():
+    model, teacher = pair()
+    batch = padded()
+    batch["labels"].fill_(-100)
+    with distill(model, teacher):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss == 0
+    assert all(not slope.any() for slope in gradients(model).values())
+
+
+def test_bfloat16_and_autocast():
+    model, teacher = pair(torch.float32)
+    batch = padded()
+    expected = oracle(model, teacher, batch)
+    halves = [copy.deepcopy(one).bfloat16() for one in (model, teacher)]
+    with distill(halves[0], halves[1]):
+        half = halves[0](**batch).loss
+    with distill(model, teacher), torch.autocast("cpu", torch.bfloat16):
+        mixed = model(**batch).loss
+    assert half.dtype == mixed.dtype == torch.float32
+    torch.testing.assert_close(torch.stack([half, mixed]), expected.expand(2), rtol=0.1, atol=0)
+    mixed.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float32
+
+
+# other models ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_classifier():
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels, config.pad_token_id = 3, PAD
+    teacher, model = (LlamaForSequenceClassification(config).double() for _ in range(2))
+    batch = padded()
+    batch["labels"] = torch.tensor([0, 2, -100, 1])
+    model.train()
+    rows = [kl_of(p, q) for p, q in zip(teacher(**batch).logits.detach(), model(**batch).logits)]
+    with distill(model, teacher):
+        loss = model(**batch).loss
+        half = model(**batch, num_items_in_batch=6).loss
+        del batch["labels"]
+        whole = model(**batch).loss
+    torch.testing.assert_close(loss, (rows[0] + rows[1] + rows[3]) / 3)
+    torch.testing.assert_close(half, loss / 2)
+    torch.testing.assert_close(whole, sum(rows) / 4)
+
+
+class Own(nn.Module):
+    """A classifier that is none of transformers, with positional arguments and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 3), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        if self.training:
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        assert labels is None
+        return {"logits": self.dropout(logits)}
+
+
+def test_a_model_of_ones_own_with_labels_by_position():
+    model, teacher = Own().train(), Own()
+    x, labels = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    expected = torch.stack([kl_of(teacher.layer(one), model.layer(one)) for one in x]).mean()
+    with distill(model, teacher):
+        found = model(x, labels)
+    assert list(found) == ["loss", "logits"]
+    torch.testing.assert_close(found["loss"], expected)
+
+
+def test_labels_of_a_masked_language_model_are_not_shifted():
+    config = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    teacher, model = (BertForMaskedLM(config).double().eval() for _ in range(2))
+    ids = padded()["input_ids"]
+    labels = torch.full_like(ids, -100)
+    labels[1, 3] = labels[2, 9] = 7
+    p, q = teacher(input_ids=ids).logits.detach(), model(input_ids=ids).logits
+    model.training = True  # without the dropout of its parts
+    with distill(model, teacher):
+        loss = model(input_ids=ids, labels=labels).loss
+    torch.testing.assert_close(loss, (kl_of(p[1, 3], q[1, 3]) + kl_of(p[2, 9], q[2, 9])) / 2)
+
+
+def test_an_encoder_decoder():
+    config = T5Config(
+        vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0
+    )
+    teacher, model = (T5ForConditionalGeneration(config).double().eval() for _ in range(2))
+    batch = padded()
+    p, q = teacher(**batch).logits.detach(), model(**batch).logits
+    real = batch["labels"] != -100
+    with distill(model.train(), teacher):
+        loss = model(**batch).loss
+    torch.testing.assert_close(loss, torch.stack([kl_of(a, b) for a, b in zip(p[real], q[real])]).mean())
+
+
+# loops ----------------------------------------------------------------------------------------------------------------
+
+
+def trained(model: nn.Module, batch: dict[str, Tensor], folder: Any, size: int, steps: int) -> None:
+    rows = [{name: x[i] for name, x in batch.items()} for i in range(len(batch["labels"]))]
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        seed=1,
+        optim="sgd",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+
+
+def test_trainer_accumulates_gradients_as_in_one_big_batch(tmp_path):
+    model, teacher = pair()
+    batch = padded(8)
+    finals = []
+    for size, steps in ((8, 1), (2, 4)):
+        student = copy.deepcopy(model)
+        with distill(student, teacher):
+            trained(student, batch, tmp_path, size, steps)
+        mts.verify(student, "2:4")
+        finals.append(dict(student.named_parameters()))
+    expected = copy.deepcopy(model)  # two steps of the oracle's gradient
+    for _ in range(2):
+        oracle(expected, teacher, batch).backward()
+        torch.optim.SGD(expected.parameters(), lr=1e-3).step()
+        expected.zero_grad()
+    assert_close(finals[1], finals[0])
+    assert_close(finals[0], dict(expected.named_parameters()))
+    assert not torch.equal(model.model.norm.weight, expected.model.norm.weight)
+
+
+def test_wrapped_models():
+    model, teacher = pair()
+    batch = padded()
+    expected = oracle(model, teacher, batch)
+    with distill(nn.DataParallel(model), nn.DataParallel(teacher)):
+        torch.testing.assert_close(nn.DataParallel(model)(**batch).loss, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")  # dynamo's own
+def test_a_compiled_model():
+    model, teacher = pair(num_hidden_layers=1)
+    batch = padded()
+    expected = oracle(model, teacher, batch)
+    with distill(model, teacher):
+        compiled = torch.compile(model, backend="eager")
+        loss = compiled(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert gradients(model)
+
+
+@pytest.mark.slow
+def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
+    """The benchmark in a shorter form: half of the tokens, less to calibrate on and to measure on."""
+    folder = ROOT / "examples" / "benchmarks"
+    choice = "--start sparsegpt --losses cross-entropy KL --batch 8 --calibration 32 --heldout 8"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "argv", ["distill.py", *choice.split()])
+    runpy.run_path(str(folder / "distill.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
+    left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
+    assert left["KL"] <= 50
+    assert left["cross-entropy"] <= 65
+
+
+# what stays as it was -------------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
+    model, teacher = pair(attention_dropout=0.5)
+    model.eval().training = True  # without dropout
+    batch = padded()
+    expected = oracle(model, teacher, batch)
+    teacher.train()
+    before = Snapshot(teacher)
+    seen = []
+    with teacher.register_forward_hook(
+        lambda module, args, kwargs, output: seen.append((kwargs, output)), with_kwargs=True
+    ):
+        handle = distill(model, teacher)
+        assert not any(part.training for part in teacher.modules())
+        loss = model(**batch, num_items_in_batch=torch.tensor(26)).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    ((kwargs, output),) = seen
+    assert kwargs.keys() == {"input_ids", "attention_mask", "use_cache"}
+    assert output.past_key_values is None
+    assert not output.logits.requires_grad
+    assert all(p.grad is None for p in teacher.parameters())
+    handle.remove()
+    assert Snapshot(teacher).look == before.look
+
+
+def test_eval_mode_gives_the_models_own_output():
+    model, teacher = pair()
+    batch = padded()
+    plain = model.eval()(**batch)
+    with distill(model, teacher, square_head=1.0):
+        found = model(**batch)
+    assert torch.equal(found.loss, plain.loss)
+    assert found.keys() == plain.keys()
+
+
+def test_remove_takes_everything_back():
+    model, teacher = pair()
+    batch = padded()
+    for one in (model, teacher):
+        one(**batch, output_hidden_states=True)  # the first time transformers leaves hooks of its own
+    own = model(**batch).loss
+    before = [Snapshot(one) for one in (model, teacher)]
+    handle = distill(model, teacher, square_head=1.0)
+    assert not torch.equal(model(**batch).loss, own)
+    handle.remove()
+    handle.remove()  # once more is nothing
+    for one, look in zip((model, teacher), before):
+        assert Snapshot(one).look == look.look
+    found = model(**batch)
+    assert torch.equal(found.loss, own)
+    assert found.hidden_states is None
+
+
+def test_a_copy_of_the_model_copies_no_teacher():
+    model, teacher = pair()
+    with distill(model, teacher):
+        twin = copy.deepcopy(model)
+        (hook,) = twin._forward_hooks.values()
+    cells = [cell.cell_contents for cell in hook.__closure__]
+    assert any(content is teacher for content in cells)
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"kl": 0}, "kl, task and square_head are all 0, so that there is no loss: give one of them a weight"),
+        ({"task": -1.0}, "task=-1.0: give a number that is not negative"),
+        ({"square_head": float("nan")}, "square_head=nan: give a number that is not negative"),
+        ({"temperature": 0.0}, "temperature=0: give a number above 0; 1 compares the models' own probabilities"),
+    ],
+)
+def test_weights_that_are_none(weights, message):
+    model, teacher = pair()
+    assert refused(distill, model, teacher, **weights) == message
+
+
+def test_a_teacher_that_is_the_model():
+    model, teacher = pair()
+    itself = "the teacher is the model itself, or has parts of it, and would change while it teaches: give a copy"
+    refused(distill, model, model, parts=[itself])
+    refused(distill, nn.DataParallel(model), model, parts=[itself])
+    teacher.model.norm.weight = model.model.norm.weight
+    refused(distill, model, teacher, parts=["'model.norm.weight' is the model's as well", "give a copy"])
+    model.model.norm.weight.requires_grad_(False)  # frozen, it is the same for both, and stays it
+    distill(model, teacher).remove()
+
+
+def call_refused(model: nn.Module, teacher: nn.Module, *parts: str, weights: Any = None, **batch: Any) -> None:
+    with distill(model, teacher, **(weights or {})), pytest.raises(ValueError) as caught:  # noqa: PT011 - below
+        model(**batch)
+    for part in parts:
+        assert part in str(caught.value), caught.value
+
+
+def test_another_vocabulary():
+    model, _ = pair()
+    call_refused(
+        model,
+        tiny_llama(vocab_size=99).double(),
+        "the teacher has a vocabulary of 99, the model one of 97",
+        "give a teacher with the same tokenizer",
+        **padded(),
+    )
+
+
+def test_other_hidden_states():
+    model, _ = pair()
+    teacher = tiny_llama(num_hidden_layers=3).double()
+    call_refused(
+        model,
+        teacher,
+        "the model has 2 layers with hidden states [4, 10, 32], the teacher 3 with [4, 10, 32]",
+        weights={"square_head": 1.0},
+        **padded(),
+    )
+
+
+def test_a_model_without_logits():
+    model, teacher = pair()
+    call_refused(model.model, teacher.model, "the model, a LlamaModel, gives a BaseModelOutputWithPast of", **padded())
+
+
+def test_a_tuple_and_logits_of_other_dimensions():
+    model, teacher = pair()
+    call_refused(model, teacher, "gives a tuple", "not return_dict=False", return_dict=False, **padded())
+
+    class Image(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": x}
+
+    call_refused(Image(), Image(), "a Image, gives logits [2, 3, 4, 5]", x=torch.zeros(2, 3, 4, 5))
+
+
+def test_labels_that_do_not_fit():
+    model, teacher = pair()
+    batch = padded()
+    del batch["labels"]
+    call_refused(model, teacher, "attention_mask [4, 10]", "[4, 1] predictions", logits_to_keep=1, **batch)
+    mask = torch.ones(4, 1, 10, 10, dtype=torch.bool).tril()
+    call_refused(
+        model, teacher, "attention_mask of shape [4, 1, 10, 10]", input_ids=batch["input_ids"], attention_mask=mask
+    )
+
+
+def test_no_labels_for_the_models_own_loss():
+    model, teacher = pair()
+    call_refused(
+        model,
+        teacher,
+        "distill(task=0.5): the model, a LlamaForCausalLM, gives no loss of its own: call it with labels",
+        weights={"task": 0.5},
+        input_ids=padded()["input_ids"],
+    )
+
+
+def test_no_hidden_states():
+    class Quiet(Own):
+        def forward(self, x: Tensor, output_hidden_states: bool = False) -> dict[str, Tensor]:
+            assert output_hidden_states
+            return {"logits": self.layer(x)}
+
+    call_refused(
+        Quiet(), Quiet(), "the model's output has no hidden_states", weights={"square_head": 1.0}, x=torch.ones(1, 4)
+    )
+
+
+def test_hidden_states_that_the_attention_mask_does_not_fit():
+    class Prompted(nn.Module):
+        """Two tokens of its own stand before those of the text."""
+
+        def forward(self, x: Tensor, attention_mask: Tensor, output_hidden_states: bool) -> dict[str, Any]:
+            return {"logits": x[:, 2:], "hidden_states": (x,)}
+
+    message = "attention_mask [2, 4] does not fit hidden states [2, 6, 3]"
+    batch = {"x": torch.ones(2, 6, 3), "attention_mask": torch.ones(2, 4)}
+    call_refused(Prompted(), Prompted(), message, weights={"square_head": 1.0}, **batch)
+
+
+def test_a_regression():
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels, config.pad_token_id = 1, PAD
+    teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
+    batch = {**padded(), "labels": torch.randn(4)}
+    call_refused(model.train(), teacher, "no choice among classes (problem_type='regression')", "set kl=0", **batch)
+    config.num_labels = 3
+    teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
+    model.config.problem_type = "multi_label_classification"
+    batch = {**padded(), "labels": torch.rand(4, 3)}
+    call_refused(model.train(), teacher, "problem_type='multi_label_classification'", **batch)
+
+
+def test_a_call_with_a_cache():
+    model, teacher = pair()
+    ids = padded()["input_ids"]
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    call_refused(model, teacher, "a call with a cache", "model.eval()", input_ids=ids, past_key_values=cache)
