@@ -179,10 +179,10 @@ def _reader(
         return fresh.state_dict().get
     known = {name for alike, _ in slots for name in alike}
     for name in sorted(names - known):
-        mask = masks.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-        if mask is None:
+        mask, other = masks.get(name.removesuffix(SUFFIX)), read(name)
+        if mask is None or other is None or not name.endswith(SUFFIX):
             problems.append(f"{name!r} has no place in the model")
-        elif not torch.equal(mask, read(name)):  # Trainer saves masks of plain modules with the weights
+        elif not torch.equal(mask, other):  # Trainer saves masks of plain modules with the weights
             problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
     return lambda name: read(description.aliases.get(name, name))
 

@@ -1,4 +1,7 @@
-"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed`. Thin over the public API."""
+"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | finalize`.
+
+Thin over the public API.
+"""
 
 import json
 import sys
@@ -15,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse import training
 from modelopt_sparse.calibration.data import read_documents, tokenize
 from modelopt_sparse.checkpoint.place import checked_place
 from modelopt_sparse.checkpoint.streaming.workfolder import reserved
@@ -198,6 +202,10 @@ def plan(
     deterministic: Deterministic = None,
     config: ConfigFile = None,
     options: Options = None,
+    training_recipe: Annotated[
+        Path | None,
+        typer.Option("--training", help="YAML with a section sparsity: show what would be trained sparse instead."),
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     dequantize: Dequantize = False,
@@ -205,9 +213,17 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Show what sparsify would do to MODEL. Says why the rest stays dense. Reads no weights."""
-    settings = settings_of(locals(), config, options, check_device=False)  # the device may be another machine's
+    """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
+    arguments = {key: value for key, value in locals().items() if key != "training_recipe"}
+    settings = settings_of(arguments, config, options, check_device=False)  # the device may be another machine's
     source = NamedModel(model, dtype, revision, trust_remote_code)
+    if training_recipe is not None:
+        if extra := [key for key, value in settings.items() if value is not None]:
+            raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
+        empty, _ = source.empty(dequantize)
+        training_plan = training.configure(training_recipe).plan(empty)
+        typer.echo(training_plan.to_json() if as_json else training_plan)
+        return
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
     empty, quantized = source.empty(dequantize)
@@ -299,6 +315,18 @@ def speed(
     )
     speed_report = mts.semi_structured_report(model)
     typer.echo(speed_report.to_json() if as_json else speed_report)
+
+
+@app.command()
+def finalize(
+    source: Annotated[
+        Path, typer.Option("--input", help="A safetensors file with NaN in the place of pruned weights.")
+    ],
+    destination: Annotated[Path, typer.Option("--output", help="The file to write, with 0 for them.")],
+) -> None:
+    """Make a dense checkpoint of a sparse one that marks pruned weights by NaN."""
+    masks, count = training.finalize(source, destination)
+    typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 
 
 def main() -> None:

@@ -47,14 +47,12 @@ class SparsityCallback(TrainerCallback):
                 "SparsityCallback serves Trainer on one device and with DistributedDataParallel; for FSDP2 write the "
                 "loop yourself and save with distributed checkpoints (docs/sparse-training.md)"
             )
-        folder = None
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
             _read_back(model, folder)
-        if not self.sparsity.sparse_params:
+            self.sparsity.go_on(model, state.global_step, str(folder))
+        elif not self.sparsity.sparse_params:
             self.sparsity.apply(model)
-        if folder is not None:
-            self.sparsity.go_on(state.global_step, str(folder))
         self.sparsity.apply(kwargs["optimizer"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -218,6 +218,14 @@ def initial_masks(planned: Planned) -> dict[str, Tensor]:
     return zeros
 
 
+@torch.no_grad()
+def zero_sentinels(weight: Weight) -> None:
+    """Write 0 in the place of NaN: some of these places may grow again."""
+    module, name = weight.holders[0]
+    values = stored(module, name)
+    values.masked_fill_(values.isnan(), 0)
+
+
 def _initial_mask(weight: Weight, algorithm: Any, values: Tensor, level: float) -> Tensor:
     layer = weight.layer
     present = layer.mask

@@ -51,8 +51,10 @@ def from_sentinel(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return sparse
 
 
-def finalize(source: str | Path, destination: str | Path) -> dict[str, Tensor]:
-    """Copy a safetensors file, with 0 in the place of every NaN -> the masks, by name; the copy knows nothing of them.
+def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Tensor], int]:
+    """Copy a safetensors file, with 0 in the place of every NaN -> (the masks, by name; how many tensors there are).
+
+    The copy knows nothing of the masks.
 
     Raises ValueError for any other kind of file, for a destination that exists, and for inf.
     """
@@ -75,7 +77,7 @@ def finalize(source: str | Path, destination: str | Path) -> dict[str, Tensor]:
     sparse = from_sentinel(state)
     masks = {name.removesuffix(SUFFIX): sparse.pop(name) for name in list(sparse) if _is_mask(name, sparse)}
     save_file(sparse, destination, metadata=metadata)
-    return masks
+    return masks, len(sparse)
 
 
 def _is_mask(name: str, state: Mapping[str, Any]) -> bool:

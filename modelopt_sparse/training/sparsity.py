@@ -16,7 +16,7 @@ from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.training.optimizers import Steps, checked, held_by
 from modelopt_sparse.training.parameters import SparseParameter
-from modelopt_sparse.training.planner import Planned, initial_masks, plan_training
+from modelopt_sparse.training.planner import Planned, initial_masks, plan_training, zero_sentinels
 from modelopt_sparse.training.record import entries, record_of, remember_step
 from modelopt_sparse.training.rules import digest
 from modelopt_sparse.training.weights import Filter, TrainingPlan
@@ -110,6 +110,8 @@ class Sparsity(ABC):
 
         before = attached_report(model)
         for weight, algorithm in planned.chosen:
+            if step is None:
+                zero_sentinels(weight)
             for name in weight.names if step is None else ():
                 set_mask(model, name, masks[weight.name])
             sparse = SparseParameter(weight, algorithm, model)
@@ -211,20 +213,20 @@ class Sparsity(ABC):
         assert report is not None
         return report
 
-    def go_on(self, step: int, where: str) -> None:
+    def go_on(self, model: nn.Module, step: int, where: str) -> None:
         """Go on at a step, with the masks and the report that were read from ``where`` into the model.
 
         Raises ValueError, which names it, unless this algorithm wrote that report, at that step.
         """
-        assert self._model is not None
-        assert self._planned is not None
-        record = record_of(self._model, self._planned)
+        record = record_of(model, plan_training(model, self.members()))
         if record != step:
             raise ValueError(
                 f"{where!r} is of another algorithm, or was trained with other options: make the algorithm as it was"
                 if record is None
                 else f"{where!r} holds masks of step {record}, and weights of step {step}"
             )
+        if self._model is None:
+            self.apply(model)
         for steps in self._steps:
             steps.count = step
         self._set_step(step)

@@ -1,0 +1,173 @@
+"""Spellings of a configuration, what is wrong with others, and the command line."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from modelopt_sparse import training
+from modelopt_sparse.training.schedules import AtSteps, Constant, Cosine, Cycling, EveryFew
+from tests.helpers import tiny_llama
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"fc1": nn.Linear(8, 8), "fc2": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+
+
+def test_a_number_is_static_with_the_default_filter():
+    sparsity = training.configure(0.5)
+    assert isinstance(sparsity, training.Static)
+    assert {row.name for row in sparsity.plan(model()).rows} == {"fc1.weight", "fc2.weight"}
+
+
+def test_the_present_spelling():
+    sparsity = training.configure(
+        {
+            "algorithm": "RigL",
+            "sparsity": 0.9,
+            "init_method": "topk",
+            "update": {"freq": 100, "start": 10, "stop": 3584},
+            "drop_fraction": {"type": "cosine", "init": 0.3, "half_period": 3584},
+            "balance_out_groups": 4,
+            "param_filter": ["fc1.*"],
+        }
+    )
+    assert isinstance(sparsity, training.RigL)
+    assert sparsity.when == EveryFew(100, 10, 3584)
+    assert sparsity.drop_fraction == Cosine(0.3, 3584)
+    assert str(sparsity.scope) == "4 out_groups"
+    assert {row.name for row in sparsity.plan(nn.ModuleDict({"fc1": nn.Linear(8, 8, bias=False)})).rows} == {
+        "fc1.weight"
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"type": "set", "sparsity": 0.5}, {"algorithm": "set", "sparsity": 0.5}),
+        ({"algorithm": "static", "schedule": 0.5}, {"algorithm": "static", "sparsity": 0.5}),
+        (
+            {"algorithm": "set", "sparsity": 0.5, "schedule": {"freq": 10}},
+            {"algorithm": "set", "sparsity": 0.5, "update": {"freq": 10}},
+        ),
+        (
+            {"algorithm": "set", "sparsity": 0.5, "update": 10},
+            {"algorithm": "set", "sparsity": 0.5, "update": {"freq": 10}},
+        ),
+        (
+            {"algorithm": "gmp", "sparsity_schedule": [[0, 0.3], [100, 0.5]]},
+            {"algorithm": "gmp", "sparsity": [0.3, 0.5], "update": {"steps": [0, 100]}},
+        ),
+        (
+            {"algorithm": "gmp", "schedule": {"type": "linear", "init": 0, "slope": 0.01}},
+            {"algorithm": "GMP", "sparsity": {"type": "linear", "init": 0, "slope": 0.01}},
+        ),
+        ({"sparsity": {"sparsity": 0.5}, "model": {"x": 1}}, {"sparsity": 0.5}),
+    ],
+)
+def test_old_spellings(old, new):
+    one, two = training.configure(old), training.configure(new)
+    assert type(one) is type(two)
+    assert one.describe() == two.describe()
+
+
+def test_level_lists_go_with_their_steps():
+    sparsity = training.configure({"algorithm": "gmp", "sparsity_schedule": [[0, 0.25], [3, 0.5], [5, 0.75]]})
+    assert sparsity.sparsity == Cycling((0.25, 0.5, 0.75))
+    assert sparsity.when == AtSteps((0, 3, 5))
+    layer = nn.Linear(8, 8)
+    sparsity.apply(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    levels = [float((layer.weight == 0).float().mean())]
+    for _ in range(6):
+        layer(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        levels.append(float((~layer.weight_mask).float().mean()))
+    assert levels == [0.25, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
+
+
+def test_lists_become_groups_and_the_first_match_counts():
+    sparsity = training.configure(
+        [
+            {"param_filter": "fc1.bias", "sparsity": None},
+            {"param_filter": "fc1.*", "algorithm": "set", "sparsity": 0.75},
+            {"sparsity": 0.5},
+        ]
+    )
+    rows = {row.name: (row.algorithm, row.zeros / row.size) for row in sparsity.plan(model()).rows}
+    assert rows == {"fc1.weight": ("SET", 0.75), "fc2.weight": ("Static", 0.5)}
+    assert sparsity[0] is None
+    assert isinstance(sparsity[2].sparsity, Constant)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"sparsity": 1}, "sparsity: sparsity is 1, and must be a fraction"),
+        (1, "1 is neither a level such as 0.9, a mapping, nor a list"),
+        ({"algorithm": "rigel", "sparsity": 0.5}, "algorithm 'rigel' is not known, did you mean 'rigl'"),
+        ({"sparsity": 0.5, "drop_fraction": 0.3}, "Static has no option 'drop_fraction'"),
+        ({"sparsity": 0.5, "ini_method": "topk"}, "no option 'ini_method', did you mean 'init_method'"),
+        ({"sparsity": 1.5}, "sparsity: Static: a level is the pruned fraction"),
+        ({"algorithm": "gmp", "sparsity": 0.5}, "GMP prunes by a schedule"),
+        ({"type": "set", "algorithm": "set", "sparsity": 0.5}, "type is another word for algorithm here"),
+        ({"sparsity": 0.5, "schedule": 0.5}, "schedule is another word for sparsity here"),
+        ({"sparsity": 0.5, "param_name_patterns": "("}, "holds no regular expression"),
+        ({"sparsity": 0.5, "param_name_patterns": 3}, "give a regular expression, several, or a mapping"),
+        ({"sparsity": 0.5, "param_name_patterns": "a", "param_filter": "b"}, "give one of param_name_patterns and"),
+        ({"param_name_patterns": {"ffn": 0.5}}, r"param_name_patterns\['ffn'\] is 0.5, and must be a mapping"),
+        (
+            {"param_name_patterns": {"ffn": {"sparsity": 0.5, "x": 1}}},
+            r"param_name_patterns\['ffn'\]: Static has no option 'x'",
+        ),
+        ({"sparsity_schedule": [1, 2]}, "must be a list of .step, level."),
+        ([], "this Group is empty"),
+        ([0.5], r"sparsity\[0\] is 0.5, and must be a mapping"),
+        ({"init_method": "topk"}, "Static needs a level"),
+    ],
+)
+def test_what_is_refused(config, match):
+    with pytest.raises(ValueError, match=match):
+        training.configure(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("model: {}\n", "holds no section 'sparsity'.*has to be finalized first"),
+        ("sparsity: [\n", "is not YAML"),
+        ("sparsity: 5\n", "5 is neither a level"),
+    ],
+)
+def test_what_is_refused_of_files(text, match, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        training.configure(tmp_path / "recipe.yaml")
+    with pytest.raises(ValueError, match="cannot be read as YAML"):
+        training.configure(tmp_path / "none.yaml")
+
+
+# the command line ---------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_training_recipe(run, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sparsity:\n  algorithm: rigl\n  pattern: 2:4\n  update: {freq: 100}\n")
+    done = run("plan", tmp_path / "model", "--training", recipe)
+    assert done.code == 0, done.err
+    assert "RigL" in done.out
+    assert "14 parameters sparse, 50.00% zeros at the start" in done.out
+    assert "stays dense: " in done.out
+    done = run("plan", tmp_path / "model", "--training", recipe, "--json")
+    assert len(json.loads(done.out)["rows"]) == 14
+    recipe.write_text("sparsity:\n  algorithm: rigel\n")
+    done = run("plan", tmp_path / "model", "--training", recipe)
+    assert done.code == 2
+    assert "did you mean 'rigl'" in done.err
+    done = run("plan", tmp_path / "model", "--training", recipe, "--pattern", "2:4")
+    assert done.code == 2
+    assert "--training" in done.err

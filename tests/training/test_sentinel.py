@@ -1,0 +1,71 @@
+"""NaN in the place of pruned weights, in and out, and `finalize`."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from modelopt_sparse import training
+from tests.helpers import assert_bits
+
+
+def sparse_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    training.Static(0.5, include="*.weight").apply(model)
+    return model
+
+
+def test_there_and_back():
+    model = sparse_model()
+    state = model.state_dict()
+    marked = training.to_sentinel(state)
+    assert set(marked) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(marked["0.weight"].isnan(), ~state["0.weight_mask"])
+    assert torch.equal(marked["0.bias"], state["0.bias"])
+    back = training.from_sentinel(marked)
+    assert back.keys() == state.keys()
+    for name, value in state.items():
+        assert_bits(back[name], value)
+
+
+def test_optimizer_state_of_the_same_shape_is_marked_too():
+    model = sparse_model()
+    state = {"0.weight": {"exp_avg": torch.zeros(8, 8), "step": torch.tensor(3.0)}}
+    training.to_sentinel(model.state_dict(), state)
+    assert torch.equal(state["0.weight"]["exp_avg"].isnan(), ~model[0].weight_mask)
+    assert state["0.weight"]["step"] == 3.0
+
+
+def test_a_live_weight_of_zero_is_not_pruned():
+    back = training.from_sentinel({"weight": torch.tensor([0.0, torch.nan, 1.0])})
+    assert back["weight_mask"].tolist() == [True, False, True]
+
+
+def test_inf_is_damage():
+    with pytest.raises(ValueError, match="'weight' holds inf, which marks no pruned weight"):
+        training.from_sentinel({"weight": torch.tensor([torch.inf])})
+
+
+def test_finalize(run, tmp_path):
+    model = sparse_model()
+    source, destination = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file(training.to_sentinel(model.state_dict()), source, metadata={"format": "pt"})
+    done = run("finalize", "--input", source, "--output", destination)
+    assert done.code == 0, done.err
+    assert "2 of 4 tensors" in done.out
+    dense = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    dense.load_state_dict(load_file(destination))
+    assert torch.equal(dense[0].weight == 0, ~model[0].weight_mask)
+    done = run("finalize", "--input", source, "--output", destination)
+    assert done.code == 2
+    assert "exists already" in done.err
+
+
+@pytest.mark.parametrize("name", ["model.mdl", "model.pt"])
+def test_finalize_refuses_pickles(name, tmp_path):
+    with pytest.raises(ValueError, match=r"(?s)looks like a pickle file.*weights_only=True"):
+        training.finalize(tmp_path / name, tmp_path / "out.safetensors")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        training.finalize(tmp_path / "none.safetensors", tmp_path / "out.safetensors")
+    assert not list(tmp_path.iterdir())

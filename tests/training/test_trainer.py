@@ -1,0 +1,207 @@
+"""Sparse training in Hugging Face's Trainer: stop and resume, the best checkpoint, and checkpoints that do not fit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from modelopt_sparse.model.masking import named_masks
+from tests.helpers import assert_bits, tiny_llama, token_batches
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Trainer warns of its own options
+ROWS = torch.cat(token_batches(8))
+DATA = [{"input_ids": row, "labels": row} for row in ROWS]
+ALGORITHMS = {
+    "static": lambda: training.Static(0.5, include="blocks"),
+    "gmp": lambda: training.GMP(training.Cubic(0.0, 0.5, 0, 6), include="blocks", update=2),
+    "set": lambda: training.SET(0.5, scope="row", include="blocks", update=2),
+    "rigl": lambda: training.RigL(0.5, scope="row", include="blocks", update=2),
+    "2:4": lambda: training.RigL(pattern="2:4", include="blocks", update=2),
+}
+
+
+def trainer(folder, model, sparsity, steps=6, callback=None, **options):
+    arguments = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "save_steps": 3,
+        "save_strategy": "steps",
+        "report_to": "none",
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **options,
+    }
+    callback = callback or training.SparsityCallback(sparsity)
+    return Trainer(
+        model, TrainingArguments(**arguments), train_dataset=DATA, eval_dataset=DATA[:4], callbacks=[callback]
+    )
+
+
+def state(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(model, wanted):
+    now = state(model)
+    assert now.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_bits(now[name], value)
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def whole(request, tmp_path_factory):
+    """A run to its end, with checkpoints in the middle -> (the algorithm's name, its folder, its end)."""
+    folder = tmp_path_factory.mktemp("trainer")
+    model = tiny_llama()
+    trainer(folder, model, ALGORITHMS[request.param]()).train()
+    return request.param, folder, state(model)
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["by the callback", "before"])
+def test_stop_and_resume_on_a_freshly_built_model(whole, applied, tmp_path):
+    name, folder, wanted = whole
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    model, sparsity = tiny_llama(), ALGORITHMS[name]()
+    if applied:
+        sparsity.apply(model)
+    trainer(tmp_path, model, sparsity).train(resume_from_checkpoint=True)
+    assert sparsity.step == 6
+    assert_same(model, wanted)
+
+
+def test_checkpoints_load_with_masks_and_without(whole):
+    _, folder, wanted = whole
+    model = mts.load(folder / "checkpoint-6")
+    masks = dict(named_masks(model))
+    for parameter, mask in masks.items():
+        assert torch.equal(mask, wanted[f"{parameter}_mask"])
+    assert mts.report(model).settings["training"]["step"] == 6
+    mts.verify(folder / "checkpoint-6")
+    plain, info = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-6", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for parameter in masks:
+        assert torch.equal(plain.get_parameter(parameter), wanted[parameter])
+
+
+def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path):
+    model, sparsity = tiny_llama(), ALGORITHMS["rigl"]()
+    losses = iter([1.0, 2.0, 3.0])  # the first evaluation is the best
+
+    class Judged(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_loss": next(losses)}
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    arguments = trainer(
+        tmp_path, model, sparsity, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True
+    ).args
+    callbacks = [training.SparsityCallback(sparsity)]
+    Judged(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks).train()
+    best = mts.load(tmp_path / "checkpoint-2")
+    last = mts.load(tmp_path / "checkpoint-6")
+    assert_same(model, state(best))
+    assert any(not torch.equal(mask, dict(named_masks(last))[name]) for name, mask in named_masks(best))
+
+
+def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.inner, self.head = nn.Embedding(97, 16), nn.Linear(16, 16), nn.Linear(16, 97)
+
+        def forward(self, input_ids, labels):
+            logits = self.head(self.inner(self.embed(input_ids)).relu())
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def sparsity():
+        return training.RigL(0.5, include="inner.weight", update=2)
+
+    model = Plain()
+    trainer(tmp_path, model, sparsity()).train()
+    wanted = state(model)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    again = Plain()
+    trainer(tmp_path, again, sparsity()).train(resume_from_checkpoint=True)
+    assert_same(again, wanted)
+
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    file = tmp_path / "checkpoint-3" / "model.safetensors"
+    weights = load_file(file)
+    weights["inner.weight_mask"] = ~weights["inner.weight_mask"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="checkpoint-3"):
+        trainer(tmp_path, Plain(), sparsity()).train(resume_from_checkpoint=True)
+
+
+# checkpoints that do not fit ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(whole, tmp_path):
+    name, folder, _ = whole
+    if name != "rigl":
+        pytest.skip("one algorithm will do")
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    return tmp_path
+
+
+def resume(folder, sparsity=None, **options):
+    sparsity = sparsity or ALGORITHMS["rigl"]()
+    trainer(folder, tiny_llama(), sparsity, **options).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_masks_stops(checkpoint):
+    (checkpoint / "checkpoint-3" / "sparsity.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-3' holds no masks .sparsity\.json.*resume_from"):
+        resume(checkpoint)
+
+
+def test_masks_of_another_checkpoint_stop(checkpoint, whole):
+    _, folder, _ = whole
+    for name in ("sparsity.json", "sparsity_masks.safetensors"):
+        shutil.copy(folder / "checkpoint-6" / name, checkpoint / "checkpoint-3" / name)
+    with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
+        resume(checkpoint)
+
+
+def test_weights_of_another_checkpoint_stop(checkpoint, whole):
+    _, folder, _ = whole
+    shutil.copy(folder / "checkpoint-6" / "model.safetensors", checkpoint / "checkpoint-3" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
+        resume(checkpoint)
+
+
+def test_a_folder_of_another_step_stops(checkpoint):
+    state_file = checkpoint / "checkpoint-3" / "trainer_state.json"
+    content = json.loads(state_file.read_text())
+    content["global_step"] = 2
+    state_file.write_text(json.dumps(content))
+    callback = training.SparsityCallback(ALGORITHMS["rigl"](), resume_from=checkpoint / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"checkpoint-3' holds masks of step 3, and weights of step 2"):
+        resume(checkpoint, callback=callback)
+
+
+def test_another_algorithm_stops(checkpoint):
+    with pytest.raises(ValueError, match="checkpoint-3' is of another algorithm, or was trained with other options"):
+        resume(checkpoint, ALGORITHMS["set"]())
+
+
+def test_a_checkpoint_elsewhere_is_named(checkpoint, tmp_path):
+    sparsity = ALGORITHMS["rigl"]()
+    folder = checkpoint / "checkpoint-3"
+    callback = training.SparsityCallback(sparsity, resume_from=folder)
+    trainer(tmp_path / "new", tiny_llama(), sparsity, callback=callback).train(resume_from_checkpoint=str(folder))
+    assert sparsity.step == 6
