@@ -320,6 +320,14 @@ def rigl() -> training.RigL:
     return training.RigL(0.75, include=list(MASKED), update=2, drop_fraction=0.5)
 
 
+ALGORITHMS: dict[str, Callable[[], training.SparsityAlgorithm]] = {
+    "rigl": rigl,
+    "set": lambda: training.SET(0.75, include=list(MASKED), update=2, drop_fraction=0.5),
+    "gmp": lambda: training.GMP(training.Cubic(0.0, 0.75, 0, 5), include=list(MASKED), update=2),
+    "static": lambda: training.Static(0.75, include=list(MASKED)),
+}
+
+
 def train_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -353,29 +361,47 @@ def rigl_under_ddp() -> dict[str, Any]:
     return outcome(model)
 
 
-def rigl_sharded(folder: Path) -> dict[str, Any]:
-    """Masks before sharding; stopped after three steps, and resumed from a distributed checkpoint into new ones."""
+def rigl_sharded() -> dict[str, Any]:
+    """Masks before sharding."""
     model, sparsity = dense_model().double(), rigl()
     sparsity.apply(model)
     optimizer = adamw(sharded(model).parameters())
     sparsity.apply(optimizer)
-    train_sparse(model, optimizer, 3)
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({**state, "sparsity": sparsity.state_dict()}, checkpoint_id=folder / "dcp")
-    train_sparse(model, optimizer, 3, start=3)
+    train_sparse(model, optimizer, 6)
+    return outcome(model)
 
-    resumed, sparsity = dense_model().double(), rigl()
-    sparsity.apply(resumed)
-    optimizer = adamw(sharded(resumed).parameters())
-    sparsity.apply(optimizer)
-    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, optimizer)}
-    loaded = {**state, "sparsity": sparsity.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder / "dcp")
-    resumed.load_state_dict(loaded["model"])
-    set_optimizer_state_dict(resumed, optimizer, loaded["optimizer"])
-    sparsity.load_state_dict(loaded["sparsity"])
-    train_sparse(resumed, optimizer, 3, start=3)
-    return {**outcome(model), "resumed": outcome(resumed)}
+
+def sharded_and_resumed(folder: Path) -> dict[str, Any]:
+    """Stopped after three steps, and resumed from a distributed checkpoint into a new model."""
+
+    def started(build: Callable) -> tuple[nn.Module, torch.optim.Optimizer, training.SparsityAlgorithm]:
+        model, sparsity = dense_model().double(), build()
+        sparsity.apply(model)
+        optimizer = adamw(sharded(model).parameters())
+        sparsity.apply(optimizer)
+        return model, optimizer, sparsity
+
+    def state() -> dict[str, Any]:
+        states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return {**states, "sparsity": sparsity.state_dict()}
+
+    outcomes = {}
+    for name, build in ALGORITHMS.items():
+        model, optimizer, sparsity = started(build)
+        train_sparse(model, optimizer, 3)
+        dcp.save(state(), checkpoint_id=folder / f"dcp-{name}")
+        train_sparse(model, optimizer, 3, start=3)
+        whole = outcome(model)
+
+        model, optimizer, sparsity = started(build)
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=folder / f"dcp-{name}")
+        model.load_state_dict(loaded["model"])
+        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        sparsity.load_state_dict(loaded["sparsity"])
+        train_sparse(model, optimizer, 3, start=3)
+        outcomes[name] = {"whole": whole, "resumed": outcome(model)}
+    return outcomes
 
 
 def rigl_on_sharded_weights() -> dict[str, Any]:
@@ -416,6 +442,7 @@ SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
     tensor_parallel_and_fsdp,
     rigl_under_ddp,
     rigl_sharded,
+    sharded_and_resumed,
     rigl_on_sharded_weights,
     rigl_on_ranks_that_differ,
 )
@@ -607,10 +634,12 @@ def test_rigl_grows_by_the_gradient_of_all_processes(results, scenario: Callable
     torch.testing.assert_close(found["values"], single["values"])
 
 
-def test_a_distributed_checkpoint_resumes_to_the_same_bits(results):
-    found = results(rigl_sharded)
-    torch.testing.assert_close(found["resumed"]["masks"], found["masks"], rtol=0, atol=0)
-    torch.testing.assert_close(found["resumed"]["values"], found["values"], rtol=0, atol=0)
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_distributed_checkpoint_resumes_to_the_same_bits(results, name: str):
+    found = results(sharded_and_resumed)[name]
+    assert found["resumed"]["lost"] == []
+    for what in ("masks", "values"):
+        torch.testing.assert_close(found["resumed"][what], found["whole"][what], rtol=0, atol=0)
 
 
 def test_ranks_whose_masks_differ_stop(results):
