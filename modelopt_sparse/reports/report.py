@@ -211,6 +211,9 @@ class Report:
         if self.blocks:
             spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
         ending.append(" and ".join(spent) + ".")
+        if "training" in self.settings:
+            algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
+            ending[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {ending[0]}"
         measured = {layer.error_from for layer in self.layers if layer.errors}
         how = "; ".join(f"from {short}: {text}" for key, (short, text) in ERROR_FROM.items() if key in measured)
         parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))

@@ -1,6 +1,5 @@
 """The algorithms: Static, GMP, SET and RigL, what algorithms of one's own inherit from, and groups of them."""
 
-import fnmatch
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -371,8 +370,3 @@ def _checked_drop(drop_fraction: Any) -> Any:
 def _refuse_non_finite(tensor: Tensor, what: str, step: int) -> None:
     if not torch.isfinite(tensor).all():
         raise RuntimeError(f"{what} holds NaN or inf after step {step}, so that masks cannot move: training diverged")
-
-
-def excluded_by(algorithm: SparsityAlgorithm, name: str) -> str | None:
-    """The glob in an algorithm's ``exclude`` that a parameter's name matches."""
-    return next((glob for glob in algorithm.exclude if fnmatch.fnmatchcase(name, glob)), None)

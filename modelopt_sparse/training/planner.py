@@ -127,16 +127,22 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     return None
 
 
-def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
+def _first_levels(chosen: Sequence[tuple[Weight, Any]]) -> dict[str, float]:
+    """The level of each parameter at step 0, by name."""
     levels: dict[str, float] = {}
     for algorithm in dict.fromkeys(algorithm for _, algorithm in chosen):
         shapes = {weight.name: weight.kernel_shape() for weight, own in chosen if own is algorithm}
         levels.update(algorithm.levels(shapes, 0))
+    return levels
+
+
+def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
+    levels = _first_levels(chosen)
     rows = []
     for weight, algorithm in chosen:
         options = algorithm.describe()
         pattern, scope = algorithm.pattern, algorithm.scope
-        zeros = zeros_at(weight, algorithm, levels[weight.name])
+        zeros = _zeros_at(weight, algorithm, levels[weight.name])
         rows.append(
             Row(
                 weight.name,
@@ -152,7 +158,7 @@ def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def zeros_at(weight: Weight, algorithm: Any, level: float) -> int:
+def _zeros_at(weight: Weight, algorithm: Any, level: float) -> int:
     """How many zeros a parameter has at a level, if its mask goes by the level (not by "from_zeros" or a function)."""
     parameter = weight.parameter
     matrix = weight.empty_matrix()
@@ -202,11 +208,8 @@ def initial_masks(planned: Planned) -> dict[str, Tensor]:
 
     NaN in a weight marks a pruned place (docs/sparse-training.md). Raises ValueError for inf, and for meta tensors.
     """
-    zeros = {}
-    levels: dict[str, float] = {}
-    for algorithm in dict.fromkeys(algorithm for _, algorithm in planned.chosen):
-        shapes = {weight.name: weight.kernel_shape() for weight, own in planned.chosen if own is algorithm}
-        levels.update(algorithm.levels(shapes, 0))
+    masks = {}
+    levels = _first_levels(planned.chosen)
     for weight, algorithm in planned.chosen:
         module, name = weight.holders[0]
         values = full(stored(module, name).detach())
@@ -214,8 +217,8 @@ def initial_masks(planned: Planned) -> dict[str, Tensor]:
             raise ValueError(f"{weight.name!r} is on the meta device and has no values: load the model first")
         if values.isinf().any():
             raise ValueError(f"{weight.name!r} holds inf, so the weights are damaged: load them again")
-        zeros[weight.name] = _initial_mask(weight, algorithm, values, levels[weight.name])
-    return zeros
+        masks[weight.name] = _initial_mask(weight, algorithm, values, levels[weight.name])
+    return masks
 
 
 @torch.no_grad()

@@ -268,7 +268,7 @@ def test_stop_and_resume_in_a_loop_of_ones_own(name):
     assert sparsity.step == 5
     run(model, optimizer, 5, start=5)
     assert_same_bits(model, whole)
-    assert sparsity.report().settings["training"]["step"] == 10
+    assert "After 10 steps of training with" in str(sparsity.report())
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
