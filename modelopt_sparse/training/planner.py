@@ -195,7 +195,7 @@ def _notes(
     if isinstance(model, PreTrainedModel) and open_scopes:
         notes.append(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published; on language models "
-            "RigL then lost to Static in our measurements, and won with scope='row' (docs/sparse-training.md)"
+            "RigL then lost to Static in our measurements, and did better with scope='row' (docs/sparse-training.md)"
         )
     return tuple(notes)
 

@@ -84,6 +84,8 @@ def test_contract(recipe):
     # of a bias in two groups a single weight is live in each, of which none drops
     assert sum(moved) >= 0.7 * len(moved) if not recipe.name.startswith("static") else not any(moved)
     mts.verify(model)
+    zeros = {layer.parameter: layer.zeros for layer in mts.report(model).layers}
+    assert zeros == {name: int((~sparse.mask).sum()) for name, sparse in sparsity.sparse_params.items()}
 
     again, other, others = made_sparse(recipe.build, include)
     train(again, other, others, 20)
