@@ -149,10 +149,9 @@ def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
 
 
 def remember_zeros(weight: MaskedParameter, mask: Tensor, mask_version: int, version: int) -> None:
-    with torch.inference_mode(False):  # what is made in inference mode could not be used outside of it
-        # a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
-        plain = memory(weight).requires_grad_(weight.requires_grad)
-        weight.zeroed = Zeroed(mask, mask_version, version, weight.is_cuda, plain)
+    # a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
+    plain = memory(weight).requires_grad_(weight.requires_grad)
+    weight.zeroed = Zeroed(mask, mask_version, version, weight.is_cuda, plain)
 
 
 def is_recorded(weight: Tensor) -> bool:

@@ -638,6 +638,17 @@ def test_save_load_verify_and_go_on(tmp_path):
     assert not any((mask & ~masks[name]).any() for name, mask in named_masks(again)), "old zeros stay"
 
 
+def test_an_exported_model_starts_anew():
+    model = tiny_llama()
+    training.SET(0.5, scope="row", include="blocks", update=2).apply(model)
+    mts.report(model).settings["training"]["step"] = 3
+    mts.export(model)
+    again = training.SET(0.5, scope="row", include="blocks", update=2)
+    again.apply(model)
+    assert again.step == 0
+    assert len(dict(named_masks(model))) == 14
+
+
 def test_verify_looks_at_masks_of_biases_and_embeddings():
     model = Zoo()
     training.Static(0.5, include=["linear.bias", "embed.weight", "linear.weight"]).apply(model)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
+from modelopt_sparse.checkpoint.save import add_masks
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
@@ -143,6 +144,9 @@ def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
     weights["inner.weight_mask"] = ~weights["inner.weight_mask"]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="checkpoint-3"):
+        trainer(tmp_path, Plain(), sparsity()).train(resume_from_checkpoint=True)
+    add_masks(model, tmp_path / "checkpoint-3")  # hashes are right now, and the masks those of the end
+    with pytest.raises(ValueError, match=r"(?s)checkpoint-3.*'inner\.weight_mask' is not the same in the weight files"):
         trainer(tmp_path, Plain(), sparsity()).train(resume_from_checkpoint=True)
 
 
