@@ -104,20 +104,20 @@ class Sparsity(ABC):
         refuse_wrapped_parts(model, "trained sparse")
         planned = plan_training(model, self.members())
         step = record_of(model, planned)
-        masks = initial_masks(planned) if step is None else {}
+        masks = initial_masks(planned) if step is None else {}  # else the model has the masks of that step
         for note in planned.plan.notes:
             warnings.warn(note, stacklevel=3)
 
-        before = attached_report(model)
+        # from here on the model changes
         for weight, algorithm in planned.chosen:
-            if step is None:
+            if weight.name in masks:
                 zero_sentinels(weight)
-            for name in weight.names if step is None else ():
-                set_mask(model, name, masks[weight.name])
+                for name in weight.names:
+                    set_mask(model, name, masks[weight.name])
             sparse = SparseParameter(weight, algorithm, model)
             self.sparse_params[weight.name] = algorithm.sparse_params[weight.name] = sparse
         self._model, self._planned = model, planned
-        own = entries(planned, self._masks(), step or 0)
+        before, own = attached_report(model), entries(planned, self._masks(), step or 0)
         attach_report(model, own if before is None else merged_report(before, own))
         self._set_step(step or 0)
 

@@ -92,7 +92,7 @@ def find_weights(model: nn.Module) -> list[Weight]:
 
 @dataclass(frozen=True)
 class Filter:
-    """Names of parameters. Exactly one of the three is set; none: every parameter.
+    """Names of parameters. At most one of the three is set; none: every parameter.
 
     globs: match a full name whole. regexes: match a part of it. choice: "default" or "blocks", see `reasons`.
     """

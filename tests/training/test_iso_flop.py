@@ -1,0 +1,369 @@
+"""Sparse-IFT: sizes and levels against golden values, FLOPs, members against layers written out, folding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+    ResNetConfig,
+    SwinConfig,
+    T5Config,
+    ViTConfig,
+)
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.training.members import branches_for, rank_of_doping, rank_of_factors
+from modelopt_sparse.training.wide import widened
+from tests.helpers import TESTBED, tiny_llama, token_batches
+
+
+def gpt2():
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config())
+
+
+def level_of(ift):
+    (level,) = {layer.level for layer in ift.plan.layers}
+    return level
+
+
+# wide: golden sizes -------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_small_at_a_half():
+    ift = training.sparse_ift(gpt2(), 0.5)
+    assert ift.model.config.n_embd == 1092
+    assert ift.model.transformer.h[0].mlp.c_fc.weight.shape == (1092, 4368)
+    assert level_of(ift) == pytest.approx(0.5054, abs=5e-5)
+    assert level_of(training.sparse_ift(gpt2(), 0.5, iso="model")) == pytest.approx(0.6002, abs=5e-5)
+
+
+def test_gpt2_small_doubled():
+    ift = training.sparse_ift(gpt2(), 0.75)
+    assert ift.model.config.n_embd == 1536
+    assert level_of(ift) == 0.75
+    assert level_of(training.sparse_ift(gpt2(), 0.75, iso="model")) == pytest.approx(0.8636, abs=5e-5)
+
+
+def test_the_testbed_doubled():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TESTBED / "tiny-llama"))
+    ift = training.sparse_ift(model, 0.75)
+    assert ift.model.config.hidden_size == 2 * model.config.hidden_size
+    assert level_of(ift) == 0.75
+    assert level_of(training.sparse_ift(model, 0.75, iso="model")) == pytest.approx(0.8056, abs=5e-5)
+
+
+CONFIGS = {  # config, level -> sizes that come out
+    "llama": (LlamaConfig(), 0.5, {"hidden_size": 5824, "head_dim": 182, "intermediate_size": 15652}),
+    "qwen3": (
+        Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128),
+        0.75,
+        {"hidden_size": 2048, "head_dim": 256},
+    ),
+    "opt": (OPTConfig(), 0.5, {"hidden_size": 1092, "ffn_dim": 4368, "word_embed_proj_dim": 1092}),
+    "bert": (BertConfig(), 0.5, {"hidden_size": 1092, "intermediate_size": 4368}),
+    "t5": (T5Config(), 0.75, {"d_model": 1024, "d_kv": 128, "d_ff": 4096}),
+    "vit": (ViTConfig(), 0.75, {"hidden_size": 1536, "intermediate_size": 6144}),
+    "resnet": (ResNetConfig(), 0.75, {"embedding_size": 128, "hidden_sizes": [512, 1024, 2048, 4096]}),
+    "swin": (SwinConfig(), 0.5, {"embed_dim": 138, "hidden_size": 1104}),
+}
+
+
+@pytest.mark.parametrize(("config", "level", "sizes"), CONFIGS.values(), ids=list(CONFIGS))
+def test_sizes_of_other_models(config, level, sizes):
+    wide = widened(config, (1 / (1 - level)) ** 0.5)
+    assert {name: getattr(wide, name) for name in sizes} == sizes
+    assert type(wide) is type(config)
+
+
+def test_hardware_multiples():
+    assert widened(GPT2Config(), 2**0.5, 64).n_embd == 1152
+    assert widened(LlamaConfig(), 2**0.5, 128).intermediate_size % 128 == 0
+
+
+TINY = {
+    "llama": lambda: tiny_llama(),
+    "qwen3": lambda: AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=97,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+    ),
+    "gpt2": lambda: AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=97, n_embd=24, n_head=3, n_layer=2, n_positions=32)
+    ),
+    "opt": lambda: AutoModelForCausalLM.from_config(
+        OPTConfig(
+            vocab_size=97,
+            hidden_size=24,
+            ffn_dim=40,
+            num_attention_heads=3,
+            num_hidden_layers=2,
+            word_embed_proj_dim=24,
+            max_position_embeddings=32,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("level", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("name", list(TINY))
+def test_flops_of_sparse_layers_are_those_of_the_dense_ones(name, level):
+    """By torch's counter of each module, times the live share of its weight."""
+    dense = TINY[name]()
+    ift = training.sparse_ift(dense, level)
+    ift.sparsity.apply(ift.model)
+    ids = token_batches(1)[0]
+    counts = []
+    for model in (dense, ift.model):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=ids)
+        counts.append(counter.get_flop_counts())
+    before = after = 0.0
+    for layer in ift.plan.layers:
+        module = layer.name.removesuffix(".weight")
+        mask = dict(named_masks(ift.model))[layer.name]
+        flops = [
+            sum(count[f"{type(model).__name__}.{module}"].values()) for count, model in zip(counts, (dense, ift.model))
+        ]
+        before, after = before + flops[0], after + flops[1] * float(mask.float().mean())
+    assert after == pytest.approx(before, rel=5e-3)
+    assert ift.plan.ratio == pytest.approx(1.0, abs=5e-3)
+    assert ift.plan.model_ratio > 1, "the head is wider, and dense"
+    whole = training.sparse_ift(dense, level, iso="model")
+    assert whole.plan.model_ratio == pytest.approx(1.0, abs=5e-3)
+
+
+def test_level_zero_is_the_dense_model():
+    model = tiny_llama()
+    ift = training.sparse_ift(model, 0.0)
+    assert ift.model.config.to_dict() == model.config.to_dict()
+    assert level_of(ift) == 0.0
+    assert len(ift.sparsity) == 0
+
+
+def test_a_rule_for_each_level_trains():
+    ift = training.sparse_ift(TINY["qwen3"](), 0.5, rule=lambda level: training.SET(level, scope="row", update=1))
+    assert len({layer.level for layer in ift.plan.layers}) > 1, "widths are rounded, so that levels differ"
+    ift.sparsity.apply(ift.model)
+    optimizer = torch.optim.AdamW(ift.model.parameters(), lr=1e-3)
+    ift.sparsity.apply(optimizer)
+    for ids in token_batches(3):
+        ift.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mts.verify(ift.model)
+    assert {layer.recipe for layer in mts.report(ift.model).layers} == {"set"}
+
+
+# members ------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_ranks():
+    square, tall = nn.Linear(768, 768), nn.Linear(768, 3072)
+    conv = nn.Conv2d(64, 64, 3)
+    at = (0.5, 0.75, 0.9)
+    # at 0.9 the released code has one more (3841, 6145, 577): it divides by 0.0999..., and these are whole numbers
+    assert [rank_of_factors(square, level) for level in at] == [768, 1536, 3840]
+    assert [rank_of_doping(square, level) for level in at] == [192, 288, 345]
+    assert [rank_of_factors(tall, level) for level in at] == [1229, 2458, 6144]
+    assert [rank_of_doping(tall, level) for level in at] == [307, 460, 552]
+    assert [rank_of_factors(conv, level) for level in at] == [116, 231, 576]
+    assert [rank_of_doping(conv, level) for level in at] == [28, 43, 51]
+    assert [branches_for(level) for level in (0.0, 0.5, 0.75, 0.9)] == [1, 2, 4, 10]
+
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(12, 20), (5, 12)),
+    "Linear without a bias": (lambda: nn.Linear(12, 20, bias=False), (5, 12)),
+    "Conv1d": (lambda: nn.Conv1d(6, 8, 3, padding=1, stride=2), (2, 6, 9)),
+    "Conv2d": (lambda: nn.Conv2d(6, 8, 3, padding=1, padding_mode="reflect"), (2, 6, 8, 8)),
+    "Conv3d": (lambda: nn.Conv3d(4, 6, 2, dilation=2), (1, 4, 5, 5, 5)),
+}
+
+
+class Around(nn.Module):
+    """A layer in the middle of a model, so that it is neither the first nor the last one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.middle = layer
+
+    def forward(self, x):
+        return self.middle(x)
+
+
+def replaced(layer, level, member, **options):
+    model = Around(layer())
+    ift = training.sparse_ift(model, level, member, include="middle", **options)
+    assert ift.model is model
+    return ift
+
+
+def run(module, x):
+    """A Linear or convolution with the weights of ``module``, written out."""
+    if isinstance(module, nn.Linear):
+        return F.linear(x, module.weight, module.bias)
+    padded = x
+    if module.padding_mode != "zeros":
+        sides = [side for size in reversed(module.padding) for side in (size, size)]
+        padded = F.pad(x, sides, mode=module.padding_mode)
+    spatial = len(module.kernel_size)
+    conv = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+    padding = 0 if module.padding_mode != "zeros" else module.padding
+    return conv(padded, module.weight, module.bias, module.stride, padding, module.dilation)
+
+
+@pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.parametrize("level", [0.5, 0.75])
+def test_members_compute_their_formula_at_the_same_flops(layer, shape, level):
+    x = torch.randn(shape)
+    dense = layer().weight.numel()
+    for member in ("parallel", "factorized", "doped"):
+        ift = replaced(layer, level, member)
+        new = ift.model.middle
+        if member == "parallel":
+            theirs = sum(run(branch, x).relu() for branch in new.branches)
+        elif member == "factorized":
+            theirs = run(new.second, run(new.first, x).relu())
+        else:
+            theirs = run(new.sparse, x) + run(new.second, run(new.first, x))
+        ours = new(x)
+        torch.testing.assert_close(ours, theirs)
+        assert ours.shape == layer()(x).shape
+        grads = [torch.autograd.grad(y.square().sum(), list(new.parameters())) for y in (ours, theirs)]
+        torch.testing.assert_close(*grads)
+        ift.sparsity.apply(ift.model)
+        masks = dict(named_masks(ift.model))
+        live = sum(
+            int(masks[name].sum()) if name in masks else p.numel()
+            for name, p in ift.model.named_parameters()
+            if p.dim() > 1
+        )
+        assert live == ift.plan.layers[0].live
+        assert abs(live - dense) <= len(masks), "each mask is rounded once"
+        assert all(("sparse" in name) or member != "doped" for name in masks)
+
+
+@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
+def test_level_zero_is_the_dense_layer(member):
+    torch.manual_seed(0)
+    ift = replaced(lambda: nn.Linear(12, 20), 0.0, member)
+    x = torch.randn(3, 12)
+    middle = ift.model.middle
+    layer = middle.branches[0] if member == "parallel" else middle
+    torch.testing.assert_close(middle(x), run(layer, x))
+    assert ift.plan.ratio == 1.0
+    assert len(ift.sparsity) == 0
+
+
+def test_by_default_mlps_and_convolutions_are_replaced_and_attention_is_not():
+    ift = training.sparse_ift(tiny_llama(), 0.5, "doped")
+    names = {layer.name for layer in ift.plan.layers}
+    assert names == {f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")}
+    reasons = {skipped.name: skipped.reason for skipped in ift.plan.skipped}
+    assert reasons["model.layers.0.self_attn.q_proj.weight"] == "a projection of attention"
+    asked = training.sparse_ift(tiny_llama(), 0.5, "doped", include="*.q_proj")
+    assert {layer.name for layer in asked.plan.layers} == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 4, 3))
+    ift = training.sparse_ift(plain, 0.5, "parallel")
+    assert [layer.name for layer in ift.plan.layers] == ["1"]
+    reasons = {skipped.name: skipped.reason for skipped in ift.plan.skipped}
+    assert reasons["0.weight"] == reasons["3.weight"] == "the first or the last layer"
+    assert reasons["2.weight"] == "a grouped convolution"
+
+
+@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
+def test_members_train_save_restore_and_compile(member, tmp_path):
+    ift = training.sparse_ift(tiny_llama(), 0.5, member, rule=lambda level: training.SET(level, scope="row", update=1))
+    ift.sparsity.apply(ift.model)
+    optimizer = torch.optim.AdamW(ift.model.parameters(), lr=1e-3)
+    ift.sparsity.apply(optimizer)
+    for ids in token_batches(2):
+        ift.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mts.verify(ift.model)
+    mts.save(ift.model, tmp_path / "ift")
+    again = training.sparse_ift(tiny_llama(), 0.5, member).model
+    mts.restore(again, tmp_path / "ift")
+    ids = token_batches(1)[0]
+    torch.testing.assert_close(again(input_ids=ids).logits, ift.model.eval()(input_ids=ids).logits)
+    mts.verify(again)
+
+
+@pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=list(LAYERS))
+def test_what_is_linear_folds_into_one_layer_and_the_rest_is_named(layer, shape):
+    x = torch.randn(shape)
+    for member, activation in (("doped", nn.ReLU), ("parallel", None), ("factorized", None)):
+        ift = replaced(layer, 0.5, member, activation=activation)
+        ift.sparsity.apply(ift.model)
+        mts.export(ift.model)
+        before = ift.model(x)
+        assert training.fold(ift.model) == []
+        assert type(ift.model.middle) is type(layer())
+        torch.testing.assert_close(ift.model(x), before, rtol=1e-4, atol=1e-5)
+    for member in ("parallel", "factorized"):
+        ift = replaced(layer, 0.5, member)
+        assert training.fold(ift.model) == ["middle"]
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "level", "options", "match"),
+    [
+        (tiny_llama, 1.0, {}, r"the level must be in \[0, 1\)"),
+        (tiny_llama, 0.5, {"member": "wider"}, "allowed are wide, parallel, factorized, doped"),
+        (tiny_llama, 0.5, {"iso": "flops"}, "allowed are layers, model"),
+        (tiny_llama, 0.6, {"member": "parallel"}, r"2.50 branches: the nearest levels that work are 0.5 and 0.666667"),
+        (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
+        (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
+        (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
+        (lambda: nn.Linear(4, 4), 0.5, {}, "needs a model of transformers"),
+        (lambda: LlamaConfig(), 0.5, {"member": "doped"}, "build it from the config first"),
+        (lambda: nn.Sequential(nn.LayerNorm(4)), 0.5, {"member": "doped"}, "nothing to prune|no layer of this"),
+    ],
+)
+def test_what_is_refused(model, level, options, match):
+    with pytest.raises(ValueError, match=match):
+        training.sparse_ift(model(), level, **options)
+
+
+def test_an_unknown_config_is_refused_by_name():
+    config = LlamaConfig()
+    config.model_type = "lama"
+    with pytest.raises(ValueError, match="the sizes of 'lama' are not known, did you mean 'llama'"):
+        widened(config, 2.0)
+
+
+def test_a_head_that_costs_more_than_the_model_is_refused():
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=4000, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    )
+    with pytest.raises(ValueError, match="cost more than the whole model did"):
+        training.sparse_ift(model, 0.9, iso="model")
+
+
+def test_a_plan_prints_and_goes_into_json():
+    plan = training.sparse_ift(gpt2(), 0.5).plan
+    assert "FLOPs of these layers 1.0000 times dense" in str(plan)
+    assert '"model_ratio"' in plan.to_json()
