@@ -324,7 +324,7 @@ def finalize(
     ],
     destination: Annotated[Path, typer.Option("--output", help="The file to write, with 0 for them.")],
 ) -> None:
-    """Make a dense checkpoint of a sparse one that marks pruned weights by NaN."""
+    """Write 0 for NaN, which marks pruned weights in a file."""
     masks, count = training.finalize(source, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 
