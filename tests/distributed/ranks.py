@@ -37,7 +37,7 @@ from tests.models.architectures import ARCHITECTURES
 from tests.models.changing import Choosing, Sharing
 
 SIZES = (1, 2, 4)
-LIMIT = 100.0  # seconds
+LIMIT = 140.0  # seconds for each group; about 40 on a quiet machine
 Found = dict[str, Any]
 
 
