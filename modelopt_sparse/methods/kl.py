@@ -25,7 +25,7 @@ def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor, *, temperature: floa
     whose divergence is not used has a gradient of zero, whatever it holds.
     """
     assert logits_p_TV.shape == logits_q_TV.shape, (logits_p_TV.shape, logits_q_TV.shape)
-    return _Divergence.apply(logits_p_TV, logits_q_TV, temperature)  # type: ignore[return-value]
+    return _Divergence.apply(logits_p_TV, logits_q_TV, temperature)  # type: ignore[return-value]  # torch types it as Any or None
 
 
 class _Divergence(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_T: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_T: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]  # torch leaves it open
         p_TV, q_TV = ctx.saved_tensors
         result_TV = torch.empty_like(q_TV)
         size = _rows_of_a_piece(q_TV)

@@ -40,6 +40,7 @@ class SparsityAlgorithm(Sparsity):
     """
 
     needs_gradient: ClassVar[bool] = False  # whether `update` reads gradients at pruned places
+    asks_for_scope: ClassVar[bool] = False  # whether language models are warned if no scope is named
     magnitude_first: ClassVar[bool] = False  # whether an initial mask goes by magnitude where none is named
 
     def __init__(
@@ -58,9 +59,13 @@ class SparsityAlgorithm(Sparsity):
     ) -> None:
         super().__init__()
         self.pattern = _checked_pattern(pattern, type(self).__name__)
-        if sparsity is None and self.pattern is None:
-            raise ValueError(f"{type(self).__name__} needs a level, such as 0.9, or a pattern, such as pattern='2:4'")
-        self.sparsity = parse_schedule(self.pattern.sparsity if sparsity is None else sparsity, "sparsity")  # type: ignore[union-attr]
+        if sparsity is None:
+            if self.pattern is None:
+                raise ValueError(
+                    f"{type(self).__name__} needs a level, such as 0.9, or a pattern, such as pattern='2:4'"
+                )
+            sparsity = self.pattern.sparsity
+        self.sparsity = parse_schedule(sparsity, "sparsity")
         _check_levels(self.sparsity, type(self).__name__)
         self.scope = _checked_scope(scope, balance_in_groups, balance_out_groups)
         self.scope_is_chosen = (scope, balance_in_groups, balance_out_groups, self.pattern) != (None,) * 4
@@ -208,22 +213,28 @@ class GMP(DynamicSparsityAlgorithm):
         )
 
 
-class SET(DynamicSparsityAlgorithm):
-    """Sparse evolutionary training (arXiv 1707.04780): at each update a share of the live weights, the smallest, is
-    dropped, and as many grow at random places, at 0.0.
+class DropAndGrow(DynamicSparsityAlgorithm):
+    """What `SET` and `RigL` share: at each update a share of the live weights, the smallest, is dropped, and as many
+    grow, at 0.0, where a score is largest. They differ in the score.
 
     drop_fraction: the share, in [0, 1], or a schedule of it.
     """
 
+    asks_for_scope = True
+
     def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
         super().__init__(sparsity, **options)
         self.drop_fraction = _checked_drop(drop_fraction)
+
+    @abstractmethod
+    def score(self, p: Tensor) -> Tensor:
+        """Where weights should grow, shaped like the matrix ``p``; larger = grow."""
 
     def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
         return rules.drop_and_grow(
             p,
             mask,
-            rules.uniform(p, self.generator) + 1,
+            self.score(p),
             drop_fraction=min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0),
             level=sparsity,
             scope=self.scope,
@@ -234,36 +245,26 @@ class SET(DynamicSparsityAlgorithm):
         return {**super().describe(), "drop_fraction": plain(self.drop_fraction)}
 
 
-class RigL(DynamicSparsityAlgorithm):
-    """Rigging the lottery (arXiv 1911.11134): as `SET`, and grown where the gradient of the whole batch is largest.
+class SET(DropAndGrow):
+    """Sparse evolutionary training (arXiv 1707.04780): weights grow at random places."""
+
+    def score(self, p: Tensor) -> Tensor:
+        return rules.uniform(p, self.generator) + 1  # never 0, which would say nothing
+
+
+class RigL(DropAndGrow):
+    """Rigging the lottery (arXiv 1911.11134): weights grow where the gradient of the whole batch is largest.
 
     The gradient comes with the backward passes of the step at whose end masks move (docs/sparse-training.md). Grown
-    weights start at 0.0, after the optimizer has made its step.
-
-    drop_fraction: the share of live weights that is dropped, in [0, 1], or a schedule: the paper's is
-      ``Cosine(0.3, half_period)`` with updates every 100 steps until three quarters of the run.
+    weights start at 0.0, after the optimizer has made its step. The paper's ``drop_fraction`` is
+    ``Cosine(0.3, half_period)``, with updates every 100 steps until three quarters of the run.
     """
 
     needs_gradient = True
 
-    def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
-        super().__init__(sparsity, **options)
-        self.drop_fraction = _checked_drop(drop_fraction)
-
-    def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
+    def score(self, p: Tensor) -> Tensor:
         assert p.grad is not None
-        return rules.drop_and_grow(
-            p,
-            mask,
-            p.grad.abs(),
-            drop_fraction=min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0),
-            level=sparsity,
-            scope=self.scope,
-            pattern=self.pattern,
-        )
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "drop_fraction": plain(self.drop_fraction)}
+        return p.grad.abs()
 
 
 class Group(Sparsity):

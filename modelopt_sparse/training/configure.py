@@ -187,8 +187,9 @@ def _options_of(cls: type) -> list[str]:
     """Names of all options of a class, those that it hands on included."""
     names: dict[str, None] = {}
     for base in cls.__mro__:
-        if "__init__" in vars(base):
-            for parameter in list(inspect.signature(base.__init__).parameters.values())[1:]:  # type: ignore[misc]
+        own = vars(base).get("__init__")
+        if own is not None:
+            for parameter in list(inspect.signature(own).parameters.values())[1:]:
                 if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                     names[parameter.name] = None
     return list(names)

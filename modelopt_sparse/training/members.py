@@ -59,26 +59,15 @@ class Doped(nn.Module):
 
 def like(layer: nn.Module, **changes: Any) -> Any:
     """A new layer of the same kind and shape, but for ``changes``, freshly initialized as torch does it."""
-    settings: dict[str, Any] = {"bias": layer.bias is not None}
-    names = ["in_features", "out_features"]
-    if isinstance(layer, Convolution):
-        names = [
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-        ]
-    settings.update({name: getattr(layer, name) for name in names})
+    names = OF_CONVOLUTIONS if isinstance(layer, Convolution) else OF_LINEAR
+    settings = {"bias": layer.bias is not None, **{name: getattr(layer, name) for name in names}}
     weight = layer.get_parameter("weight")
     kind = next(base for base in KINDS if isinstance(layer, base))
     return kind(**{**settings, **changes}, device=weight.device, dtype=weight.dtype)
 
 
 KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+OF_LINEAR = ("in_features", "out_features")
 OF_CONVOLUTIONS = (
     "in_channels",
     "out_channels",

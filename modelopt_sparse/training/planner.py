@@ -190,7 +190,7 @@ def _notes(
     open_scopes = {
         type(algorithm).__name__
         for _, algorithm in chosen
-        if hasattr(algorithm, "drop_fraction") and not algorithm.scope_is_chosen
+        if algorithm.asks_for_scope and not algorithm.scope_is_chosen
     }
     if isinstance(model, PreTrainedModel) and open_scopes:
         notes.append(

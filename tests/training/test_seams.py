@@ -54,14 +54,18 @@ def started(model, build=rigl, lr=0.05):
     return sparsity, optimizer
 
 
+def run(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+
+
 def plain(steps=6):
     """What all others are compared with."""
     model = Mlp()
     _, optimizer = started(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
+    run(model, optimizer, steps)
     return model
 
 
@@ -90,10 +94,7 @@ def test_micro_batches_grow_by_the_gradient_of_the_whole_batch():
 def test_recomputed_activations_make_no_difference():
     model = Mlp(recompute=True)
     _, optimizer = started(model)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
+    run(model, optimizer, 6)
     assert_same_masks(model, plain())
 
 
@@ -125,10 +126,7 @@ def test_a_compiled_model_has_two_graphs_and_never_a_third():
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(compiled, data(step)).backward()
-        optimizer.step()
+    run(compiled, optimizer, 6)
     assert len(graphs) == 2
     assert_same_masks(model, plain())
 
@@ -140,10 +138,7 @@ def test_a_model_compiled_by_inductor():
     _, optimizer = started(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(compiled, data(step)).backward()
-        optimizer.step()
+    run(compiled, optimizer, 6)
     assert_same_masks(model, plain())
 
 
@@ -233,13 +228,6 @@ ALGORITHMS = {
         {"first.weight": training.RigL(0.75, update=2), "second.weight": training.SET(0.5, update=3)}
     ),
 }
-
-
-def run(model, optimizer, steps, start=0):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
 
 
 def assert_same_bits(model, other):

@@ -1,5 +1,6 @@
 """Sparse training in Hugging Face's Trainer: stop and resume, the best checkpoint, and checkpoints that do not fit."""
 
+import functools
 import json
 import shutil
 
@@ -59,18 +60,24 @@ def assert_same(model, wanted):
         assert_bits(now[name], value)
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
-def whole(request, tmp_path_factory):
-    """A run to its end, with checkpoints in the middle -> (the algorithm's name, its folder, its end)."""
-    folder = tmp_path_factory.mktemp("trainer")
-    model = tiny_llama()
-    trainer(folder, model, ALGORITHMS[request.param]()).train()
-    return request.param, folder, state(model)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """name of an algorithm -> (the folder of a run to its end, with checkpoints in the middle; its end)."""
+
+    @functools.cache
+    def run(name):
+        folder = tmp_path_factory.mktemp("trainer")
+        model = tiny_llama()
+        trainer(folder, model, ALGORITHMS[name]()).train()
+        return folder, state(model)
+
+    return run
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["by the callback", "before"])
-def test_stop_and_resume_on_a_freshly_built_model(whole, applied, tmp_path):
-    name, folder, wanted = whole
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_stop_and_resume_on_a_freshly_built_model(finished, name, applied, tmp_path):
+    folder, wanted = finished(name)
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
     model, sparsity = tiny_llama(), ALGORITHMS[name]()
     if applied:
@@ -80,8 +87,9 @@ def test_stop_and_resume_on_a_freshly_built_model(whole, applied, tmp_path):
     assert_same(model, wanted)
 
 
-def test_checkpoints_load_with_masks_and_without(whole):
-    _, folder, wanted = whole
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_checkpoints_load_with_masks_and_without(finished, name):
+    folder, wanted = finished(name)
     model = mts.load(folder / "checkpoint-6")
     masks = dict(named_masks(model))
     for parameter, mask in masks.items():
@@ -154,10 +162,8 @@ def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
 
 
 @pytest.fixture
-def checkpoint(whole, tmp_path):
-    name, folder, _ = whole
-    if name != "rigl":
-        pytest.skip("one algorithm will do")
+def checkpoint(finished, tmp_path):
+    folder, _ = finished("rigl")
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
     return tmp_path
 
@@ -173,16 +179,16 @@ def test_a_checkpoint_without_masks_stops(checkpoint):
         resume(checkpoint)
 
 
-def test_masks_of_another_checkpoint_stop(checkpoint, whole):
-    _, folder, _ = whole
+def test_masks_of_another_checkpoint_stop(checkpoint, finished):
+    folder, _ = finished("rigl")
     for name in ("sparsity.json", "sparsity_masks.safetensors"):
         shutil.copy(folder / "checkpoint-6" / name, checkpoint / "checkpoint-3" / name)
     with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
         resume(checkpoint)
 
 
-def test_weights_of_another_checkpoint_stop(checkpoint, whole):
-    _, folder, _ = whole
+def test_weights_of_another_checkpoint_stop(checkpoint, finished):
+    folder, _ = finished("rigl")
     shutil.copy(folder / "checkpoint-6" / "model.safetensors", checkpoint / "checkpoint-3" / "model.safetensors")
     with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
         resume(checkpoint)
