@@ -545,10 +545,7 @@ def test_an_activation_of_the_dense_model_that_is_not_finite(world, tmp_path, ha
 
 def test_the_second_of_two_runs_on_one_target_is_refused(world, target):
     """The first is held still while the second tries, and then ends as if nothing had been."""
-    first = world.runs.start("stream", world.given(target))
-    while not (partial_of(target) / "block-00000.json").exists():
-        pass
-    os.kill(first, signal.SIGSTOP)
+    first = world.runs.start_stopped("stream", world.given(target), at="*/block-00001.json*", files=partial_of(target))
     for overwrite in (False, True):
         code, found = world.runs.run("stream", {**world.given(target), "overwrite": overwrite})
         assert code == 1
@@ -560,13 +557,10 @@ def test_the_second_of_two_runs_on_one_target_is_refused(world, target):
 
 @pytest.mark.parametrize("second", [("--method", "magnitude"), ("--overwrite",), ("--stream",)])
 def test_the_second_of_two_runs_of_the_command_line_to_one_folder_is_refused(tmp_path, world, second):
-    """The first, which holds its model in memory, is held still while the second tries."""
+    """The first, which holds its model in memory, is stopped before it writes, while the second tries."""
     out = tmp_path / "new" / "sparse"
     command = ["sparsify", str(world.source), "--out", str(out), "--method", "magnitude"]
-    first = world.runs.start("cli", {"arguments": command})
-    while not (partial_of(out) / "lock").exists():
-        pass
-    os.kill(first, signal.SIGSTOP)
+    first = world.runs.start_stopped("cli", {"arguments": command}, at="*/.sparse.*.partial", files=out.parent)
     code, found = world.runs.run("cli", {"arguments": [*command, "--pattern", "1:4", *second]})
     assert (code, found["out"]) == (2, ""), found
     (line,) = found["err"].splitlines()

@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod")
+ENDED = ("Z", "X")  # states of a process: a zombie until it is waited for
 
 
 # the tests' end -------------------------------------------------------------------------------------------------------
@@ -67,18 +68,29 @@ class Runs:
     def run_killed(self, when: Callable[[], bool], do: str, given: dict[str, Any]) -> int:
         """-> the exit code of a run that is killed as soon as ``when`` holds, if it is not faster."""
         pid = self.start(do, given)
-        while not when():
-            try:
-                # a zombie until it is waited for
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                    break
-            except FileNotFoundError:
-                break
+        while not when() and state(pid) not in ENDED:
+            pass
         os.kill(pid, signal.SIGKILL)
         return self.wait(pid)[0]
 
+    def start_stopped(self, do: str, given: dict[str, Any], at: str, files: Path) -> int:
+        """Start a run that stops before an operation on a path, and wait until it has -> its number."""
+        pid = self.start(do, given, files=files, at=at, fault={"what": "stop"})
+        while state(pid) != "T":
+            assert state(pid) not in ENDED, f"no operation on {at}"
+        return pid
+
     def close(self) -> None:
+        """Runs that are still there are killed."""
         self._server.communicate()
+
+
+def state(pid: int) -> str:
+    """The state of a process: a letter of /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
 
 
 # the process that forks -----------------------------------------------------------------------------------------------
@@ -109,6 +121,8 @@ def serve() -> None:
         else:
             answer = "yes"
         print(json.dumps(answer), flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _run(job: dict[str, Any], pipe: int) -> int:
@@ -164,6 +178,10 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _fill_disk(left: int = 0) -> None:
     """No file can grow beyond ``left`` bytes any more."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
@@ -189,6 +207,7 @@ def flip(file: str, place: float = 0.5) -> None:
 
 FAULTS: dict[str, Callable[..., None]] = {
     "kill": _kill,
+    "stop": _stop,
     "full": _fill_disk,
     "remove": remove,
     "truncate": truncate,
