@@ -1,4 +1,4 @@
-"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | finalize`.
+"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | sparse-ift | finalize`.
 
 Thin over the public API.
 """
@@ -28,6 +28,8 @@ from modelopt_sparse.distributed import RankError, launched_group, rank, while_o
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.model.hf import default_seq_len
 from modelopt_sparse.plan.quality import QUALITIES
+from modelopt_sparse.training.iso_flop.recipe import sparse_ift_files
+from modelopt_sparse.training.iso_flop.transform import MEMBERS
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
@@ -315,6 +317,35 @@ def speed(
     )
     speed_report = mts.semi_structured_report(model)
     typer.echo(speed_report.to_json() if as_json else speed_report)
+
+
+@app.command()
+def sparse_ift(
+    model: Model,
+    sparsity: Annotated[float, typer.Option(help="The level, in [0, 1): says how much larger layers become.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: config.json and recipe.yaml.")],
+    member: Annotated[str, typer.Option(help=f"{', '.join(MEMBERS)}.")] = "wide",
+    iso: Annotated[str, typer.Option(help="layers or model: whose FLOPs stay (model: wide alone).")] = "layers",
+    multiple: Annotated[int, typer.Option(help="Widths are rounded up to a multiple of this.")] = 1,
+    include: Annotated[list[str] | None, typer.Option(help="Glob of layers to replace; may be repeated.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="YAML with a section sparsity, without a level: how it is trained. Else: static."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write to a folder that is not empty.")] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Write config and recipe of a larger, sparser MODEL of the same FLOPs."""
+    section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple, "include": include}
+    place = checked_place(out, overwrite=overwrite, sources=[model])
+    empty, _ = NamedModel(model, "auto", revision, trust_remote_code).empty(False)
+    ift, files = sparse_ift_files(empty, {k: v for k, v in section.items() if v is not None}, recipe)
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
+    typer.echo(ift.plan.to_json() if as_json else f"{ift.plan}\n\nWritten to {out}: {', '.join(files)}.")
 
 
 @app.command()

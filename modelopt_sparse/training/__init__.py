@@ -13,8 +13,11 @@ from modelopt_sparse.training.callback import SparsityCallback
 from modelopt_sparse.training.configure import configure
 from modelopt_sparse.training.cost import Cost, cost
 from modelopt_sparse.training.distill import distill
-from modelopt_sparse.training.iso_flop import SparseIFT, fold, sparse_ift
-from modelopt_sparse.training.members import Doped, Factorized, Parallel
+from modelopt_sparse.training.iso_flop.members import Doped, Factorized, Parallel
+from modelopt_sparse.training.iso_flop.plan import IsoPlan
+from modelopt_sparse.training.iso_flop.recipe import configure_sparse_ift
+from modelopt_sparse.training.iso_flop.replace import fold
+from modelopt_sparse.training.iso_flop.transform import SparseIFT, sparse_ift
 from modelopt_sparse.training.schedules import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
 from modelopt_sparse.training.sentinel import finalize, from_sentinel, to_sentinel
 from modelopt_sparse.training.sparsity import Sparsity
@@ -33,6 +36,7 @@ __all__ = [
     "Exp",
     "Factorized",
     "Group",
+    "IsoPlan",
     "Linear",
     "Parallel",
     "Power",
@@ -44,6 +48,7 @@ __all__ = [
     "Static",
     "TrainingPlan",
     "configure",
+    "configure_sparse_ift",
     "cost",
     "distill",
     "finalize",

@@ -26,7 +26,7 @@ from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.training.weights import DEFAULT
 
-SECTION = "sparsity"
+SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
 
 
@@ -53,12 +53,22 @@ def configure(config: Any) -> Sparsity:
     return _of_section(config, SECTION)
 
 
-def _section_of(path: Path) -> Any:
+def content_of(path: Path) -> Any:
+    """What a YAML file holds. Raises ValueError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as YAML: {error}") from None
-    content = read_yaml(text, repr(str(path)))
+    return read_yaml(text, repr(str(path)))
+
+
+def _section_of(path: Path) -> Any:
+    content = content_of(path)
+    if isinstance(content, Mapping) and IFT in content:
+        raise ValueError(
+            f"{str(path)!r} holds a section {IFT!r}, which changes layers: call training.configure_sparse_ift with it "
+            "and the model"
+        )
     if not isinstance(content, Mapping) or SECTION not in content:
         raise ValueError(
             f"{str(path)!r} holds no section {SECTION!r} beside model and optimizer: without one, nothing is trained "
@@ -69,7 +79,7 @@ def _section_of(path: Path) -> Any:
 
 def _of_section(section: Any, where: str) -> Sparsity:
     if isinstance(section, float):
-        return _algorithm({"sparsity": section}, where)
+        return algorithm_of({"sparsity": section}, where)
     if isinstance(section, Sequence) and not isinstance(section, str):
         group = Group()
         for number, entry in enumerate(section):
@@ -88,7 +98,7 @@ def _of_section(section: Any, where: str) -> Sparsity:
                 raise ValueError(f"{block} is {options!r}, and must be a mapping such as {{sparsity: 0.5}}")
             _add(group, {**shared, **options, "param_name_patterns": pattern}, block)
         return group
-    return _algorithm(section, where)
+    return algorithm_of(section, where)
 
 
 def _add(group: Group, entry: Any, where: str) -> None:
@@ -99,14 +109,15 @@ def _add(group: Group, entry: Any, where: str) -> None:
     if "sparsity" in rest and rest["sparsity"] is None:
         group.add(include, None)
     else:
-        group.add(include, _algorithm(rest, where, include=None))
+        group.add(include, algorithm_of(rest, where, in_group=True))
 
 
-def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityAlgorithm:
+def algorithm_of(section: Mapping[str, Any], where: str, *, in_group: bool = False) -> SparsityAlgorithm:
+    """The algorithm that a mapping describes, for the parameters that it names; ``in_group``: the group names them."""
     options = _translated(section, where)
     name = options.pop("algorithm", "static")
     cls = _class_of(name, where)
-    if not more:
+    if not in_group:
         options["include"] = _include(section, where)
     for key in NAMES[:2]:
         options.pop(key, None)

@@ -1,5 +1,7 @@
 """Sparse-IFT: sizes and levels against golden values, FLOPs, members against layers written out, folding."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,8 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.members import branches_for, rank_of_doping, rank_of_factors
-from modelopt_sparse.training.wide import widened
+from modelopt_sparse.training.iso_flop.configs import widened
+from modelopt_sparse.training.iso_flop.members import branches_for, rank_of_doping, rank_of_factors
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
 
@@ -338,7 +340,7 @@ def test_what_is_linear_folds_into_one_layer_and_the_rest_is_named(layer, shape)
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
         (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
-        (lambda: nn.Linear(4, 4), 0.5, {}, "needs a model of transformers"),
+        (lambda: nn.Linear(4, 4), 0.5, {}, r"no model of transformers.*: give example="),
         (lambda: LlamaConfig(), 0.5, {"member": "doped"}, "build it from the config first"),
         (lambda: nn.Sequential(nn.LayerNorm(4)), 0.5, {"member": "doped"}, "nothing to prune|no layer of this"),
     ],
@@ -365,5 +367,9 @@ def test_a_head_that_costs_more_than_the_model_is_refused():
 
 def test_a_plan_prints_and_goes_into_json():
     plan = training.sparse_ift(gpt2(), 0.5).plan
-    assert "FLOPs of these layers 1.0000 times dense" in str(plan)
-    assert '"model_ratio"' in plan.to_json()
+    assert "FLOPs of the 48 sparse layers 1.0000 times dense" in str(plan)
+    values = json.loads(plan.to_json())
+    assert values["parameters"] == 124439808
+    pruned = sum(layer["new_weights"] - layer["live"] for layer in values["layers"])
+    assert values["live_parameters"] == plan.new_parameters - pruned
+    assert values["flops"] == [2 * sum(x["weights"] for x in values["layers"]) + 2 * plan.other, plan.flops[1]]

@@ -124,6 +124,42 @@ def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path):
     assert any(not torch.equal(mask, dict(named_masks(last))[name]) for name, mask in named_masks(best))
 
 
+def set_at(level):
+    return training.SET(level, scope="row", update=2)
+
+
+@pytest.mark.parametrize("member", ["wide", "parallel", "factorized", "doped"])
+def test_sparse_ift_resumes_saves_reports_and_exports(member, tmp_path):
+    """A model that the same call has rewritten takes the checkpoint, and goes on to the bits of a run that did not
+    stop."""
+    ifts = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        ifts.append(training.sparse_ift(tiny_llama(), 0.5, member, rule=set_at))
+    whole, again = ifts
+    trainer(tmp_path, whole.model, whole.sparsity).train()
+    wanted = state(whole.model)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    trainer(tmp_path, again.model, again.sparsity).train(resume_from_checkpoint=True)
+    assert_same(again.model, wanted)
+    verification = mts.verify(again.model)
+    masked = {name.removesuffix(".weight") for name, _ in named_masks(again.model)}
+    assert {layer.name for layer in verification.layers} == masked
+    assert {layer.recipe for layer in mts.report(again.model).layers} == {"set"}
+    mts.save(again.model, tmp_path / "saved")
+    restored = training.sparse_ift(tiny_llama(), 0.5, member).model
+    assert_same(mts.restore(restored, tmp_path / "saved"), wanted)
+    if member == "wide":
+        assert_same(mts.load(tmp_path / "saved"), wanted)
+    else:
+        with pytest.raises(ValueError, match="of the model is not in the folder"):
+            mts.load(tmp_path / "saved")
+    logits = again.model.eval()(input_ids=ROWS[:2]).logits
+    mts.export(again.model)
+    assert not list(named_masks(again.model))
+    assert_bits(again.model(input_ids=ROWS[:2]).logits, logits)
+
+
 def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
     class Plain(nn.Module):
         def __init__(self):

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.training.iso_flop.layers import rebuilt
+
+KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Activation = Callable[[], nn.Module] | None
 
@@ -22,7 +25,7 @@ class Parallel(nn.Module):
 
     def __init__(self, layer: nn.Module, count: int, activation: Activation) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(like(layer) for _ in range(count))
+        self.branches = nn.ModuleList(rebuilt(layer) for _ in range(count))
         self.activation = nn.Identity() if activation is None or count == 1 else activation()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,34 +53,11 @@ class Doped(nn.Module):
 
     def __init__(self, layer: nn.Module, rank: int) -> None:
         super().__init__()
-        self.sparse = like(layer)
+        self.sparse = rebuilt(layer)
         self.first, self.second = factors_of(layer, rank, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sparse(x) + self.second(self.first(x))
-
-
-def like(layer: nn.Module, **changes: Any) -> Any:
-    """A new layer of the same kind and shape, but for ``changes``, freshly initialized as torch does it."""
-    names = OF_CONVOLUTIONS if isinstance(layer, Convolution) else OF_LINEAR
-    settings = {"bias": layer.bias is not None, **{name: getattr(layer, name) for name in names}}
-    weight = layer.get_parameter("weight")
-    kind = next(base for base in KINDS if isinstance(layer, base))
-    return kind(**{**settings, **changes}, device=weight.device, dtype=weight.dtype)
-
-
-KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-OF_LINEAR = ("in_features", "out_features")
-OF_CONVOLUTIONS = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "padding_mode",
-)
 
 
 def factors_of(layer: nn.Module, rank: int, *, bias: bool) -> tuple[Any, Any]:
@@ -85,9 +65,9 @@ def factors_of(layer: nn.Module, rank: int, *, bias: bool) -> tuple[Any, Any]:
     ``bias``: the second has the bias that the layer has."""
     bias = bias and layer.bias is not None
     if not isinstance(layer, Convolution):
-        return like(layer, out_features=rank, bias=False), like(layer, in_features=rank, bias=bias)
+        return rebuilt(layer, out_features=rank, bias=False), rebuilt(layer, in_features=rank, bias=bias)
     one = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
-    return like(layer, out_channels=rank, bias=False), like(layer, in_channels=rank, bias=bias, **one)
+    return rebuilt(layer, out_channels=rank, bias=False), rebuilt(layer, in_channels=rank, bias=bias, **one)
 
 
 def why_not(layer: nn.Module) -> str | None:
@@ -149,7 +129,7 @@ def folded(module: nn.Module) -> nn.Module | None:
         sizes = {"out_channels": module.second.out_channels} if isinstance(module.first, Convolution) else {}
         if not sizes:
             sizes = {"out_features": module.second.out_features}
-        layer = like(module.first, **sizes, bias=module.second.bias is not None)
+        layer = rebuilt(module.first, **sizes, bias=module.second.bias is not None)
         layer.weight.copy_(_product(module.first, module.second))
         if layer.bias is not None:
             layer.bias.copy_(module.second.bias)
@@ -163,7 +143,7 @@ def folded(module: nn.Module) -> nn.Module | None:
 
 
 def _plain(layer: nn.Module) -> Any:
-    copy = like(layer)
+    copy = rebuilt(layer)
     copy.weight.copy_(layer.get_parameter("weight"))
     if copy.bias is not None:
         copy.bias.copy_(layer.get_parameter("bias"))

@@ -62,14 +62,17 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
             f"the sizes of {config.model_type!r} are not known{nearest(config.model_type, known)}: Sparse Wide has to "
             f"know which of them are widths. Known are {', '.join(known)}; the other members replace layers anywhere"
         )
+    if multiple < 1:
+        raise ValueError(f"multiple={multiple}: widths are rounded up to a multiple of it, so it is at least 1")
     width, heads = getattr(config, family.width), getattr(config, family.heads)
     own = getattr(config, family.head_size, None) if family.head_size else None
     step = multiple if own is not None and own * heads != width else math.lcm(multiple, heads * (1 + family.rotary))
     new = rounded_up(width * factor, step)
     setattr(wide, family.width, new)
+    size = new // heads if own is None or own * heads == width else rounded_up(own * factor, 1 + family.rotary)
     if own is not None and family.head_size is not None:
-        size = new // heads if own * heads == width else rounded_up(own * factor, 1 + family.rotary)
         setattr(wide, family.head_size, size)
+    _refuse_sized_rope(config, own or width // heads, size)
     mlp = getattr(config, family.mlp)
     if mlp is not None:
         setattr(wide, family.mlp, rounded_up(mlp * new / width, multiple))
@@ -77,6 +80,16 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         if getattr(config, name) == width:
             setattr(wide, name, new)
     return wide
+
+
+def _refuse_sized_rope(config: PretrainedConfig, old: int, new: int) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    sized = [name for name, value in rope.items() if isinstance(value, (list, tuple))]
+    if sized and old != new:
+        raise ValueError(
+            f"rope_parameters of this {config.model_type!r} holds a list, {sized[0]!r}, that fits heads of {old}, and "
+            f"they would have {new}: the nearest level that works is 0. The other members keep heads as they are"
+        )
 
 
 def _widen_stages(wide: Any, factor: float, multiple: int) -> None:

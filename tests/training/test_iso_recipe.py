@@ -1,0 +1,192 @@
+"""Sparse-IFT from YAML and from the command line."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modelopt_sparse import training
+from modelopt_sparse.cli.commands import main
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.plan.yaml_loader import read_yaml
+from tests.helpers import TESTBED, Snapshot, tiny_llama
+
+MODEL = TESTBED / "tiny-llama"
+GMP = {"algorithm": "gmp", "schedule": {"type": "cubic", "init": 0.0, "start": 0, "stop": 6}, "update": 2}
+SET = {"algorithm": "set", "scope": "row", "update": {"freq": 10}}
+
+
+def levels(ift):
+    return {layer.name: layer.level for layer in ift.plan.layers}
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ({"sparsity": 0.5}, {}),
+        ({"sparsity": 0.75, "member": "wide", "iso": "model", "multiple": 16}, {"iso": "model", "multiple": 16}),
+        ({"sparsity": 0.5, "member": "parallel", "activation": "GELU"}, {"activation": nn.GELU}),
+        ({"sparsity": 0.5, "member": "factorized", "activation": None}, {"activation": None}),
+        ({"sparsity": 0.5, "member": "doped", "include": "*.q_proj"}, {"include": "*.q_proj"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", [None, SET, GMP], ids=["static", "set", "gmp"])
+def test_a_recipe_is_the_call(tmp_path, section, options, rule):
+    path = tmp_path / "recipe.yaml"
+    content = {"sparse_ift": section, "model": {"any": "thing"}, **({} if rule is None else {"sparsity": rule})}
+    path.write_text(yaml.safe_dump(content))
+    ift = training.configure_sparse_ift(path, tiny_llama())
+    theirs = training.sparse_ift(tiny_llama(), section["sparsity"], section.get("member", "wide"), **options)
+    assert ift.plan == theirs.plan
+    assert str(ift.model) == str(theirs.model)
+    kinds = {None: training.Static, "set": training.SET, "gmp": training.GMP}
+    algorithms = [ift.sparsity[i] for i in range(len(ift.sparsity))]
+    assert {type(each) for each in algorithms} == {kinds[rule and rule["algorithm"]]}
+    ift.sparsity.apply(ift.model)
+    if rule is not GMP:
+        for name, mask in named_masks(ift.model):
+            zeros = float((~mask).float().mean())
+            own = (
+                levels(ift).get(name)
+                or levels(ift)[name.rpartition(".")[0].rpartition(".")[0].replace(".branches", "")]
+            )
+            assert zeros == pytest.approx(own, abs=0.03), "counts are whole numbers in each row of a tiny model"
+
+
+def test_a_gradual_rule_ends_at_the_level_of_each_layer():
+    model = tiny_llama()
+    ift = training.configure_sparse_ift({"sparse_ift": {"sparsity": 0.5, "member": "doped"}, "sparsity": GMP}, model)
+    ift.sparsity.apply(model)
+    assert all(mask.all() for _, mask in named_masks(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ift.sparsity.apply(optimizer)
+    for _ in range(7):
+        model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+        optimizer.step()
+    zeros = {name.removesuffix(".sparse.weight"): int((~mask).sum()) for name, mask in named_masks(model)}
+    assert zeros == {
+        layer.name: layer.weights - (layer.live - (layer.new_weights - layer.weights)) for layer in ift.plan.layers
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({"sparsity": 0.5}, "holds no section 'sparse_ift'"),
+        ({"sparse_ift": 0.5}, "must be a mapping such as"),
+        ({"sparse_ift": {"member": "wide"}}, "needs sparsity, the level"),
+        ({"sparse_ift": {"sparsity": 0.5, "membre": "wide"}}, "no option 'membre', did you mean 'member'"),
+        ({"sparse_ift": {"sparsity": "much"}}, r"the level must be in \[0, 1\)"),
+        ({"sparse_ift": {"sparsity": True}}, r"the level must be in \[0, 1\)"),
+        (
+            {"sparse_ift": {"sparsity": 0.5, "member": "doped", "activation": "Relu"}},
+            "a class of torch.nn such as ReLU",
+        ),
+        ({"sparse_ift": {"sparsity": 0.5, "multiple": 0}}, "multiple=0"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": 0.5}, "must be a mapping beside sparse_ift"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "sparsity": 0.5}}, "leave sparsity out"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "param_filter": "*"}}, "leave param_filter out"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "updates": 3}}, "no option 'updates'"),
+    ],
+)
+def test_what_is_refused(content, match):
+    model = tiny_llama()
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match=match):
+        training.configure_sparse_ift(content, model)
+    assert Snapshot(model).look == before.look
+
+
+def test_a_recipe_that_changes_layers_is_not_for_configure(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("sparse_ift: {sparsity: 0.5}\nsparsity: {algorithm: set}\n")
+    with pytest.raises(ValueError, match=r"call training\.configure_sparse_ift"):
+        training.configure(path)
+
+
+# the command line ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command -> (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["modelopt-sparse", "sparse-ift", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as done:
+            code = done.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("rule", [None, GMP])
+@pytest.mark.parametrize("iso", ["layers", "model"])
+def test_a_config_and_a_recipe_are_written(command, tmp_path, rule, iso):
+    flags = ["--iso", iso]
+    if rule is not None:
+        (tmp_path / "rule.yaml").write_text(yaml.safe_dump({"sparsity": rule}))
+        flags += ["--recipe", tmp_path / "rule.yaml"]
+    code, out, error = command(MODEL, "--sparsity", 0.5, "--out", tmp_path / "wide", *flags)
+    assert (code, error) == (0, "")
+    assert out.endswith("config.json, recipe.yaml.\n")
+    assert {path.name for path in (tmp_path / "wide").iterdir()} == {"config.json", "recipe.yaml"}
+    with torch.device("meta"):
+        dense = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    ift = training.sparse_ift(dense, 0.5, iso=iso)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "wide"))
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in ift.model.named_parameters()}
+    plan = training.configure(tmp_path / "wide" / "recipe.yaml").plan(model)
+    assert {row.name for row in plan.rows} == set(levels(ift))
+    if rule is None:
+        assert {row.name: row.size - row.zeros for row in plan.rows} == {x.name: x.live for x in ift.plan.layers}
+    globs = read_yaml((tmp_path / "wide" / "recipe.yaml").read_text(), "it")["sparsity"][0]["param_filter"]
+    assert len(globs) == 7, "one glob for each kind of layer, not a name for each layer"
+
+
+def test_members_are_put_in_by_their_recipe(command, tmp_path):
+    code, _, error = command(
+        MODEL, "--sparsity", 0.5, "--member", "doped", "--out", tmp_path / "doped", "--include", "*.q_proj"
+    )
+    assert (code, error) == (0, "")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "doped"))
+    ift = training.configure_sparse_ift(tmp_path / "doped" / "recipe.yaml", model)
+    assert {layer.name for layer in ift.plan.layers} == {f"model.layers.{i}.self_attn.q_proj" for i in range(6)}
+
+
+def test_the_plan_as_json(command, tmp_path):
+    code, out, _ = command(MODEL, "--sparsity", 0.75, "--out", tmp_path / "wide", "--json")
+    assert code == 0
+    assert json.loads(out)["ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sparsity", "1"], "the level must be in [0, 1)"),
+        (["--sparsity", "0.6", "--member", "parallel"], "the nearest levels that work are 0.5 and 0.666667"),
+        (["--sparsity", "0.5", "--recipe", "nothing.yaml"], "cannot be read as YAML"),
+    ],
+)
+def test_wrong_input_is_one_line_and_writes_nothing(command, tmp_path, flags, message):
+    code, out, error = command(MODEL, "--out", tmp_path / "new", *flags)
+    assert (code, out) == (2, "")
+    (line,) = error.splitlines()
+    assert message in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_files_is_written_to_only_on_request(command, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    code, _, error = command(MODEL, "--sparsity", 0.5, "--out", tmp_path)
+    assert code == 2
+    assert "exists and is not empty" in error
+    assert command(MODEL, "--sparsity", 0.5, "--out", tmp_path, "--overwrite")[0] == 0
+    assert (tmp_path / "mine.txt").read_text() == "mine"
