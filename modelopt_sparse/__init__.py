@@ -1,5 +1,6 @@
 """Make PyTorch and Hugging Face models sparse, keep them sparse, save, restore and export them."""
 
+from modelopt_sparse.calibration.own_text import write_text
 from modelopt_sparse.checkpoint.restore import load, report, restore
 from modelopt_sparse.checkpoint.save import save
 from modelopt_sparse.checkpoint.streaming.stream import sparsify_checkpoint
@@ -55,4 +56,5 @@ __all__ = [
     "to_dense",
     "to_semi_structured",
     "verify",
+    "write_text",
 ]

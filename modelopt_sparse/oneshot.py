@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from modelopt_sparse.accuracy.allocate import allocated
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.order import blocks_in_call_order
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import InMemory, Storage
@@ -175,22 +176,3 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
             raise ValueError(
                 f"layer {layer_plan.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it"
             )
-
-
-@contextmanager
-def calibrating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
-    modes = [(module, module.training) for module in model.modules()]
-    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    caches = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
-    try:
-        model.eval()
-        for module_config, _ in caches:
-            module_config.use_cache = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module_config, use_cache in caches:
-            module_config.use_cache = use_cache
-        for module, training in modes:
-            module.training = training

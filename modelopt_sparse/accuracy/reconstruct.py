@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.data import judging
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import Inputs, Replay
 from modelopt_sparse.calibration.order import BlockTask
@@ -28,7 +29,6 @@ from modelopt_sparse.reports.report import BlockReport
 BETAS = (0.9, 0.95)
 EPSILON = 1e-12  # far below any gradient of a block: the steps do not depend on the scale of the loss
 WARMUP_STEPS = 10
-HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of it
 
@@ -112,7 +112,7 @@ def _token_masks(block: BlockTask, inputs: Replay, goals: list[Tensor]) -> list[
 
 class _Batches:
     """The calibration batches of all processes, by number: the first of every rank, the second of every rank, and so
-    on. The last ones are held back to judge by."""
+    on. Text that the model has written stands first. The last ones, which are the user's, are held back to judge by."""
 
     def __init__(self, inputs: Replay, token_masks: list[Tensor | None], processes: Processes) -> None:
         self._inputs, self._token_masks, self.processes = inputs, token_masks, processes
@@ -121,7 +121,7 @@ class _Batches:
         self.rank_of = [rank for rank, _ in places]
         self.own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
         count = len(places)
-        self.held_back = range(count - max(1, count // HELD_BACK), count)
+        self.held_back = range(count - judging(count - inputs.data.own), count)
 
     def error(self, part: TunedModule, number: int) -> Tensor:
         """The squared error of a batch of this process."""

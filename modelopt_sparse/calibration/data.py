@@ -16,6 +16,8 @@ from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.plan.config import SparsifyConfig
 
+HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
+
 
 @dataclass(frozen=True)
 class Call:
@@ -23,6 +25,11 @@ class Call:
 
     args: tuple
     kwargs: dict[str, Any]
+
+
+def judging(batches: int) -> int:
+    """How many of the user's calibration batches, the last ones, only judge where blocks are tuned."""
+    return max(1, batches // HELD_BACK)
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:

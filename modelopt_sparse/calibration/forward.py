@@ -1,6 +1,8 @@
 """Running a model over the calibration data, and the context that its blocks run in."""
 
 import hashlib
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from modelopt_sparse.calibration.data import Call, load_calls, take_in
+from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
 from modelopt_sparse.calibration.hooks import InputHooks, See, SharingChanged
+from modelopt_sparse.calibration.own_text import own_calls
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import Unreadable
@@ -26,12 +29,14 @@ class CalibrationData:
     """The model of a run, and the calls of it that are this process's share of the calibration data.
 
     calls: None for a forward_loop, whose calls are not known before it runs.
+    own: how many calls of all processes, the first ones, hold text that the model has written itself.
     sha256: of the data of all processes, if it is known before the model runs.
     """
 
     run: Run
     calls: list[Call] | None
     sha256: str | None = None
+    own: int = 0
 
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
@@ -40,9 +45,11 @@ class CalibrationData:
             return cls(run, None)
         if calls is None:
             calls = load_calls(run.config, run.model)
+        own = _own(calls, run) if run.config.self_data else []
+        calls = [*own, *calls]
         if run.config.split_data and run.processes.size > 1:
-            return cls(run, *_share(calls, run))
-        return cls(run, calls)
+            return cls(run, *_share(calls, run), len(own))
+        return cls(run, calls, own=len(own))
 
     @cached_property
     def _sides(self) -> dict[nn.Module, Side]:
@@ -121,6 +128,19 @@ def _call_model(model: nn.Module, call: Call, index: int) -> None:
             f"{type(model).__name__} cannot take calibration batch {index}, {shapes}: {type(error).__name__}: "
             f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
         ) from error
+
+
+def _own(calls: list[Call], run: Run) -> list[Call]:
+    """Text that the dense model writes, in batches, and a note of it in the report."""
+    began = time.perf_counter()
+    with forward_context(run):
+        own, problem = own_calls(run.model, calls, judging(len(calls)), run.config, run.processes)
+    seconds = time.perf_counter() - began
+    run.report.notes.append(f"the dense model wrote {run.config.self_data} windows of text itself, in {seconds:.0f} s")
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
+        run.report.notes.append(problem)
+    return own
 
 
 def _share(calls: list[Call], run: Run) -> tuple[list[Call], str]:

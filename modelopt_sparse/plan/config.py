@@ -39,6 +39,7 @@ REPORTED = (
         "min_tokens",
         "experts",
         "memory_limit",
+        "self_data",
         "quality",
         "permute",
     ),
@@ -105,6 +106,9 @@ class SparsifyConfig:
       data: text (a list of documents, or a Path of a .txt or .jsonl file; never a bare string) with ``tokenizer``; cut
         into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
         batches of ``batch_size`` (default: see `windows_per_batch`).
+      self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
+        prompts cut out of the calibration data: 0 (default), or for example three times ``num_samples``. They take part
+        in statistics and reconstruction, and never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
@@ -157,6 +161,7 @@ class SparsifyConfig:
     num_samples: int = 128
     seq_len: int | None = None
     batch_size: int | None = None
+    self_data: int = 0
     count_padding: bool = False
     min_tokens: int = 128
     experts: str = "pool"
@@ -342,6 +347,8 @@ def _check_types(config: SparsifyConfig) -> None:
             raise ValueError(f"{name}={value!r}: must be a positive whole number")
     if isinstance(config.seed, bool) or not isinstance(config.seed, int):
         raise ValueError(f"seed={config.seed!r}: must be a whole number")
+    if not _is_count(config.self_data, 0):
+        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, or 0")
     for name in TRUE_MEANS:
         if not _is_count(value := getattr(config, name), 0):
             raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
@@ -374,6 +381,12 @@ def _check_data(config: SparsifyConfig) -> None:
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         kind = type(config.data_loader).__name__
         raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
+    if config.self_data and (config.forward_loop is not None or not config.split_data):
+        other = "forward_loop" if config.forward_loop is not None else "split_data=False"
+        raise ValueError(
+            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
+            "known: give data= or data_loader=, or leave self_data out"
+        )
     for name in ("collect_func", "forward_loop"):
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")

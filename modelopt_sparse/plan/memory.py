@@ -44,12 +44,13 @@ def estimated(
     """
     experts_per_token = getattr(_text_config(model), "num_experts_per_tok", None)
     window = config.seq_len or default_seq_len(model)
-    text_tokens = None if config.data is None else config.num_samples * window
+    windows = config.num_samples + config.self_data
+    text_tokens = None if config.data is None else windows * window
     beside = beside_the_model(model, planned, config, text_tokens, experts_per_token)
     calibrated = any(layer_plan.calibrated for layer_plan in planned)
     # how many tokens a data_loader or a forward_loop yields is not known yet
     known = calibrated and config.data_loader is None and config.forward_loop is None
-    tokens = config.num_samples * window if known else None
+    tokens = windows * window if known else None
     return beside, _streamed(model, planned, stacks, config, beside, tokens, experts_per_token)
 
 
@@ -131,7 +132,7 @@ def _streamed(
     masks = max(_by_block(planned, lambda layer_plan: layer_plan.size).values()) if config.enforce else 0
     batch = 0
     if tokens is not None:
-        window = tokens // config.num_samples
+        window = tokens // (config.num_samples + config.self_data)
         size = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
         rows = min(tokens, size * window)
         of_a_token = _by_block(planned, lambda layer_plan: bytes_per_token(layer_plan, experts_per_token))

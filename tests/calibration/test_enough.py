@@ -11,8 +11,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.divergence import statistics
+from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.methods.wanda import Wanda
-from modelopt_sparse.oneshot import calibrating
 from modelopt_sparse.solving import pieces
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed
 from tests.helpers import calibrated_run, correlated_inputs, refused, tiny_llama, token_batches

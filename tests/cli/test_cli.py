@@ -241,6 +241,7 @@ VALUES = {
     "num_samples": "3",
     "seq_len": "16",
     "batch_size": "2",
+    "self_data": "3",
     "count_padding": "true",
     "min_tokens": "5",
     "experts": "all_tokens",

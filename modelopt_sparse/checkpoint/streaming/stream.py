@@ -157,6 +157,11 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
             f"allocation={config.allocation!r} measures the whole dense model before any of it is pruned, which "
             "streaming never holds: give allocation='uniform' or rules, or load the model and call sparsify"
         )
+    if config.self_data:
+        raise ValueError(
+            f"self_data={config.self_data}: each token that a model writes takes a pass over all of its weights, which "
+            "streaming reads from disk: let write_text write a file where the model fits, and give that as data="
+        )
     if config.forward_loop is not None:
         raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
 

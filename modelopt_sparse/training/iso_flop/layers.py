@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.model.nested import flat_tensors
-from modelopt_sparse.oneshot import calibrating
 from modelopt_sparse.reports.text import first_few
 from modelopt_sparse.training.iso_flop.plan import call
 

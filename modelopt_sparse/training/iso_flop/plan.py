@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelopt_sparse.oneshot import calibrating
+from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import first_few, table
 from modelopt_sparse.training.weights import Weight

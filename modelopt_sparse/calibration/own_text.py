@@ -1,0 +1,177 @@
+"""Text that the dense model writes itself: more calibration data where the user's is short.
+
+What is tuned on little data fits that data better than any other. A language model's own text, sampled at temperature
+1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888).
+"""
+
+import inspect
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from modelopt_sparse.calibration.data import Call, text_windows
+from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.model.checks import refuse_no_model
+from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.wrappers import unwrapped
+from modelopt_sparse.plan.config import SparsifyConfig
+
+BATCH = 32  # windows that are written at a time: what they are depends on it, if only in the last bits
+PROMPT = 32  # tokens at most
+
+
+def write_text(
+    model: nn.Module,
+    file: str | Path,
+    *,
+    data: Path | Sequence[str],
+    tokenizer: Any,
+    windows: int = 384,
+    num_samples: int = 128,
+    seq_len: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Let a causal language model write text, to a .jsonl file with a "text" key in each line -> its path.
+
+    ``windows`` texts of ``seq_len`` tokens, which begin with random cuts of min(32, seq_len / 4) tokens of the user's
+    text. ``data``, ``tokenizer``, ``num_samples``, ``seq_len`` and ``seed`` are as for `sparsify`. Tokens are drawn at
+    temperature 1 from all of the vocabulary, where the model is; an end-of-text token is text like any other.
+    `sparsify_checkpoint` takes the file as ``data``; for `sparsify` there is ``self_data=``, which needs no file.
+
+    Raises ValueError for a model that writes no text, with no file written.
+
+    >>> mts.write_text(model, "own.jsonl", data=Path("text.txt"), tokenizer=tokenizer)
+    """
+    refuse_no_model(model)
+    config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len, seed=seed)
+    network, path = unwrapped(model), Path(file)
+    refuse_to_write(network, "write_text")
+    rows = rows_of([Call((), batch) for batch in text_windows(config, network)])
+    with calibrating(network):
+        written = write_windows(network, rows, windows, max(map(len, rows)), seed)
+    if problem := monotonous(written):
+        warnings.warn(problem, stacklevel=2)
+    lines = (json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def own_calls(
+    model: nn.Module, calls: Sequence[Call], held_back: int, config: SparsifyConfig, processes: Processes
+) -> tuple[list[Call], str | None]:
+    """``config.self_data`` windows that the model writes, in batches as large as the user's; and what is worth a
+    warning.
+
+    ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
+    the same text: batch b is written by process b mod n, and sent to all.
+    """
+    refuse_to_write(model, f"self_data={config.self_data}")
+    rows = rows_of(calls)
+    prompting = rows_of(calls[: len(calls) - held_back]) or rows
+    written = write_windows(model, prompting, config.self_data, max(map(len, rows)), config.seed, processes)
+    size = max(len(ids) for ids, _ in map(_tokens_of, calls))
+    return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+
+
+def refuse_to_write(model: nn.Module, what: str) -> None:
+    """Raise ValueError for a model that is no causal language model of transformers; ``what`` asked for text."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{what}: a {type(model).__name__} writes no text, which takes a causal language model of transformers: "
+            "give more calibration data instead"
+        )
+
+
+def rows_of(calls: Sequence[Call]) -> list[Tensor]:
+    """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
+    rows = []
+    for ids, mask in map(_tokens_of, calls):
+        rows += list(ids) if mask is None else [row[own.bool()] for row, own in zip(ids, mask)]
+    return rows
+
+
+def _tokens_of(call: Call) -> tuple[Tensor, Tensor | None]:
+    ids = call.kwargs.get("input_ids", call.args[0] if call.args else None)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
+        raise ValueError(
+            "own text begins with tokens of the calibration data, and a batch of it holds none as input_ids [windows, "
+            "tokens]: give text or token batches, or leave self_data out"
+        )
+    return ids, call.kwargs.get("attention_mask")
+
+
+def write_windows(
+    model: nn.Module, rows: Sequence[Tensor], count: int, length: int, seed: int, processes: Processes | None = None
+) -> Tensor:
+    """``count`` windows [count, length] of token ids, on the CPU. Window i depends on (seed, i), and not on how many
+    others there are, but for what batches do to the last bits of logits."""
+    size = min(PROMPT, max(1, length // 4))
+    long_enough = [row.cpu() for row in rows if len(row) >= size]
+    if not long_enough:
+        raise ValueError(f"own text begins with {size} tokens of the calibration data, and no row of it is so long")
+    rank, ranks = (0, 1) if processes is None else (processes.rank, processes.size)
+    own: dict[int, Tensor] = {}
+    for number, begin in enumerate(range(0, count, BATCH)):
+        if number % ranks == rank:
+            draws = [_Draws(seed, i, length) for i in range(begin, min(begin + BATCH, count))]
+            prompts = torch.stack([draw.prompt(long_enough, size) for draw in draws])
+            own[number] = _continued(model, prompts, torch.stack([draw.uniforms for draw in draws]))
+    of_ranks = [own] if processes is None else processes.all_gather("text that the model writes", own)
+    return torch.cat([batch for _, batch in sorted(pair for written in of_ranks for pair in written.items())])
+
+
+class _Draws:
+    """All random numbers of one window: where its prompt begins, and one in [0, 1) for each token."""
+
+    def __init__(self, seed: int, number: int, length: int) -> None:
+        random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+        self._place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+        self.uniforms = torch.rand(length, generator=random, dtype=torch.float64)
+
+    def prompt(self, rows: Sequence[Tensor], size: int) -> Tensor:
+        row = rows[int(self._place[0] * len(rows))]
+        begin = int(self._place[1] * (len(row) - size + 1))
+        return row[begin : begin + size]
+
+
+def _continued(model: nn.Module, prompts: Tensor, uniforms: Tensor) -> Tensor:
+    """Prompts [n, p] continued to the length of ``uniforms`` [n, length], token by token.
+
+    With a KV cache each token is run once; a model without one runs all of them again for each new one.
+    """
+    device, past = input_device(model), None
+    ids, uniforms = prompts.to(device), uniforms.to(device)
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    while (length := ids.shape[1]) < uniforms.shape[1]:
+        if has_cache:
+            output = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+        else:
+            output = model(input_ids=ids)
+        ids = torch.cat([ids, drawn(output.logits[:, -1], uniforms[:, length])[:, None]], dim=1)
+    return ids.cpu()
+
+
+def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """One token for each row of logits [n, vocabulary], by inverting the cumulative distribution at uniforms [n]."""
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    if not torch.isfinite(cumulative).all():
+        raise ValueError("the dense model's logits are not finite, so that it cannot write text: repair the checkpoint")
+    chosen = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
+    return chosen.clamp(max=logits.shape[-1] - 1)
+
+
+def monotonous(windows: Tensor) -> str | None:
+    """What to say if most windows go on with one token alone."""
+    written = windows[:, min(PROMPT, max(1, windows.shape[1] // 4)) :]
+    same = int((written == written[:, :1]).all(1).sum()) if written.shape[1] > 1 else 0
+    if same * 2 <= len(windows):
+        return None
+    return f"{same} of {len(windows)} texts that the model wrote repeat one token: they teach nothing, give real text"

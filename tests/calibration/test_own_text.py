@@ -1,0 +1,251 @@
+"""Text that the dense model writes: sampling against the distribution, independence of batches, and where it goes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy import reconstruct as reconstruction
+from modelopt_sparse.calibration import own_text
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.own_text import drawn, monotonous, own_calls, rows_of, write_windows
+from modelopt_sparse.distributed import Processes
+from tests.helpers import TESTBED, Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+ROWS = list(torch.cat(token_batches(4)))
+LENGTH = ROWS[0].numel()
+
+
+@torch.no_grad()
+def written_slowly(model, rows, number, length, seed):
+    """One window by itself, each token from a forward over all of the text before it, drawn by walking along the
+    probabilities."""
+    random = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    uniforms = torch.rand(length, generator=random, dtype=torch.float64).tolist()
+    size = min(32, length // 4)
+    row = rows[int(row_place * len(rows))]
+    begin = int(begin_place * (len(row) - size + 1))
+    ids = row[begin : begin + size].tolist()
+    while len(ids) < length:
+        probabilities = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1).tolist()
+        total, place = 0.0, uniforms[len(ids)] * sum(probabilities)
+        token = -1
+        while total <= place:
+            token += 1
+            total += probabilities[token]
+        ids.append(token)
+    return ids
+
+
+def test_windows_are_what_the_model_says_token_by_token():
+    model = tiny_llama().eval()
+    windows = write_windows(model, ROWS, 5, LENGTH, seed=3)
+    assert windows.shape == (5, LENGTH)
+    assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0, -torch.inf])
+    counts = 20_000
+    places = (torch.arange(counts, dtype=torch.float64) + 0.5) / counts
+    shares = drawn(logits.repeat(counts, 1), places).bincount(minlength=5) / counts
+    torch.testing.assert_close(shares, logits.softmax(-1), atol=1e-4, rtol=0)
+    edge = drawn(logits.repeat(2, 1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
+    assert edge.tolist() == [0, 3], "a token without probability is never drawn"
+
+
+def test_a_window_depends_on_its_number_alone(monkeypatch):
+    model = tiny_llama().eval()
+    windows = write_windows(model, ROWS, 7, LENGTH, seed=1)
+    assert torch.equal(write_windows(model, ROWS, 3, LENGTH, seed=1), windows[:3])
+    monkeypatch.setattr(own_text, "BATCH", 2)
+    assert torch.equal(write_windows(model, ROWS, 7, LENGTH, seed=1), windows)
+    assert not torch.equal(write_windows(model, ROWS, 7, LENGTH, seed=2), windows)
+    assert len({tuple(window) for window in windows.tolist()}) == 7
+
+
+class Ranks(Processes):
+    """One of two processes, in a test: what it gathers is collected by hand."""
+
+    def __init__(self, rank, others=()):
+        super().__init__(rank, 2)
+        self.others, self.own = others, None
+
+    def all_gather(self, what, value=None):
+        self.own = value
+        return sorted([value, *self.others], key=lambda batches: min(batches))
+
+
+def test_any_number_of_processes_writes_the_same_text(monkeypatch):
+    monkeypatch.setattr(own_text, "BATCH", 2)
+    model = tiny_llama().eval()
+    alone = write_windows(model, ROWS, 7, LENGTH, seed=1)
+    second = Ranks(1)
+    write_windows(model, ROWS, 7, LENGTH, 1, second)
+    assert set(second.own) == {1, 3}
+    first = Ranks(0, [second.own])
+    assert torch.equal(write_windows(model, ROWS, 7, LENGTH, 1, first), alone)
+    assert set(first.own) == {0, 2}
+
+
+def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        windows = write_windows(model, [row[:16] for row in ROWS], 2, 16, seed=0)
+    assert windows.tolist() == [written_slowly(model, [row[:16] for row in ROWS], i, 16, 0) for i in range(2)]
+
+
+def test_a_bfloat16_model_writes():
+    windows = write_windows(tiny_llama().bfloat16().eval(), ROWS, 2, LENGTH, seed=0)
+    assert windows.dtype == torch.int64
+    assert windows.max() < 97
+
+
+# in a run -----------------------------------------------------------------------------------------------------------
+
+
+def batches(count):
+    return [{"input_ids": ids} for ids in token_batches(count)]
+
+
+def test_prompts_come_from_what_does_not_judge():
+    model, calls = tiny_llama().eval(), [Call((), batch) for batch in batches(4)]
+    calls[-1] = Call((), {"input_ids": torch.full_like(calls[-1].kwargs["input_ids"], 96)})
+    config = mts.SparsifyConfig(data_loader=[], self_data=40)
+    own, _ = own_calls(model, calls, 1, config, Processes())
+    assert [len(call.kwargs["input_ids"]) for call in own[:-1]] == [len(calls[0].kwargs["input_ids"])] * (len(own) - 1)
+    written = torch.cat([call.kwargs["input_ids"] for call in own])
+    assert written.shape == (40, LENGTH)
+    cuts = {tuple(row[i : i + LENGTH // 4].tolist()) for row in ROWS for i in range(LENGTH)}
+    assert all(tuple(window[: LENGTH // 4].tolist()) in cuts for window in written)
+
+
+def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
+    seen = []
+    real = reconstruction._Batches.__init__
+
+    def watching(self, inputs, token_masks, processes):
+        real(self, inputs, token_masks, processes)
+        seen.append((self.held_back, len(token_masks), inputs.data.calls))
+
+    monkeypatch.setattr(reconstruction._Batches, "__init__", watching)
+    model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)
+    held_back, count, calls = seen[0]
+    assert held_back == range(count - 1, count)
+    torch.testing.assert_close(calls[-1].kwargs["input_ids"], batches(4)[-1]["input_ids"])
+    assert len(calls) == count > 4
+    tokens = (40 + 4 * len(token_batches(1)[0])) * LENGTH
+    assert {layer.tokens for layer in mts.report(model).layers} == {tokens}
+    (note,) = [note for note in mts.report(model).notes if "wrote" in note]
+    assert note.startswith("the dense model wrote 40 windows of text itself, in ")
+    assert mts.report(model).settings["self_data"] == 40
+
+
+def test_the_run_is_that_on_the_same_batches_given_by_hand():
+    """Own text first, then the user's."""
+    model = tiny_llama()
+    config = mts.SparsifyConfig(data_loader=[], self_data=8)
+    with torch.no_grad():
+        own, _ = own_calls(model.eval(), [Call((), batch) for batch in batches(4)], 1, config, Processes())
+    by_hand = mts.sparsify(
+        tiny_llama(), "sparsegpt", data_loader=[*(call.kwargs for call in own), *batches(4)], progress=False
+    )
+    ours = mts.sparsify(tiny_llama(), "sparsegpt", data_loader=batches(4), self_data=8, progress=False)
+    assert_same_state(ours, state_of(by_hand))
+
+
+def test_padding_is_no_prompt():
+    ids = torch.arange(24).reshape(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    rows = rows_of([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
+    assert [len(row) for row in rows] == [8, 12, 12, 12]
+    assert rows[0].tolist() == list(range(4, 12))
+
+
+def test_text_of_one_token_is_noticed():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[5] = 1e4
+        model.model.norm.weight.fill_(1.0)
+    model.lm_head.bias = nn.Parameter(torch.zeros(97).index_fill(0, torch.tensor([5]), 1e4))
+    with pytest.warns(UserWarning, match="8 of 8 texts that the model wrote repeat one token"):
+        mts.sparsify(model, "wanda", data_loader=batches(2), self_data=8, progress=False)
+    assert any("repeat one token" in note for note in mts.report(model).notes)
+    mixed = torch.randint(0, 9, (4, 40))
+    assert monotonous(mixed) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "part"),
+    [
+        (
+            lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+            {},
+            "a BertModel writes no text",
+        ),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential writes no text"),
+        (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "holds none as input_ids"),
+        (tiny_llama, {"data_loader": None, "forward_loop": print}, "and forward_loop says that it is not known"),
+        (tiny_llama, {"split_data": False}, "and split_data=False says that it is not known"),
+        (tiny_llama, {"self_data": -1}, "must be a number of windows of text, or 0"),
+        (tiny_llama, {"self_data": 0.5}, "must be a number of windows of text, or 0"),
+    ],
+)
+def test_what_is_refused(model, options, part):
+    refused(mts.sparsify, model(), "wanda", **{"data_loader": batches(2), "self_data": 4, **options}, parts=[part])
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="a T5ForConditionalGeneration writes no text"):
+        own_text.refuse_to_write(T5ForConditionalGeneration(config), "self_data=4")
+
+
+def test_a_model_with_nan_logits_is_refused():
+    with pytest.raises(ValueError, match="the dense model's logits are not finite"):
+        drawn(torch.tensor([[1.0, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
+
+
+def test_streaming_takes_a_file_instead(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="let write_text write a file"):
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", data_loader=batches(2), self_data=4)
+    assert not (tmp_path / "out").exists()
+
+
+# the file -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_and_read_as_data(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+    before = Snapshot(model)
+    text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 64}
+    path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)
+    assert Snapshot(model).look == before.look
+    lines = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(lines) == 3
+    assert len(set(lines)) == 3
+    mts.sparsify(model, "wanda", **{**text, "data": path, "num_samples": 2}, progress=False)
+    with pytest.raises(ValueError, match="writes no text"):
+        mts.write_text(nn.Linear(2, 2), tmp_path / "no.jsonl", windows=3, **text)
+    assert not (tmp_path / "no.jsonl").exists()
