@@ -171,6 +171,12 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
                 f"layer {layer_plan.name!r} is sharded over processes (DTensor): sparsify the model first, whole in "
                 "each process (they share the work), then shard it; its masks hold"
             )
+        moves = config.reconstruct is not None and config.reconstruct.masks == "move"
+        if moves and layer_plan.layer.parameter.dtype == torch.float16:
+            raise ValueError(
+                f"layer {layer_plan.name!r} is float16, too coarse for the gradients that masks move by: convert the "
+                "model to bfloat16 or float32, or leave reconstruct's masks='move' out"
+            )
         storage.load(layer_plan.layer.owner)
         if not torch.isfinite(layer_plan.layer.values).all():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Reconstruction: better values for what a block has left, its masks frozen, against the dense block's output.
+"""Reconstruction: better values for what a block has left, against the dense block's output; masks are frozen, or move.
 
 After the layers of a block are solved, their kept weights, and the norms and biases around them, are tuned by Adam on
 the squared error of the block's output, as in EBFT (Guo et al. 2024, arXiv 2402.12419) and the transformer matching of
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.moving import Movable, moves, shrunk
 from modelopt_sparse.calibration.data import judging
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import Inputs, Replay
@@ -23,6 +24,8 @@ from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import written
+from modelopt_sparse.model.masking import let_gradients_through
+from modelopt_sparse.model.zeros import dense_gradient
 from modelopt_sparse.plan.config import Reconstruct
 from modelopt_sparse.reports.report import BlockReport
 
@@ -64,10 +67,15 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
 
 
 def reconstruct(
-    block: BlockTask, tuned: list[TunedModule], masks: Mapping[nn.Parameter, Tensor], inputs: Inputs, run: Run
+    block: BlockTask,
+    tuned: list[TunedModule],
+    masks: Mapping[nn.Parameter, Tensor],
+    movable: Mapping[nn.Parameter, Movable],
+    inputs: Inputs,
+    run: Run,
 ) -> None:
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept).
+    (True = kept); those of ``movable`` move.
 
     Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
     as before afterwards, and an interruption leaves the best values so far. Where several processes work together, each
@@ -85,9 +93,9 @@ def reconstruct(
                 inside = set(part.module.parameters())
                 chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
                 if chosen:
-                    counts = [outputs.get(parameter, 0) for parameter in chosen]
-                    with _only_these_require_grad(inputs.block, chosen):
-                        tuned_part = _tune(part, batches, chosen, counts, options, run.config.seed)
+                    weights = _Weights(chosen, [outputs.get(parameter, 0) for parameter in chosen], movable, options)
+                    with _only_these_require_grad(inputs.block, chosen, through=bool(movable)):
+                        tuned_part = _tune(part, batches, weights, options, run.config.seed)
                     run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
         except BaseException:
             run.report.notes.append(
@@ -150,43 +158,100 @@ class _Batches:
         return {number: value for of_rank in of_ranks for number, value in of_rank.items()}
 
 
-def _tune(
-    part: TunedModule, batches: _Batches, masks: Masks, counts: Sequence[int], options: Reconstruct, seed: int
-) -> BlockReport:
-    """``counts``: how many outputs each parameter of ``masks`` has (of all of its experts); 0 for vectors."""
+class _Weights:
+    """What is tuned, and its values in float32: a step smaller than bfloat16 can hold is not lost.
+
+    masks: of the parameters, None for what has none. Adam is elementwise; `write` leaves pruned places zero.
+    """
+
+    def __init__(
+        self, masks: Masks, outputs: Sequence[int], movable: Mapping[nn.Parameter, Movable], options: Reconstruct
+    ) -> None:
+        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors."""
+        self.parameters, self.masks = list(masks), list(masks.values())
+        self._movable = [movable.get(parameter) for parameter in masks]
+        self.masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
+        self.optimizer = _optimizer(self.masters, self.masks, outputs, options.learning_rate)
+        for master, mask, each in zip(self.masters, self.masks, self._movable):
+            if each is not None and mask is not None:
+                master.copy_(each.start(master, mask))
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor | None], step: int, steps: int) -> None:
+        """One step of Adam; masks that move follow."""
+        schedule = _schedule(step, steps)
+        for group, rate in zip(self.optimizer.param_groups, self._rates):
+            group["lr"] = rate * schedule
+        for master, gradient in zip(self.masters, gradients):
+            master.grad = gradient
+        self.optimizer.step()
+        if moves(step, steps):
+            for i, (each, master, mask) in enumerate(zip(self._movable, self.masters, self.masks)):
+                if each is not None and mask is not None:
+                    master.copy_(shrunk(master, mask, schedule))
+                    self.masks[i] = each.mask(master)
+        self.write(self.masters, self.masks)
+
+    @torch.no_grad()
+    def write(self, values: Sequence[Tensor], masks: Sequence[Tensor | None]) -> None:
+        """Values and masks into the model."""
+        for parameter, each, mask, value in zip(self.parameters, self._movable, masks, values):
+            if each is not None and mask is not None:
+                each.set_mask(mask)
+            everywhere = torch.ones_like(parameter, dtype=torch.bool) if mask is None else mask
+            parameter.copy_(written(value, everywhere, parameter.dtype))
+
+    def copy(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Values and masks as they are now."""
+        return [master.clone() for master in self.masters], list(self.masks)
+
+    def taken_gradients(self) -> list[Tensor | None]:
+        """The gradients of the parameters, which have none afterwards; where masks move, of pruned places too."""
+        gradients: list[Tensor | None] = []
+        for parameter, master, mask, each in zip(self.parameters, self.masters, self.masks, self._movable):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and each is not None and mask is not None:
+                gradient = dense_gradient(gradient, mask)
+            gradients.append(None if gradient is None else gradient.to(master.dtype))
+        return gradients
+
+    def moved(self, masks: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float | None:
+        """The share of kept places that differ between two sets of masks; None if none may move."""
+        pairs = [(a, b) for a, b, each in zip(masks, others, self._movable) if each is not None]
+        different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
+        count = sum(int(a.sum()) for a, _ in pairs if a is not None)
+        return different / count if count else None
+
+
+def _tune(part: TunedModule, batches: _Batches, weights: _Weights, options: Reconstruct, seed: int) -> BlockReport:
     began = time.perf_counter()
     energies = batches.energies(part)
     before = best = batches.judge(part, energies)
-    # the optimizer works on copies in float32: a step smaller than bfloat16 can hold is not lost
-    masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in masks]
-    best_values, best_epoch, notes = [master.clone() for master in masters], 0, []
-    optimizer = _optimizer(masters, list(masks.values()), counts, options.learning_rate)
+    (best_values, best_masks), best_epoch, notes = weights.copy(), 0, []
+    solved = best_masks
     order, step = torch.Generator().manual_seed(seed), 0
     steps = options.epochs * batches.held_back.start
-    rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for epoch in range(1, options.epochs + 1):
             for number in torch.randperm(batches.held_back.start, generator=order).tolist():
-                for group, rate in zip(optimizer.param_groups, rates):
-                    group["lr"] = rate * _schedule(step, steps)
-                for master, gradient in zip(masters, _gradients(part, number, batches, energies, masks, masters)):
-                    master.grad = gradient  # Adam is elementwise; `_write` leaves pruned places zero
-                optimizer.step()
-                _write(masks, masters)
+                weights.step(_gradients(part, number, batches, energies, weights), step, steps)
                 step += 1
             error = batches.judge(part, energies)
             if not math.isfinite(error):
                 notes.append(f"stopped in epoch {epoch}: its output was no longer finite")
                 break
             if error < best:
-                best, best_epoch, best_values = error, epoch, [master.clone() for master in masters]
+                best, best_epoch, (best_values, best_masks) = error, epoch, weights.copy()
     finally:
-        _write(masks, best_values)
+        weights.write(best_values, best_masks)
+    if (share := weights.moved(best_masks, solved)) is not None:
+        notes.append(f"{share:.1%} of the places that are kept are others than those of the solution")
     return BlockReport(part.name, before, best, best_epoch, round(time.perf_counter() - began, 3), notes)
 
 
 def _gradients(
-    part: TunedModule, number: int, batches: _Batches, energies: dict[int, float], masks: Masks, masters: list[Tensor]
+    part: TunedModule, number: int, batches: _Batches, energies: dict[int, float], weights: _Weights
 ) -> list[Tensor | None]:
     """The gradients of one batch, in all processes, from the one that has it."""
     if number in batches.own:
@@ -194,13 +259,13 @@ def _gradients(
             # scaled so that neither its gradients nor those inside of the block leave float16's range
             scale = part.goals[batches.own[number]].numel() ** 0.5
             (batches.error(part, number) / max(energies[number], 1e-30) * scale).backward()
-    own = [_taken_gradient(parameter, master) for parameter, master in zip(masks, masters)]
+    own = weights.taken_gradients()
     processes, rank = batches.processes, batches.rank_of[number]
     if processes.size == 1:
         return own
     there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
     if rank != processes.rank:
-        own = [torch.empty_like(master) if has else None for master, has in zip(masters, there)]
+        own = [torch.empty_like(master) if has else None for master, has in zip(weights.masters, there)]
     gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
     processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
     return gradients
@@ -236,18 +301,6 @@ def _schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def _taken_gradient(parameter: nn.Parameter, like: Tensor) -> Tensor | None:
-    gradient, parameter.grad = parameter.grad, None
-    return None if gradient is None else gradient.to(like.dtype)
-
-
-@torch.no_grad()
-def _write(masks: Masks, values: Sequence[Tensor]) -> None:
-    for (parameter, mask), value in zip(masks.items(), values):
-        everywhere = torch.ones_like(parameter, dtype=torch.bool) if mask is None else mask
-        parameter.copy_(written(value, everywhere, parameter.dtype))
-
-
 def _tunable(
     model: nn.Module, block: nn.Module, masks: Mapping[nn.Parameter, Tensor], options: Reconstruct
 ) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
@@ -275,14 +328,19 @@ def _elsewhere(module: nn.Module, block: nn.Module) -> Iterator[nn.Parameter]:
 
 
 @contextmanager
-def _only_these_require_grad(block: nn.Module, chosen: Mapping[nn.Parameter, object]) -> Iterator[None]:
+def _only_these_require_grad(
+    block: nn.Module, chosen: Mapping[nn.Parameter, object], *, through: bool
+) -> Iterator[None]:
+    """``through``: gradients reach pruned places as well."""
     before = [(p, p.requires_grad, p.grad) for p in block.parameters()]
     try:
         for parameter, _, _ in before:
             parameter.requires_grad_(parameter in chosen)
             parameter.grad = None
+        let_gradients_through(block, through)
         yield
     finally:
+        let_gradients_through(block, False)
         for parameter, requires_grad, gradient in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient

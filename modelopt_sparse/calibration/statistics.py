@@ -30,13 +30,14 @@ class SharedInput:
 class InputFacts:
     """What a report says of a layer's input: how many tokens it had in all and by expert, what the error of the layer
     is measured with (see `reports.report.ERROR_FROM`), and how many of its channels (those of all its matrices) were
-    zero in all of them."""
+    zero in all of them. ``square_sums``: ``[..., C]``, of its channels."""
 
     tokens: int
     expert_tokens: list[int]
     error_from: str
     channels: int = 0
     dead: int = 0
+    square_sums: Tensor | None = None
 
     @classmethod
     def of(cls, stats: Stats | DeferredStats | None) -> "InputFacts":
@@ -46,7 +47,7 @@ class InputFacts:
         counts = [] if stats.counts is None else stats.counts.tolist()
         sums = stats.filled_square_sums() if isinstance(stats, DeferredStats) else stats.square_sums
         dead = int((sums == 0).sum())
-        return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead)
+        return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead, sums)
 
 
 @dataclass

@@ -60,6 +60,8 @@ class Reconstruct:
     parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
       attention) against its own output, then the rest (the MLP and the norms) against the block's.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
+    masks: "frozen", or "move": which weights of an N:M pattern are kept may change in the first part of the steps
+      (SR-STE, arXiv 2102.04010), which needs the data that lets it pay. Other patterns, and masks of your own, stay.
     """
 
     epochs: int = 4
@@ -67,13 +69,15 @@ class Reconstruct:
     target: str = "dense"
     parts: str = "block"
     norms_and_biases: bool = True
+    masks: str = "frozen"
 
     def __post_init__(self) -> None:
         if not _is_count(self.epochs, 1):
             raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
         if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
             raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
-        for name, allowed in (("target", ("dense", "sparse")), ("parts", ("block", "children"))):
+        choices = {"target": ("dense", "sparse"), "parts": ("block", "children"), "masks": ("frozen", "move")}
+        for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
         if not isinstance(self.norms_and_biases, bool):
@@ -405,6 +409,8 @@ def _check_steps(config: SparsifyConfig) -> None:
             "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
             "'stage', or leave reconstruct out"
         )
+    if config.masks is not None and config.reconstruct is not None and config.reconstruct.masks == "move":
+        raise ValueError("masks= says which weights stay, and reconstruct's masks='move' would choose others")
     choosing = {"refine": config.refine, "permute": config.permute, "allocation": config.allocation != "uniform"}
     if config.masks is not None and any(choosing.values()):
         names = " and ".join(name for name, wanted in choosing.items() if wanted)

@@ -101,7 +101,8 @@ def beside_the_model(
             if tokens is not None and experts_per_token is not None and layer_plan.needs == "gram":
                 rows = tokens * layer_plan.shape[-1] * (1 if layer_plan.layer.adapter is UP else experts_per_token)
                 routed[together] = routed.get(together, 0) + rows * layer_plan.layer.parameter.element_size()
-        tuned[together] = tuned.get(together, 0) + RECONSTRUCTION * width * layer_plan.size
+        dense = 1 if config.reconstruct is not None and config.reconstruct.masks == "move" else 0
+        tuned[together] = tuned.get(together, 0) + (RECONSTRUCTION + dense) * width * layer_plan.size
     copies = DETERMINISTIC_COPIES if config.deterministic else 1
     memory = {"statistics_of_one_block": copies * max(statistics.values()), "solver_workspace": workspace}
     if config.enforce:

@@ -6,13 +6,16 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.moving import Movable
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.calibration.collect import collect
 from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.solving.attach import attach
-from modelopt_sparse.solving.solve import solve_layers
+from modelopt_sparse.solving.solve import Solved, solve_layers
 
 
 def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
@@ -26,6 +29,7 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
     dense_goes_on = config.sequential == "none" and bool(block.layer_plans)  # `collect` sends the dense outputs on
     stays_dense = dense_goes_on and not inputs.blockwise
     masks: dict[nn.Parameter, Tensor] = {}
+    movable: dict[nn.Parameter, Movable] = {}
     later: list[Callable[[], object]] = []
     with run.storage.open(block.block, run.report) as stored, inputs.on_device(), ExitStack() as undo:
         permuted = permute(block, inputs, run, undo) if config.permute else {}
@@ -36,6 +40,7 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
             stored.write_sparse_weights()
         for stage in [] if reused else block.stages(config.sequential):
             for solved in solve_layers(collect(stage, inputs, run), run):
+                movable |= _movable(solved, config)
                 write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
                 if stays_dense:
                     later.append(write)
@@ -45,7 +50,18 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
                 del solved, write  # not held while the next layer is solved
         undo.pop_all()
         if masks and tuned:
-            reconstruct(block, tuned, masks, inputs, run)
+            reconstruct(block, tuned, masks, movable, inputs, run)
         if not dense_goes_on:
             inputs.advance()
     return later
+
+
+def _movable(solved: Solved, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
+    """The weight of a layer that is to be written, if its mask is to move while the block is tuned."""
+    plan, sums = solved.layer_plan, solved.input.square_sums
+    if config.reconstruct is None or config.reconstruct.masks == "frozen":
+        return {}
+    pattern = plan.pattern_now
+    if not isinstance(pattern, NM) or sums is None:
+        return {}
+    return {plan.layer.parameter: Movable.of(plan.layer, pattern, sums)}

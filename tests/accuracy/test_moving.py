@@ -1,0 +1,187 @@
+"""Masks that move while a block is tuned: the start, each step against SR-STE written out, and what stays as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy import reconstruct as reconstruction
+from modelopt_sparse.accuracy.moving import BELOW, DECAY, MOVING, Movable, moves, shrunk
+from modelopt_sparse.model.layers import find_layers
+from modelopt_sparse.model.masking import SparseModule
+from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+BATCHES = 9
+MOVE = {"epochs": 3, "masks": "move"}
+
+
+def sparsified(model=None, method="wanda", **options):
+    data = options.pop("data_loader", None) or token_batches(BATCHES)
+    model = tiny_llama() if model is None else model
+    return mts.sparsify(model, method, data_loader=data, **{"reconstruct": MOVE, "progress": False, **options})
+
+
+# a weight by itself -------------------------------------------------------------------------------------------------
+
+
+def movable(rows=3, columns=8, pattern=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+    (layer,), _ = find_layers(model)
+    sums = torch.rand(columns) + 0.1
+    sums[2] = 0.0
+    return Movable.of(layer, pattern or mts.NM(2, 4), sums), sums
+
+
+def test_the_start_by_loops():
+    each, sums = movable()
+    dense = each.dense.clone()
+    norms = [math.sqrt(float(x)) if x > 0 else min(math.sqrt(float(y)) for y in sums if y > 0) for x in sums]
+    values = torch.randn(3, 8)
+    mask = mts.NM(2, 4).mask(values.abs() * torch.tensor(norms))
+    wanted = values.clone()
+    for row in range(3):
+        for begin in (0, 4):
+            group = range(begin, begin + 4)
+            least = min(abs(float(values[row, c])) * norms[c] for c in group if mask[row, c])
+            for c in group:
+                if not mask[row, c]:
+                    limit = BELOW * least / norms[c]
+                    wanted[row, c] = max(-limit, min(limit, float(dense[row, c])))
+    start = each.start(values, mask)
+    torch.testing.assert_close(start, wanted)
+    assert torch.equal(each.mask(start), mask), "the solution's mask is the one that the start leads to"
+
+
+def test_pruned_values_shrink_and_masks_stay_in_the_end():
+    values, mask = torch.ones(4), torch.tensor([True, False, True, False])
+    assert shrunk(values, mask, 0.5).tolist() == pytest.approx([1.0, 1 - DECAY * 0.5, 1.0, 1 - DECAY * 0.5])
+    assert [moves(step, 10) for step in range(10)] == [step + 1 < 10 * MOVING for step in range(10)]
+
+
+# a run --------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_sr_ste_written_out():
+    """One linear block, squared error, Adam by hand, gradients straight through the mask."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8, bias=False)).double()
+    batches = [torch.randn(32, 16, dtype=torch.float64) for _ in range(BATCHES)]
+    dense = model[0].weight.detach().clone()
+    options = {"include": "*", "enforce": True, "data_loader": batches}
+    before = nn.Sequential(nn.Linear(16, 8, bias=False)).double()
+    before[0].weight.data.copy_(dense)
+    mts.sparsify(before, "wanda", progress=False, **options)
+    mask = dict(mts.named_masks(before))["0.weight"].clone()
+    values = torch.where(mask, dense, 0)
+    norms = torch.cat(batches).square().sum(0).sqrt()
+
+    least = (values.abs() * norms).masked_fill(~mask, torch.inf).unflatten(-1, (-1, 4)).amin(-1, keepdim=True)
+    limit = (BELOW * least).expand(-1, -1, 4).flatten(-2) / norms
+    w = torch.where(mask, values, dense.clamp(-limit, limit))
+    rms = values[mask].square().mean().sqrt()
+    rate, steps = 0.4 * rms / math.sqrt(8), 2 * (BATCHES - 1)
+    first = second = torch.zeros_like(w)
+    order, step, states = torch.Generator().manual_seed(0), 0, []
+    judge = lambda w, mask: float(((batches[-1] @ (w * mask - dense).T) ** 2).sum())  # noqa: E731
+    best, result = judge(values, mask), (values, mask)
+    for _ in range(2):
+        for number in torch.randperm(BATCHES - 1, generator=order).tolist():
+            x = batches[number]
+            goal = x @ dense.T
+            gradient = 2 * (x @ (w * mask).T - goal).T @ x / goal.square().sum() * goal.numel() ** 0.5
+            first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+            scale = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
+            w = w - rate * scale * corrected[0] / (corrected[1] + 1e-12)
+            if step + 1 < 0.6 * steps:
+                w = torch.where(mask, w, w * (1 - 0.02 * scale))
+                mask = mts.NM(2, 4).mask(w.abs() * norms)
+            step += 1
+            states.append(mask)
+        if judge(w, mask) < best:
+            best, result = judge(w, mask), (w * mask, mask)
+    mts.sparsify(model, "wanda", progress=False, **options, reconstruct={"epochs": 2, "masks": "move"})
+    assert not torch.equal(states[0], states[-1]), "masks move in this case"
+    assert torch.equal(dict(mts.named_masks(model))["0.weight"], result[1])
+    torch.testing.assert_close(model[0].weight.detach(), result[0] * result[1], rtol=1e-6, atol=1e-9)
+    (block,) = mts.report(model).blocks
+    energy = float((batches[-1] @ dense.T).square().sum())
+    assert block.error_after == pytest.approx(best / energy, rel=1e-6)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_masks_move_and_hold_their_pattern(enforce):
+    options = {"enforce": enforce, "data_loader": token_batches(BATCHES) * 3, "reconstruct": {**MOVE, "epochs": 8}}
+    frozen = sparsified(**{**options, "reconstruct": 8})
+    model = sparsified(**options)
+    mts.verify(model, "2:4")
+    kept, others = ({n: p != 0 for n, p in each.named_parameters() if "proj" in n} for each in (model, frozen))
+    assert any(not torch.equal(kept[name], others[name]) for name in kept)
+    for name, mask in mts.named_masks(model):
+        assert_bits(mask, kept[name])
+    shares = []
+    for block in mts.report(model).blocks:
+        assert block.error_after <= block.error_before
+        (note,) = block.notes
+        assert note.endswith("% of the places that are kept are others than those of the solution")
+        shares.append(float(note.split("%")[0]))
+    assert max(shares) > 0
+    assert not any(m.faint_gradients for m in model.modules() if isinstance(m, SparseModule))
+
+
+def test_a_method_that_looks_at_no_inputs_keeps_its_masks():
+    model, frozen = sparsified(method="magnitude"), sparsified(method="magnitude", reconstruct=3)
+    assert_same_state(model, state_of(frozen))
+
+
+def test_a_rerun_has_the_same_bits():
+    assert_same_state(sparsified(), state_of(sparsified()))
+
+
+def test_unstructured_masks_stay():
+    options = {"pattern": 0.5}
+    moving, frozen = sparsified(**options), sparsified(reconstruct=3, **options)
+    assert_same_state(moving, state_of(frozen))
+    assert all(not block.notes for block in mts.report(moving).blocks)
+
+
+def test_zeros_of_a_mask_that_is_there_stay():
+    model = sparsified(tiny_llama(), method="magnitude", pattern="3:4", reconstruct=None)
+    before = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    sparsified(model)
+    for name, mask in mts.named_masks(model):
+        assert not (mask & ~before[name]).any()
+
+
+def test_an_interruption_leaves_masks_and_zeros_that_fit(monkeypatch):
+    count = 0
+
+    def stop(*arguments):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    real = reconstruction._gradients
+    monkeypatch.setattr(reconstruction, "_gradients", stop)
+    model = tiny_llama()
+    with pytest.raises(KeyboardInterrupt):
+        sparsified(model)
+    masks = dict(mts.named_masks(model))
+    assert masks
+    for name, mask in masks.items():
+        assert not model.get_parameter(name)[~mask].any()
+        assert mask.unflatten(-1, (-1, 4)).sum(-1).eq(2).all()
+    assert not any(m.faint_gradients for m in model.modules() if isinstance(m, SparseModule))
+
+
+def test_what_is_refused():
+    refused(sparsified, tiny_llama().half(), parts=["is float16, too coarse for the gradients that masks move by"])
+    refused(sparsified, tiny_llama(), reconstruct={"masks": "moves"}, parts=["masks='moves': allowed are 'frozen'"])
+    masks = {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.bool)}
+    refused(sparsified, tiny_llama(), method=None, masks=masks, parts=["and reconstruct's masks='move' would choose"])
