@@ -236,7 +236,7 @@ def sparse_ift(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Write config and recipe of a larger, sparser MODEL of the same FLOPs."""
+    """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""
     _run("sparse_ift", locals())
 
 
