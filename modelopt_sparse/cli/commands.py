@@ -1,46 +1,26 @@
 """The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | sparse-ift | finalize`.
 
-Thin over the public API.
+Here stand the options and the texts; what a command does is the function of its name in `cli.run`. Nothing here imports
+torch or transformers, so that help texts, the version and completion come at once.
 """
 
-import json
-import sys
 import warnings
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
-from safetensors import SafetensorError
-from torch import nn
 
-import modelopt_sparse as mts
-from modelopt_sparse import training
-from modelopt_sparse.calibration.data import read_documents, tokenize
-from modelopt_sparse.checkpoint.place import checked_place
-from modelopt_sparse.checkpoint.streaming.workfolder import reserved
-from modelopt_sparse.checkpoint.verify import PatternError
-from modelopt_sparse.cli.inputs import DTYPES, NamedModel, settings_of
-from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
-from modelopt_sparse.methods import METHODS
-from modelopt_sparse.model.hf import default_seq_len
-from modelopt_sparse.plan.quality import QUALITIES
-from modelopt_sparse.training.iso_flop.recipe import sparse_ift_files
-from modelopt_sparse.training.iso_flop.transform import MEMBERS
+from modelopt_sparse import __version__
+from modelopt_sparse.cli.names import DTYPES, INTERRUPTED, MEMBERS, METHODS, QUALITIES, complain
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
 Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong arguments or input; 3 another process of the
 run stopped or died (torchrun); 130 Ctrl-C.
 """
-VIOLATION, WRONG_INPUT, RANK_LOST, INTERRUPTED = 1, 2, 3, 130
 
-app = typer.Typer(
-    help=HELP, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub name.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that sparsify wrote.")]
@@ -90,8 +70,24 @@ Progress = Annotated[
 ]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"modelopt-sparse {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=HELP)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version, and stop.")
+    ] = False,
+) -> None:
+    """What the command line has besides its commands."""
+
+
 @app.command()
 def sparsify(
+    context: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     method: Method = None,
@@ -129,66 +125,12 @@ def sparsify(
     as_json: Json = False,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
-    settings = settings_of(locals(), config, options)
-    if rank() > 0:
-        progress = settings["progress"] = False
-    if stream and eval_data is not None:
-        raise ValueError(
-            "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
-        )
-    if spill and not stream:
-        raise ValueError("--spill goes with --stream")
-    if not stream:  # a streaming run may continue an earlier one, and looks by itself
-        checked_place(out, overwrite=overwrite, sources=[model])
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    method = settings.pop("method")
-    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
-    if "data" in settings:
-        settings["tokenizer"] = tokenizer
-    held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
-    empty, quantized = source.empty(dequantize, read=True)
-    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
-    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
-        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
-
-    evaluation = None
-    if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
-        sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
-    else:
-        with reserved(out) if rank() == 0 else nullcontext():
-            companions = source.companions()
-            dense = source.load(quantized=quantized, masks=not settings.get("replace"))
-            network = mts.sparsify(dense, method, settings)
-            if quantized is not None:
-                mts.report(network).notes.append(str(quantized))
-            with while_others_wait(settings.get("distributed")) as writes:
-                if not writes:
-                    return
-                if held_out is not None:
-                    place = settings.get("device") or "cpu"
-                    evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
-                mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
-        sparsity_report = mts.report(network)
-    if as_json:
-        _print_json(
-            {"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": sparsity_report.as_dict()}
-        )
-        return
-    typer.echo(sparsity_report)
-    if evaluation is not None:
-        typer.echo(
-            f"\nheld-out perplexity: dense {evaluation.reference_perplexity:.3f}, sparse {evaluation.perplexity:.3f}; "
-            f"KL from dense {evaluation.kl:.4f} nats per token; {evaluation.windows} windows of "
-            f"{evaluation.seq_len} tokens"
-        )
-    typer.echo(
-        f"\nWritten to {out}: load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
-    )
+    _run("sparsify", locals())
 
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: Model,
     method: Method = None,
     quality: Quality = None,
@@ -216,27 +158,12 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
-    arguments = {key: value for key, value in locals().items() if key != "training_recipe"}
-    settings = settings_of(arguments, config, options, check_device=False)  # the device may be another machine's
-    source = NamedModel(model, dtype, revision, trust_remote_code)
-    if training_recipe is not None:
-        if extra := [key for key, value in settings.items() if value is not None]:
-            raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
-        empty, _ = source.empty(dequantize)
-        training_plan = training.configure(training_recipe).plan(empty)
-        typer.echo(training_plan.to_json() if as_json else training_plan)
-        return
-    if "data" in settings:
-        settings["tokenizer"] = source.tokenizer()
-    empty, quantized = source.empty(dequantize)
-    planned = mts.make_plan(empty, settings.pop("method"), settings)
-    if quantized is not None:
-        planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned)
+    _run("plan", locals())
 
 
 @app.command(name="eval")
 def eval_(
+    context: typer.Context,
     model: Model,
     data: Annotated[Path, typer.Option(help="Held-out text: a .txt file, or .jsonl with a text key.")],
     reference: Annotated[str | None, typer.Option(help="The dense model: its perplexity, and the KL from it.")] = None,
@@ -250,49 +177,30 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL divergence from it."""
-    settings = settings_of({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
-    tokens = tokenize(source.tokenizer(), read_documents(data))
-    place = device or "cpu"
-    evaluation = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
-    if as_json:
-        _print_json(evaluation.as_dict())
-    else:
-        typer.echo(evaluation)
+    _run("eval_", locals())
 
 
 @app.command()
 def verify(
+    context: typer.Context,
     folder: Folder,
     pattern: Annotated[str | None, typer.Option(help="Pattern asked of every pruned layer.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
-    violation = None
-    try:
-        verification = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
-    except PatternError as error:
-        verification, violation = error.verification, error
-    if as_json:
-        _print_json([vars(layer) for layer in verification.layers])
-    else:
-        typer.echo(verification)
-    if violation is not None:
-        _complain(violation)
-        raise typer.Exit(VIOLATION)
+    _run("verify", locals())
 
 
 @app.command()
-def report(folder: Folder, as_json: Json = False) -> None:
+def report(context: typer.Context, folder: Folder, as_json: Json = False) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
-    sparsity_report = mts.report(folder)
-    typer.echo(sparsity_report.to_json() if as_json else sparsity_report)
+    _run("report", locals())
 
 
 @app.command()
 def speed(
+    context: typer.Context,
     folder: Folder,
     tokens: Annotated[str, typer.Option(help="Token counts that matter, for example 1,64,2048.")],
     timing: Annotated[str, typer.Option(help="eager: as called from Python. graph: as in a CUDA graph.")] = "eager",
@@ -306,21 +214,12 @@ def speed(
     as_json: Json = False,
 ) -> None:
     """Time the layers in DIR, dense against 2:4, on this GPU. Shows which would run 2:4, and why others stay dense."""
-    if wrong := [count for count in tokens.split(",") if not count.strip().isdecimal()]:
-        raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is no number of tokens; write for example 1,64,2048")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
-    options = {"tune": tuple(map(int, tokens.split(","))), "timing": timing, "quantize": quantize, "cache": cache}
-    dtype_option = {} if DTYPES[dtype] is None else {"dtype": DTYPES[dtype]}
-    model = mts.load(
-        folder, semi_structured=options, device_map=device, trust_remote_code=trust_remote_code, **dtype_option
-    )
-    speed_report = mts.semi_structured_report(model)
-    typer.echo(speed_report.to_json() if as_json else speed_report)
+    _run("speed", locals())
 
 
 @app.command()
 def sparse_ift(
+    context: typer.Context,
     model: Model,
     sparsity: Annotated[float, typer.Option(help="The level, in [0, 1): says how much larger layers become.")],
     out: Annotated[Path, typer.Option(help="Folder to write: config.json and recipe.yaml.")],
@@ -337,27 +236,29 @@ def sparse_ift(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Write config and recipe of a larger, sparser MODEL of the same FLOPs."""
-    section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple, "include": include}
-    place = checked_place(out, overwrite=overwrite, sources=[model])
-    empty, _ = NamedModel(model, "auto", revision, trust_remote_code).empty(False)
-    ift, files = sparse_ift_files(empty, {k: v for k, v in section.items() if v is not None}, recipe)
-    place.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (place / name).write_text(text, encoding="utf-8")
-    typer.echo(ift.plan.to_json() if as_json else f"{ift.plan}\n\nWritten to {out}: {', '.join(files)}.")
+    """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""
+    _run("sparse_ift", locals())
 
 
 @app.command()
 def finalize(
+    context: typer.Context,
     source: Annotated[
         Path, typer.Option("--input", help="A safetensors file with NaN in the place of pruned weights.")
     ],
     destination: Annotated[Path, typer.Option("--output", help="The file to write, with 0 for them.")],
 ) -> None:
     """Write 0 for NaN, which marks pruned weights in a file."""
-    masks, count = training.finalize(source, destination)
-    typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
+    _run("finalize", locals())
+
+
+def _run(command: str, arguments: dict[str, Any]) -> None:
+    """Run the function ``command`` of `cli.run`. ``arguments``: its own, and the ``context``, whose object is what
+    `main` leaves at its end."""
+    from modelopt_sparse.cli import run  # imports torch and transformers, which takes seconds: only when a command runs
+
+    arguments.pop("context").obj.enter_context(run.errors_in_one_line())
+    getattr(run, command)(**arguments)
 
 
 def main() -> None:
@@ -365,37 +266,11 @@ def main() -> None:
 
     Neither shows a traceback.
     """
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), launched_group():
-        warnings.showwarning = lambda message, *_: _complain(f"warning: {message}")
+    with warnings.catch_warnings(), ExitStack() as until_end:
+        warnings.showwarning = lambda message, *_: complain(f"warning: {message}")
         try:
-            app()
+            app(obj=until_end)
         except SystemExit as done:
             if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
-                _complain("interrupted")
+                complain("interrupted")
             raise
-        except RankError as error:
-            _complain(error)
-            sys.exit(RANK_LOST)
-        except (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError) as error:
-            _complain(error)
-            sys.exit(WRONG_INPUT)
-
-
-def _complain(message: object) -> None:
-    """Print a message on standard error, in one line; in another rank than 0 with the rank."""
-    speaker = f"rank {rank()}: " if rank() > 0 else ""
-    typer.echo(f"modelopt-sparse: {speaker}{' '.join(str(message).split())}", err=True)
-
-
-def _evaluate(
-    network: nn.Module, dense: nn.Module | None, tokens: torch.Tensor, settings: dict[str, Any]
-) -> mts.Evaluation:
-    """Evaluate a model, and the dense one if there is one, with the settings of the command line."""
-    options = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
-    seq_len = settings.get("seq_len") or default_seq_len(network)
-    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **options)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))

@@ -16,12 +16,12 @@ from modelopt_sparse.calibration.data import read_documents
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.format import DESCRIPTION
 from modelopt_sparse.checkpoint.streaming.source import local_folder
+from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class
 from modelopt_sparse.model.quantization import quantization_of
 from modelopt_sparse.plan.yaml_loader import read_yaml
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PYTHON_ONLY = (
     "data_loader",
     "collect_func",
@@ -75,6 +75,13 @@ def _check_device(device: str) -> None:
         raise ValueError(f"--device {device}: {error}") from None
 
 
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of --dtype; None for auto. Raises ValueError for one that is not known."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name}: allowed are {', '.join(DTYPES)}")
+    return None if name == "auto" else getattr(torch, name)
+
+
 class NamedModel:
     """MODEL of the command line, a folder or a hub name, and how to load it.
 
@@ -84,8 +91,7 @@ class NamedModel:
     def __init__(
         self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)}")
+        torch_dtype(dtype)
         if progress:
             transformers.utils.logging.enable_progress_bar()
         self.name, self.dtype = name, dtype
@@ -114,7 +120,9 @@ class NamedModel:
         known = dequantize and read and quantization_of(network.config) is not None
         where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
         quantized = dequantization_of(network, where, self.dtype, dequantize=dequantize)
-        dtype = DTYPES[self.dtype] or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
+        dtype = (
+            torch_dtype(self.dtype) or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
+        )
         return network if dtype is None else network.to(dtype), quantized
 
     def load(self, device: str = "cpu", quantized: Quantized | None = None, *, masks: bool = False) -> nn.Module:

@@ -6,6 +6,7 @@ masked parameters. The parameter stays a real leaf Parameter that is exactly +0.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -15,7 +16,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import is_fully_sharded, mask_like
 from modelopt_sparse.model.offload import has_hook, stored, without_hook
@@ -530,10 +530,14 @@ def _show_to_save_pretrained(model: nn.Module, key: str) -> None:
         inner._keys_to_ignore_on_save = set(inner._keys_to_ignore_on_save or ()) - {name}
 
 
-def _transformers_around(model: nn.Module, key: str) -> Iterator[tuple[PreTrainedModel, str]]:
-    """The transformers models on the way from ``model`` to the tensor ``key``, each with its own name for it."""
+def _transformers_around(model: nn.Module, key: str) -> Iterator[tuple[Any, str]]:
+    """The transformers models on the way from ``model`` to the tensor ``key``, each with its own name for it.
+
+    transformers, which takes seconds, is not imported here: if nobody has imported it, no model is one of its own.
+    """
+    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     parts = key.split(".")
     for depth in range(len(parts)):
         inner = model.get_submodule(".".join(parts[:depth]))
-        if isinstance(inner, PreTrainedModel):
+        if isinstance(inner, pretrained):
             yield inner, ".".join(parts[depth:])

@@ -345,7 +345,11 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
 if __name__ == "__main__":
     import torch
 
-    for name in ("modelopt_sparse", "transformers.models.llama.modeling_llama"):  # once, for all that are forked
+    # once, for all that are forked
+    for name in ("modelopt_sparse.cli.run", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
+    package = importlib.import_module("modelopt_sparse")
+    for name in package.__all__:  # what is imported on first use
+        getattr(package, name)
     torch.set_num_threads(1)
     serve()
