@@ -48,6 +48,8 @@ Dtype = Annotated[str, typer.Option(help=f"Weights' dtype: {', '.join(DTYPES)} (
 Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
+AllRows = Annotated[bool, typer.Option("--all", help="A line for each layer; else equal ones are folded.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Method = Annotated[
     str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses.")
@@ -126,11 +128,12 @@ def sparsify(
         bool, typer.Option("--overwrite", help="Replace the model in a folder that is not empty.")
     ] = False,
     progress: Progress = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
     settings = settings_of(locals(), config, options)
-    if rank() > 0:
+    if rank() > 0 or (quiet and progress is None):
         progress = settings["progress"] = False
     if stream and eval_data is not None:
         raise ValueError(
@@ -175,6 +178,8 @@ def sparsify(
             {"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": sparsity_report.as_dict()}
         )
         return
+    if quiet:
+        return
     typer.echo(sparsity_report)
     if evaluation is not None:
         typer.echo(
@@ -213,6 +218,7 @@ def plan(
     dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
@@ -224,7 +230,7 @@ def plan(
             raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
         empty, _ = source.empty(dequantize)
         training_plan = training.configure(training_recipe).plan(empty)
-        typer.echo(training_plan.to_json() if as_json else training_plan)
+        typer.echo(training_plan.to_json() if as_json else training_plan.text(all_rows=all_rows))
         return
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
@@ -232,7 +238,7 @@ def plan(
     planned = mts.make_plan(empty, settings.pop("method"), settings)
     if quantized is not None:
         planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned)
+    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
 
 
 @app.command(name="eval")
@@ -267,6 +273,8 @@ def verify(
     folder: Folder,
     pattern: Annotated[str | None, typer.Option(help="Pattern asked of every pruned layer.")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
@@ -277,18 +285,18 @@ def verify(
         verification, violation = error.verification, error
     if as_json:
         _print_json([vars(layer) for layer in verification.layers])
-    else:
-        typer.echo(verification)
+    elif not quiet:
+        typer.echo(verification.text(all_rows=all_rows))
     if violation is not None:
         _complain(violation)
         raise typer.Exit(VIOLATION)
 
 
 @app.command()
-def report(folder: Folder, as_json: Json = False) -> None:
+def report(folder: Folder, all_rows: AllRows = False, as_json: Json = False) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     sparsity_report = mts.report(folder)
-    typer.echo(sparsity_report.to_json() if as_json else sparsity_report)
+    typer.echo(sparsity_report.to_json() if as_json else sparsity_report.text(all_rows=all_rows))
 
 
 @app.command()
@@ -335,6 +343,7 @@ def sparse_ift(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write to a folder that is not empty.")] = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Write config and recipe of a larger, sparser MODEL of the same FLOPs."""
@@ -345,7 +354,11 @@ def sparse_ift(
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (place / name).write_text(text, encoding="utf-8")
-    typer.echo(ift.plan.to_json() if as_json else f"{ift.plan}\n\nWritten to {out}: {', '.join(files)}.")
+    typer.echo(
+        ift.plan.to_json()
+        if as_json
+        else f"{ift.plan.text(all_rows=all_rows)}\n\nWritten to {out}: {', '.join(files)}."
+    )
 
 
 @app.command()

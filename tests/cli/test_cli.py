@@ -376,8 +376,8 @@ def test_plan_takes_the_options_of_sparsify():
     """So that a command can be tried by changing one word."""
     command = typer.main.get_command(cli.app)
     options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill"}
-    assert options["sparsify"] - writes == options["plan"] - {"training_recipe"}
+    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill", "quiet"}
+    assert options["sparsify"] - writes == options["plan"] - {"training_recipe", "all_rows"}
 
 
 def test_eval(run, work, sparse):
@@ -400,13 +400,13 @@ def test_eval(run, work, sparse):
 def test_verify_exit_codes(run, work, sparse):
     done = run("verify", sparse, "--pattern", "2:4")
     assert (done.code, done.err) == (0, "")
-    assert "All 7 layers hold their pattern." in done.out
+    assert "All 7 layers hold their pattern: 2:4. 4,608 of 9,216 weights are zero." in done.out
     assert run("verify", sparse).code == 0
     assert [layer["problem"] for layer in json.loads(run("verify", sparse, "--json").out)] == [""] * 7
     done = run("verify", sparse, "--pattern", "1:4")
     assert done.code == 1
     assert done.err.startswith("modelopt-sparse: 7 of 7 layers do not hold their pattern: model.layers.0.self_attn.")
-    assert "7 of 7 layers do not hold their pattern." in done.out
+    assert "7 of 7 layers do not hold their pattern: 1:4." in done.out
     done = run("verify", sparse, "--pattern", "1:4", "--json")
     assert done.code == 1
     assert all("more nonzeros than 1:4" in layer["problem"] for layer in json.loads(done.out))
