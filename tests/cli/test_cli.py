@@ -425,6 +425,34 @@ def test_report(run, work, sparse):
     assert "holds no sparsity.json" in done.err
 
 
+def test_all_has_a_row_for_each_layer(run, work, sparse):
+    """And JSON is the same with it."""
+    model = tiny_llama(vocab_size=2048, num_hidden_layers=1)
+    commands = {
+        ("plan", work / "only-config", "--pattern", "50%"): mts.make_plan(model, pattern="50%"),
+        ("report", sparse): mts.report(sparse),
+        ("verify", sparse): mts.verify(sparse),
+    }
+    for command, value in commands.items():
+        assert run(*command, "--all").out == f"{value.text(all_rows=True)}\n"
+        assert value.text(all_rows=True) != str(value)
+        assert run(*command, "--all", "--json") == run(*command, "--json")
+
+
+def test_quiet_prints_nothing_but_what_went_wrong(run, work, sparse, tmp_path):
+    command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--quiet")
+    assert run(*command) == (0, "", "")
+    assert mts.verify(tmp_path / "out")
+    again = run(*command)
+    assert (again.code, again.out) == (2, "")
+    assert "is not empty" in again.err
+    assert json.loads(run(*command, "--overwrite", "--json").out)["report"]["layers"]
+    assert run("verify", sparse, "--quiet") == (0, "", "")
+    broken = run("verify", sparse, "--pattern", "1:4", "--quiet")
+    assert (broken.code, broken.out) == (1, "")
+    assert "7 of 7 layers do not hold their pattern" in broken.err
+
+
 def test_sparsify_with_json_prints_json_alone(run, work, tmp_path):
     command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--json")
     done = run(*command, "--eval", work / "held.txt", "--seq-len", 32)

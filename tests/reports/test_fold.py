@@ -45,7 +45,7 @@ def unfolded(label: str, among: Iterable[str]) -> set[str]:
             return False
         if said == "*":
             return True
-        runs = [run.split("-") for run in said.split(",")] if re.fullmatch(r"(0|[1-9])[\d,-]*", said) else []
+        runs = [run.split("-") for run in said.split(",")] if re.fullmatch(r"(0|[1-9]\d*)([,-][1-9]\d*)*", said) else []
         return any(int(run[0]) <= int(part) <= int(run[-1]) for run in runs)
 
     def meant(name: str) -> bool:
