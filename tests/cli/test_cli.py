@@ -441,13 +441,15 @@ def test_all_has_a_row_for_each_layer(run, work, sparse):
 
 def test_quiet_prints_nothing_but_what_went_wrong(run, work, sparse, tmp_path):
     command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--quiet")
-    assert run(*command) == (0, "", "")
+    done = run(*command)
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert mts.verify(tmp_path / "out")
     again = run(*command)
     assert (again.code, again.out) == (2, "")
     assert "is not empty" in again.err
     assert json.loads(run(*command, "--overwrite", "--json").out)["report"]["layers"]
-    assert run("verify", sparse, "--quiet") == (0, "", "")
+    done = run("verify", sparse, "--quiet")
+    assert (done.code, done.out, done.err) == (0, "", "")
     broken = run("verify", sparse, "--pattern", "1:4", "--quiet")
     assert (broken.code, broken.out) == (1, "")
     assert "7 of 7 layers do not hold their pattern" in broken.err

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,12 @@ from tests.helpers import tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 
 
 def llama_8b() -> LlamaForCausalLM:
@@ -265,7 +271,7 @@ def test_the_report_folds_and_unfolds():
     assert rows["model.layers.0,1,3.mlp.up_proj"] == 3
     assert rows["model.layers.2.mlp.up_proj"] == 1
     assert rows_in(text, "reconstructed ") == {"model.layers.*": 4}
-    errors = sorted(layer.error for layer in report.layers if layer.name.endswith("gate_proj"))
+    errors = sorted(layer.error or 0.0 for layer in report.layers if layer.name.endswith("gate_proj"))
     assert f"{errors[0]:.4f}..{errors[-1]:.4f}" in text
     whole = rows_in(report.text(all_rows=True), "layer ")
     assert list(whole) == [layer.name for layer in report.layers]
