@@ -40,7 +40,8 @@ Result = dict[str, Any]
 mts: Any = None  # the package, as the checkout has it whose jobs this process runs; `run_jobs` imports it
 
 TESTBED = Path(__file__).resolve().parent.parent / "examples" / "testbed"
-TIMES = re.compile(r"(?<![\d.=])\d+\.\d\d(?![\d%])|\d+\.\d(?= s of )")  # as tables and last lines print seconds
+# as tables and first lines print seconds
+TIMES = re.compile(r"(?<![\d.=])\d+\.\d\d(?:\.\.\d+\.\d\d)?(?![\d%])|\d+\.\d(?= s of )")
 NOT_COMPARED = ("seconds", "versions", "checksum")  # a checksum is of a whole file, its times and versions included
 SHOWN, LIMIT = 2, 900  # differences that the table spells out; seconds that a side may take
 

@@ -19,8 +19,9 @@ from modelopt_sparse.model.offload import stored
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of
 from modelopt_sparse.reports.report import Report, attached_report
-from modelopt_sparse.reports.text import first_few, table
+from modelopt_sparse.reports.text import first_few
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` returns. ``print`` shows it as a table.
+    """What `verify` returns. ``print`` shows it as a table with equal rows folded, ``text(all_rows=True)`` all rows.
 
     layers: the layers that were checked, each with ``name``, ``pattern``, ``zeros``, ``size`` and ``problem``.
     """
@@ -50,13 +51,22 @@ class Verification:
     layers: tuple[Verified, ...]
 
     def __str__(self) -> str:
-        rows = [
-            (layer.name, layer.pattern, f"{layer.zeros / layer.size:.2%}", layer.problem or "ok")
-            for layer in self.layers
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        count, wrong = len(self.layers), sum(bool(layer.problem) for layer in self.layers)
+        zeros, size = (sum(getattr(layer, what) for layer in self.layers) for what in ("zeros", "size"))
+        verdict = f"{wrong} of {count} layers do not hold" if wrong else f"All {count} layers hold"
+        patterns = counted(layer.pattern for layer in self.layers)
+        summary = f"{verdict} their pattern: {patterns}. {zeros:,} of {size:,} weights are zero."
+        columns = [
+            Column("pattern", [layer.pattern for layer in self.layers], "levels"),
+            Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in self.layers], "range"),
+            Column("verdict", [layer.problem or "ok" for layer in self.layers], "range"),
         ]
-        wrong = sum(bool(layer.problem) for layer in self.layers)
-        ending = f"{wrong} of {len(rows)} layers do not hold" if wrong else f"All {len(rows)} layers hold"
-        return f"{table(('layer', 'pattern', 'zeros', 'verdict'), rows)}\n\n{ending} their pattern."
+        rows = rows_of("layer", [layer.name for layer in self.layers], columns, all_rows=all_rows)
+        return f"{paragraph(summary, all_rows=all_rows)}\n\n{rows}"
 
 
 class PatternError(ValueError):

@@ -28,6 +28,8 @@ Dtype = Annotated[str, typer.Option(help=f"Weights' dtype: {', '.join(DTYPES)} (
 Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
+AllRows = Annotated[bool, typer.Option("--all", help="A line for each layer; else equal ones are folded.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Method = Annotated[
     str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses.")
@@ -122,6 +124,7 @@ def sparsify(
         bool, typer.Option("--overwrite", help="Replace the model in a folder that is not empty.")
     ] = False,
     progress: Progress = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
@@ -155,6 +158,7 @@ def plan(
     dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
@@ -186,6 +190,8 @@ def verify(
     folder: Folder,
     pattern: Annotated[str | None, typer.Option(help="Pattern asked of every pruned layer.")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
@@ -193,7 +199,7 @@ def verify(
 
 
 @app.command()
-def report(context: typer.Context, folder: Folder, as_json: Json = False) -> None:
+def report(context: typer.Context, folder: Folder, all_rows: AllRows = False, as_json: Json = False) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     _run("report", locals())
 
@@ -234,6 +240,7 @@ def sparse_ift(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write to a folder that is not empty.")] = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""

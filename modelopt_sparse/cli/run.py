@@ -60,11 +60,12 @@ def sparsify(
     spill: bool,
     overwrite: bool,
     progress: bool | None,
+    quiet: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
     settings = settings_of({**flags, "progress": progress}, config, options)
-    if rank() > 0:
+    if rank() > 0 or (quiet and progress is None):
         progress = settings["progress"] = False
     if stream and eval_data is not None:
         raise ValueError(
@@ -104,7 +105,8 @@ def sparsify(
                     evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
                 mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
         sparsity_report = mts.report(network)
-    _show_result(out, sparsity_report, evaluation, as_json)
+    if as_json or not quiet:
+        _show_result(out, sparsity_report, evaluation, as_json)
 
 
 def _show_result(out: Path, sparsity_report: mts.Report, evaluation: mts.Evaluation | None, as_json: bool) -> None:
@@ -136,6 +138,7 @@ def plan(
     dequantize: bool,
     revision: str | None,
     trust_remote_code: bool,
+    all_rows: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -146,7 +149,7 @@ def plan(
             raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
         empty, _ = source.empty(dequantize)
         training_plan = training.configure(training_recipe).plan(empty)
-        typer.echo(training_plan.to_json() if as_json else training_plan)
+        typer.echo(training_plan.to_json() if as_json else training_plan.text(all_rows=all_rows))
         return
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer()
@@ -154,7 +157,7 @@ def plan(
     planned = mts.make_plan(empty, settings.pop("method"), settings)
     if quantized is not None:
         planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned)
+    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
 
 
 def eval_(
@@ -183,7 +186,9 @@ def eval_(
         typer.echo(evaluation)
 
 
-def verify(*, folder: Path, pattern: str | None, trust_remote_code: bool, as_json: bool) -> None:
+def verify(
+    *, folder: Path, pattern: str | None, trust_remote_code: bool, all_rows: bool, quiet: bool, as_json: bool
+) -> None:
     violation = None
     try:
         verification = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
@@ -191,16 +196,16 @@ def verify(*, folder: Path, pattern: str | None, trust_remote_code: bool, as_jso
         verification, violation = error.verification, error
     if as_json:
         _print_json([vars(layer) for layer in verification.layers])
-    else:
-        typer.echo(verification)
+    elif not quiet:
+        typer.echo(verification.text(all_rows=all_rows))
     if violation is not None:
         complain(violation)
         raise typer.Exit(VIOLATION)
 
 
-def report(*, folder: Path, as_json: bool) -> None:
+def report(*, folder: Path, all_rows: bool, as_json: bool) -> None:
     sparsity_report = mts.report(folder)
-    typer.echo(sparsity_report.to_json() if as_json else sparsity_report)
+    typer.echo(sparsity_report.to_json() if as_json else sparsity_report.text(all_rows=all_rows))
 
 
 def speed(
@@ -240,6 +245,7 @@ def sparse_ift(
     overwrite: bool,
     revision: str | None,
     trust_remote_code: bool,
+    all_rows: bool,
     as_json: bool,
 ) -> None:
     section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple, "include": include}
@@ -249,7 +255,8 @@ def sparse_ift(
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (place / name).write_text(text, encoding="utf-8")
-    typer.echo(ift.plan.to_json() if as_json else f"{ift.plan}\n\nWritten to {out}: {', '.join(files)}.")
+    shown = ift.plan.text(all_rows=all_rows)
+    typer.echo(ift.plan.to_json() if as_json else f"{shown}\n\nWritten to {out}: {', '.join(files)}.")
 
 
 def finalize(*, source: Path, destination: Path) -> None:

@@ -1,7 +1,7 @@
 """The plan: which layer gets which pattern and method, and why the other weights stay dense."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import table
 
@@ -82,7 +83,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `sparsify` will do to a model. ``print(plan)`` shows it; ``as_dict`` and ``to_json`` are for machines.
+    """What `sparsify` will do to a model. ``print(plan)`` shows it with equal rows folded, ``text(all_rows=True)`` all
+    rows; ``as_dict`` and ``to_json`` are for machines.
 
     layers: the layers that will be pruned (``LayerPlan``: name, type, shape, block, method, pattern, options, ...), in
       model order.
@@ -136,38 +138,58 @@ class Plan:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        head = ("layer", "type", "shape", "recipe", "pattern", *(f"fits {name}" for name in HARDWARE))
-        rows = [
-            (
-                layer_plan.name,
-                layer_plan.type,
-                " x ".join(map(str, layer_plan.shape)),
-                layer_plan.recipe + "".join(f" {key}={value}" for key, value in layer_plan.options.items()),
-                str(layer_plan.pattern),
-                *("yes" if fits else "no" for fits in layer_plan.hardware.values()),
-            )
-            for layer_plan in self.layers
-        ]
-        parts = [table(head, rows)]
-        if self.skipped:
-            stay = [
-                (weight.name, weight.type, " x ".join(map(str, weight.shape)), weight.reason) for weight in self.skipped
-            ]
-            parts.append(table(("stays dense", "type", "shape", "why"), stay))
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        names = [layer_plan.name for layer_plan in self.layers]
+        stay = [weight.name for weight in self.skipped]
         pruned = sum(layer_plan.size for layer_plan in self.layers)
         total = pruned + sum(torch.Size(weight.shape).numel() for weight in self.skipped)
-        parts.append(f"{len(self.layers)} layers with {pruned:,} of {total:,} matrix weights will be pruned.")
-        parts.append(f"Memory beside the model: {_sizes(self.memory)}.")
-        parts += [
-            f"Memory of a run that streams, {place}, at most {sum(held.values()) / 2**20:,.1f} MiB: {_sizes(held)}."
-            for place, held in self.streamed.items()
-        ]
-        parts += [f"Note: {note}." for note in self.notes]
-        return "\n\n".join(parts)
+        what = counted(f"{layer_plan.recipe} {layer_plan.pattern}" for layer_plan in self.layers)
+        summary = f"{len(names)} layers with {pruned:,} of {total:,} matrix weights will be pruned: {what}."
+        layers = rows_of("layer", names, _columns(self.layers), stay, all_rows=all_rows)
+        parts = [paragraph(summary, all_rows=all_rows), layers]
+        if stay:
+            columns = [
+                Column("type", [weight.type for weight in self.skipped], shared=False),
+                Column("shape", [_shape(weight.shape) for weight in self.skipped], shared=False),
+                Column("why", [weight.reason for weight in self.skipped], shared=False),
+            ]
+            parts.append(rows_of("stays dense", stay, columns, names, all_rows=all_rows))
+        parts.append(self._memory())
+        return "\n\n".join([*parts, *(paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)])
+
+    def _memory(self) -> str:
+        """The bytes as a table in MiB: where, what lies there, and the sum."""
+        places = {"beside the model": self.memory}
+        places |= {f"streaming, {place}": held for place, held in self.streamed.items()}
+        rows: list[tuple[str, str, float]] = []
+        for place, held in places.items():
+            parts = {**held, "in all": sum(held.values())}
+            start = len(rows)
+            rows += [("", name.replace("_", " "), size / 2**20) for name, size in parts.items()]
+            rows[start] = (place, *rows[start][1:])
+        width = max(len(f"{size:,.1f}") for _, _, size in rows)
+        return table(("memory, at most", "", "MiB".rjust(width)), [(*words, f"{n:{width},.1f}") for *words, n in rows])
 
 
-def _sizes(memory: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.1f} MiB" for name, size in memory.items())
+def _columns(layers: Sequence[LayerPlan]) -> list[Column]:
+    """The columns of the printed plan, after the name."""
+    options = [" ".join(f"{key}={value}" for key, value in layer.options.items()) for layer in layers]
+    fits = [[name for name, takes in layer.hardware.items() if takes] for layer in layers]
+    return [
+        Column("type", [layer.type for layer in layers]),
+        Column("shape", [_shape(layer.shape) for layer in layers]),
+        Column("recipe", [layer.recipe for layer in layers]),
+        Column("pattern", [str(layer.pattern) for layer in layers], "levels"),
+        Column("fits", [", ".join(names) or "none" for names in fits]),
+        Column("options", options, below=True),
+    ]
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:

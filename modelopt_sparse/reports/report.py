@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from modelopt_sparse.reports.text import table
+from modelopt_sparse.reports.fold import Column, by_reason, counted, paragraph, rows_of
 from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
@@ -104,7 +104,8 @@ class BlockReport:
 
 @dataclass
 class Report:
-    """Everything `sparsify` did to a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
+    """Everything `sparsify` did to a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all
+    rows; ``as_dict`` and ``to_json`` are for machines.
 
     Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
     each with the names of its layers that still stand. ``skipped`` are the weights that stay dense, as in the plan.
@@ -168,58 +169,72 @@ class Report:
         return json.dumps(self.as_dict(), indent=2, default=str)
 
     def __str__(self) -> str:
-        rows = [
-            (
-                layer.name,
-                layer.recipe,
-                layer.pattern,
-                f"{layer.zeros / layer.size:.2%}",
-                " -> ".join(f"{error:.4f}" for error in layer.errors),
-                ERROR_FROM[layer.error_from][0] if layer.errors else "",
-                f"{layer.seconds:.2f}",
-                "; ".join(layer.notes),
-            )
-            for layer in self.layers
-        ]
-        parts = [table(("layer", "recipe", "pattern", "zeros", "error", "error from", "seconds", "notes"), rows)]
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        names = [layer.name for layer in self.layers]
+        skipped = {weight.name: weight.reason for weight in self.skipped}
+        parts = [paragraph(self._summary(), all_rows=all_rows)]
+        parts.append(rows_of("layer", names, _columns(self.layers), skipped, all_rows=all_rows))
         if self.blocks:
-            tuned = [
-                (
-                    block.name,
-                    f"{block.error_before:.4f} -> {block.error_after:.4f}",
-                    str(block.epoch),
-                    f"{block.seconds:.2f}",
-                    "; ".join(block.notes),
-                )
-                for block in self.blocks
-            ]
-            parts.append(table(("reconstructed", "error", "best epoch", "seconds", "notes"), tuned))
-        by_reason: dict[str, list[str]] = {}
-        for skipped in self.skipped:
-            by_reason.setdefault(skipped.reason, []).append(skipped.name)
-        if by_reason:
-            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
+            blocks = [block.name for block in self.blocks]
+            parts.append(rows_of("reconstructed", blocks, _block_columns(self.blocks), all_rows=all_rows))
+        if skipped:
+            parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
         notes = [note for run in self.earlier for note in run["notes"]] + self.notes
         if notes:
-            parts.append("\n".join(f"note: {note}" for note in notes))
+            parts.append("\n".join(paragraph(f"note: {note}", all_rows=all_rows) for note in notes))
+        measured = {layer.error_from for layer in self.layers if layer.errors}
+        how = "; ".join(f"from {short}: {text}" for key, (short, text) in ERROR_FROM.items() if key in measured)
+        legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {how}."] if how else []
+        if self.blocks:
+            legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
+        if legend:
+            parts.append("\n".join(paragraph(line, all_rows=all_rows) for line in legend))
+        return "\n\n".join(parts)
+
+    def _summary(self) -> str:
+        """The first line: how many layers and zeros, how long it took, and with what."""
         pruned = sum(layer.size for layer in self.layers)
         total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
-        ending = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
+        said = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
         if total > pruned:
-            ending.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
+            said.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
         spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
         if self.blocks:
             spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
-        ending.append(" and ".join(spent) + ".")
+        said.append(" and ".join(spent))
         if "training" in self.settings:
             algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
-            ending[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {ending[0]}"
-        measured = {layer.error_from for layer in self.layers if layer.errors}
-        how = "; ".join(f"from {short}: {text}" for key, (short, text) in ERROR_FROM.items() if key in measured)
-        parts.append(", ".join(ending) + (f"\nError: ||(W - Q) X||^2 / ||W X||^2, {how}." if how else ""))
-        if self.blocks:
-            parts[-1] += "\nError of a block: the same of its output, on calibration batches that it was not tuned on."
-        return "\n\n".join(parts)
+            said[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {said[0]}"
+        what = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
+        return f"{', '.join(said)}{': ' if what else ''}{what}."
+
+
+def _columns(layers: Sequence[LayerReport]) -> list[Column]:
+    """The columns of the printed report, after the name."""
+    errors = [" -> ".join(f"{error:.4f}" for error in layer.errors) for layer in layers]
+    return [
+        Column("recipe", [layer.recipe for layer in layers]),
+        Column("pattern", [layer.pattern for layer in layers], "levels"),
+        Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
+        Column("error", errors, "range"),
+        Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
+        Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
+        Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),
+    ]
+
+
+def _block_columns(blocks: Sequence[BlockReport]) -> list[Column]:
+    """The columns of the printed table of blocks, after the name."""
+    errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in blocks]
+    return [
+        Column("error", errors, "range"),
+        Column("best epoch", [str(block.epoch) for block in blocks], "range"),
+        Column("seconds", [f"{block.seconds:.2f}" for block in blocks], "range", shared=False),
+        Column("notes", ["; ".join(block.notes) for block in blocks], "range", below=True),
+    ]
 
 
 def merged_report(earlier: Report, new: Report) -> Report:

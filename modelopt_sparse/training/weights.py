@@ -19,8 +19,8 @@ from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.roles import protected_modules
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped
-from modelopt_sparse.reports.text import table
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -192,7 +192,8 @@ class Row:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What ``sparsity.apply(model)`` would make sparse, and why the rest stays dense. ``print`` shows it.
+    """What ``sparsity.apply(model)`` would make sparse, and why the rest stays dense. ``print`` shows it with
+    equal rows folded, ``text(all_rows=True)`` all rows.
 
     notes: what is worth a warning.
     """
@@ -210,26 +211,25 @@ class TrainingPlan:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        head = ("parameter", "type", "shape", "algorithm", "level", "counted per", "zeros at the start")
-        rows = [
-            (
-                row.name,
-                row.type,
-                " x ".join(map(str, row.shape)),
-                row.algorithm,
-                row.schedule,
-                row.scope,
-                f"{row.zeros / max(row.size, 1):.2%}",
-            )
-            for row in self.rows
-        ]
-        parts = [table(head, rows)] if rows else []
-        by_reason: dict[str, list[str]] = {}
-        for skipped in self.skipped:
-            by_reason.setdefault(skipped.reason, []).append(skipped.name)
-        if by_reason:
-            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
-        parts += [f"note: {note}" for note in self.notes]
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        names = [row.name for row in self.rows]
+        skipped = {each.name: each.reason for each in self.skipped}
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
-        ending = f"{len(self.rows)} parameters sparse" + (f", {zeros / size:.2%} zeros at the start" if size else "")
-        return "\n\n".join([*parts, f"{ending}."])
+        summary = f"{len(names)} parameters sparse" + (f", {zeros / size:.2%} zeros at the start" if size else "")
+        parts = [f"{summary}."]
+        if names:
+            columns = [
+                Column("type", [row.type for row in self.rows]),
+                Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
+                Column("algorithm", [row.algorithm for row in self.rows]),
+                Column("level", [row.schedule for row in self.rows], "levels"),
+                Column("counted per", [row.scope for row in self.rows]),
+                Column("zeros at the start", [f"{row.zeros / max(row.size, 1):.2%}" for row in self.rows], "range"),
+            ]
+            parts.append(rows_of("parameter", names, columns, skipped, all_rows=all_rows))
+        if skipped:
+            parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
+        return "\n\n".join([*parts, *(paragraph(f"note: {note}", all_rows=all_rows) for note in self.notes)])

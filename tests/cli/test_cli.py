@@ -377,8 +377,8 @@ def test_plan_takes_the_options_of_sparsify():
     """So that a command can be tried by changing one word."""
     command = typer.main.get_command(cli.app)
     options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill"}
-    assert options["sparsify"] - writes == options["plan"] - {"training_recipe"}
+    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill", "quiet"}
+    assert options["sparsify"] - writes == options["plan"] - {"training_recipe", "all_rows"}
 
 
 def test_eval(run, work, sparse):
@@ -401,13 +401,13 @@ def test_eval(run, work, sparse):
 def test_verify_exit_codes(run, work, sparse):
     done = run("verify", sparse, "--pattern", "2:4")
     assert (done.code, done.err) == (0, "")
-    assert "All 7 layers hold their pattern." in done.out
+    assert "All 7 layers hold their pattern: 2:4. 4,608 of 9,216 weights are zero." in done.out
     assert run("verify", sparse).code == 0
     assert [layer["problem"] for layer in json.loads(run("verify", sparse, "--json").out)] == [""] * 7
     done = run("verify", sparse, "--pattern", "1:4")
     assert done.code == 1
     assert done.err.startswith("modelopt-sparse: 7 of 7 layers do not hold their pattern: model.layers.0.self_attn.")
-    assert "7 of 7 layers do not hold their pattern." in done.out
+    assert "7 of 7 layers do not hold their pattern: 1:4." in done.out
     done = run("verify", sparse, "--pattern", "1:4", "--json")
     assert done.code == 1
     assert all("more nonzeros than 1:4" in layer["problem"] for layer in json.loads(done.out))
@@ -424,6 +424,36 @@ def test_report(run, work, sparse):
     done = run("report", work / "llama")
     assert (done.code, done.out) == (2, "")
     assert "holds no sparsity.json" in done.err
+
+
+def test_all_has_a_row_for_each_layer(run, work, sparse):
+    """And JSON is the same with it."""
+    model = tiny_llama(vocab_size=2048, num_hidden_layers=1)
+    commands = {
+        ("plan", work / "only-config", "--pattern", "50%"): mts.make_plan(model, pattern="50%"),
+        ("report", sparse): mts.report(sparse),
+        ("verify", sparse): mts.verify(sparse),
+    }
+    for command, value in commands.items():
+        assert run(*command, "--all").out == f"{value.text(all_rows=True)}\n"
+        assert value.text(all_rows=True) != str(value)
+        assert run(*command, "--all", "--json") == run(*command, "--json")
+
+
+def test_quiet_prints_nothing_but_what_went_wrong(run, work, sparse, tmp_path):
+    command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--quiet")
+    done = run(*command)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert mts.verify(tmp_path / "out")
+    again = run(*command)
+    assert (again.code, again.out) == (2, "")
+    assert "is not empty" in again.err
+    assert json.loads(run(*command, "--overwrite", "--json").out)["report"]["layers"]
+    done = run("verify", sparse, "--quiet")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    broken = run("verify", sparse, "--pattern", "1:4", "--quiet")
+    assert (broken.code, broken.out) == (1, "")
+    assert "7 of 7 layers do not hold their pattern" in broken.err
 
 
 def test_sparsify_with_json_prints_json_alone(run, work, tmp_path):

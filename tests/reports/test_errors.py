@@ -49,8 +49,8 @@ def test_each_row_says_what_its_error_means(error_from):
         "weights": {"magnitude"},
     }[error_from]
 
-    table = str(report).splitlines()
-    head, *_ = table
+    table = report.text(all_rows=True).splitlines()
+    (head,) = (line for line in table if line.startswith("layer "))
     place = slice(head.index("error from"), head.index("seconds"))
     inputs = inputs_of(dense, [layer.name for layer in layers], batches)
     for layer in layers:

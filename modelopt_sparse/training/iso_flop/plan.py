@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped
-from modelopt_sparse.reports.text import first_few, table
+from modelopt_sparse.reports.text import table
 from modelopt_sparse.training.weights import Weight
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,7 +35,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class IsoPlan:
-    """What Sparse-IFT makes of a model. ``print`` shows it.
+    """What Sparse-IFT makes of a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all rows.
 
     layers: those that are wider or replaced, and sparse. skipped: all other weights, with the reason.
     parameters, new_parameters: of the whole model, before and after, pruned ones included.
@@ -98,23 +99,35 @@ class IsoPlan:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        head = ("layer", "weights", "becomes", "weights", "level", "FLOPs, times dense")
-        rows = [
-            (
-                layer.name,
-                f"{layer.weights:,}",
-                layer.by,
-                f"{layer.new_weights:,}",
-                f"{layer.level:.4f}",
-                f"{layer.live / layer.weights:.4f}",
-            )
-            for layer in self.layers
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        names = [layer.name for layer in self.layers]
+        skipped = {each.name: each.reason for each in self.skipped}
+        columns = [
+            Column("weights", [f"{layer.weights:,}" for layer in self.layers]),
+            Column("becomes", [layer.by for layer in self.layers]),
+            Column("new weights", [f"{layer.new_weights:,}" for layer in self.layers]),
+            Column("level", [f"{layer.level:.4f}" for layer in self.layers], "levels"),
+            Column("FLOPs, times dense", [f"{layer.live / layer.weights:.4f}" for layer in self.layers], "range"),
         ]
-        by_reason: dict[str, list[str]] = {}
-        for skipped in self.skipped:
-            by_reason.setdefault(skipped.reason, []).append(skipped.name)
-        left = "\n".join(f"not sparse: {first_few(names)} ({why})" for why, names in by_reason.items())
-        return "\n\n".join(part for part in (table(head, rows), left, self._costs()) if part)
+        parts = [
+            paragraph(self._summary(), all_rows=all_rows),
+            rows_of("layer", names, columns, skipped, all_rows=all_rows),
+            by_reason("not sparse", skipped, names, all_rows=all_rows),
+            self._costs(),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def _summary(self) -> str:
+        whole = ": with example=, which says how many pixels each convolution sees"
+        if self.flops is not None:
+            whole = f" {self.model_ratio:.4f} times"
+        return (
+            f"FLOPs of the {len(self.layers)} sparse layers {self.ratio:.4f} times dense, of all layers{whole}. "
+            "They count as if zeros were skipped."
+        )
 
     def _costs(self) -> str:
         rows = [
@@ -125,11 +138,7 @@ class IsoPlan:
             before, after = self.flops
             rows.append((f"FLOPs of {self.unit}, forward", f"{before:,}", f"{after:,}"))
             rows.append((f"FLOPs of {self.unit}, training", f"{3 * before:,}", f"{3 * after:,}"))
-            whole = f"of all layers {self.model_ratio:.4f} times"
-        else:
-            whole = "of all layers: with example=, which says how many pixels each convolution sees"
-        ending = f"FLOPs of the {len(self.layers)} sparse layers {self.ratio:.4f} times dense, {whole}."
-        return f"{table(('', 'before', 'after'), rows)}\n\n{ending} They count as if zeros were skipped."
+        return table(("", "before", "after"), rows)
 
 
 def unit_of(model: nn.Module, example: Any) -> str | None:

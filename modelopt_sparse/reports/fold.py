@@ -1,0 +1,212 @@
+"""Tables that fold: rows whose names differ only in numbers and whose cells are equal become one row.
+
+A name is folded with `*` where a number between dots may be any that occurs: `model.layers.*.mlp.up_proj`. Where only
+some of them are meant they are listed: `model.layers.0-3,7.mlp.up_proj`. Numbers that differ are shown as `0.01..0.05`,
+the smallest and the largest.
+"""
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from modelopt_sparse.reports.text import first_few, table
+
+WIDTH = 100  # columns of the terminal that folded text fits
+NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
+LEVELS = 4  # so many different cells of one name stay rows of their own in a column of levels
+# a number that stands alone: not in a name (layers.3), not in a pattern (2:4), not in a version (1.2.3)
+NUMBER = re.compile(r"(?<![\w.:])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|[.:]\d)")
+
+Stem = tuple[str | None, ...]  # the parts of a name; None for a number
+Places = tuple[int, ...]  # the numbers of a name
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, with a cell for each row.
+
+    numbers: "exact": rows with different cells are never folded. "range": rows whose cells differ only in numbers are
+      folded, and show the smallest and the largest. "levels": the same, if a name has more than four different cells.
+    below: cells are texts that stand below the table, under a number.
+    shared: whether a cell that all rows share is said once, above the table.
+    """
+
+    head: str
+    cells: Sequence[str]
+    numbers: Literal["exact", "levels", "range"] = "exact"
+    below: bool = False
+    shared: bool = True
+
+
+def fold(names: Sequence[str], keys: Sequence[Hashable], among: Iterable[str] = ()) -> list[tuple[str, list[int]]]:
+    """Rows of equal keys whose names differ only in numbers: (folded name, indices of the rows), by first occurrence.
+
+    among: further names. `*` stands for all numbers that occur in the names and in these.
+    """
+    known: dict[Stem, set[Places]] = {}
+    for name in (*among, *names):
+        stem, places = _split(name)
+        known.setdefault(stem, set()).add(places)
+    groups: dict[tuple[Stem, Hashable], dict[Places, list[int]]] = {}
+    for index, (name, key) in enumerate(zip(names, keys, strict=True)):
+        stem, places = _split(name)
+        groups.setdefault((stem, key), {}).setdefault(places, []).append(index)
+    rows = []
+    for (stem, _), members in groups.items():
+        all_of_them = known[stem]
+        boxes = [_columns(members)] if len(members) == len(all_of_them) else _boxes(set(members))
+        for box in boxes:
+            indices = [index for places in product(*map(sorted, box)) for index in members.get(places, ())]
+            rows.append((_label(stem, box, _columns(all_of_them)), sorted(indices)))
+    return sorted(rows, key=lambda row: row[1][0])
+
+
+def folded_names(names: Sequence[str], among: Iterable[str] = ()) -> list[str]:
+    """Names without their repetitions: "model.layers.*.mlp.gate x32"."""
+    rows = fold(names, [()] * len(names), among)
+    return [label if len(indices) == 1 else f"{label} x{len(indices)}" for label, indices in rows]
+
+
+def folded_table(head: str, names: Sequence[str], columns: Sequence[Column], among: Iterable[str] = ()) -> str:
+    """A table of at most 100 columns with folded rows.
+
+    Before it stands what all rows share, and after it the texts of columns that have them below.
+    """
+    groups = fold(names, list(zip(*(_keys(names, column) for column in columns), strict=True)), among)
+    shown = [[_spread([column.cells[i] for i in indices]) for _, indices in groups] for column in columns]
+    equal, heads, cells, texts = [], [head], [[label for label, _ in groups]], []
+    if any(len(indices) > 1 for _, indices in groups):
+        heads.append("")
+        cells.append([f"x{len(indices)}" if len(indices) > 1 else "" for _, indices in groups])
+    for column, values in zip(columns, shown, strict=True):
+        if not any(values):
+            continue
+        if column.shared and len(set(values)) == 1 and len(values) > 1:
+            equal.append(f"{column.head} {values[0]}")
+            continue
+        if column.below:
+            texts += [text for text in dict.fromkeys(values) if text and text not in texts]
+            values = [f"[{texts.index(text) + 1}]" if text else "" for text in values]
+        heads.append(column.head)
+        cells.append(values)
+    parts = [paragraph(f"In every row: {'; '.join(equal)}.")] if equal else []
+    parts.append(table(tuple(heads), list(zip(*cells, strict=True)), WIDTH))
+    if texts:
+        parts.append("\n".join(paragraph(f"[{number}] {text}") for number, text in enumerate(texts, 1)))
+    return "\n\n".join(parts)
+
+
+def rows_of(
+    head: str, names: Sequence[str], columns: Sequence[Column], among: Iterable[str] = (), *, all_rows: bool = False
+) -> str:
+    """`folded_table`, or with ``all_rows`` a table with a line for each row, as wide as it is."""
+    if not all_rows:
+        return folded_table(head, names, columns, among)
+    heads = (head, *(column.head for column in columns))
+    return table(heads, list(zip(names, *(column.cells for column in columns), strict=True)))
+
+
+def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), *, all_rows: bool = False) -> str:
+    """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    if all_rows:
+        return "\n".join(f"{word}: {', '.join(each)} ({why})" for why, each in names.items())
+    every = (*among, *reasons)
+    folded = {why: [name.replace(" ", NO_BREAK) for name in folded_names(each, every)] for why, each in names.items()}
+    return "\n".join(paragraph(f"{word}: {', '.join(each)} ({why})") for why, each in folded.items())
+
+
+def paragraph(text: str, *, all_rows: bool = False) -> str:
+    """Text in lines of at most 100 columns; one line with ``all_rows``."""
+    if all_rows:
+        return text
+    lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return lines.replace(NO_BREAK, " ")
+
+
+def counted(values: Iterable[str]) -> str:
+    """What occurs, and how often if there is more than one thing: "sparsegpt 2:4 x30; wanda 4:8 x12"."""
+    counts = Counter(values)
+    return first_few([value if len(counts) == 1 else f"{value} x{n}" for value, n in counts.most_common()], 3)
+
+
+def _split(name: str) -> tuple[Stem, Places]:
+    """The parts of a name, with None for numbers, and these numbers."""
+    parts = name.split(".")
+    numeric = [part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") for part in parts]
+    stem = tuple(None if number else part for part, number in zip(parts, numeric, strict=True))
+    return stem, tuple(int(part) for part, number in zip(parts, numeric, strict=True) if number)
+
+
+def _columns(places: Iterable[Places]) -> tuple[frozenset[int], ...]:
+    """The numbers that occur at the first place of a name, at the second, and so on."""
+    return tuple(map(frozenset, zip(*places, strict=True)))
+
+
+def _boxes(places: set[Places]) -> list[tuple[frozenset[int], ...]]:
+    """Products of sets of numbers that together hold exactly these places, each once."""
+    if () in places:
+        return [()]
+    rests: dict[int, set[Places]] = {}
+    for first, *rest in sorted(places):
+        rests.setdefault(first, set()).add(tuple(rest))
+    firsts: dict[frozenset[Places], list[int]] = {}
+    for first, rest in rests.items():
+        firsts.setdefault(frozenset(rest), []).append(first)
+    return [(frozenset(each), *box) for rest, each in firsts.items() for box in _boxes(set(rest))]
+
+
+def _label(stem: Stem, box: tuple[frozenset[int], ...], known: tuple[frozenset[int], ...]) -> str:
+    """The folded name: `*` where all known numbers are meant, except that a name of numbers alone lists them."""
+    starred = any(part is not None for part in stem)
+    written = (
+        "*" if starred and len(some) > 1 and some == every else _ranges(some)
+        for some, every in zip(box, known, strict=True)
+    )
+    return ".".join(next(written) if part is None else part for part in stem)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def _keys(names: Sequence[str], column: Column) -> list[Hashable]:
+    """What cells must have in common to be folded, for each row."""
+    if column.numbers == "exact":
+        return list(column.cells)
+    words = [tuple(NUMBER.split(cell)) for cell in column.cells]
+    if column.numbers == "range":
+        return list(words)
+    different: dict[Stem, set[str]] = {}
+    stems = [_split(name)[0] for name in names]
+    for stem, cell in zip(stems, column.cells, strict=True):
+        different.setdefault(stem, set()).add(cell)
+    return [
+        cell if len(different[stem]) <= LEVELS else text
+        for stem, cell, text in zip(stems, column.cells, words, strict=True)
+    ]
+
+
+def _spread(cells: Sequence[str]) -> str:
+    """One text for cells that differ only in numbers: each number, or the smallest and the largest."""
+    if len(set(cells)) == 1:
+        return cells[0]
+    text = NUMBER.split(cells[0])
+    ranges = []
+    for numbers in zip(*(NUMBER.findall(cell) for cell in cells), strict=True):
+        ordered = sorted(numbers, key=lambda number: float(number.replace(",", "")))
+        ranges.append(ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}")
+    return "".join(part for pair in zip(text, [*ranges, ""], strict=True) for part in pair)
