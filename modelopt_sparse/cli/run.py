@@ -67,12 +67,7 @@ def sparsify(
     settings = settings_of({**flags, "progress": progress}, config, options)
     if rank() > 0 or (quiet and progress is None):
         progress = settings["progress"] = False
-    if stream and eval_data is not None:
-        raise ValueError(
-            "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
-        )
-    if spill and not stream:
-        raise ValueError("--spill goes with --stream")
+    _check_streaming(stream, spill, eval_data)
     if not stream:  # a streaming run may continue an earlier one, and looks by itself
         checked_place(out, overwrite=overwrite, sources=[model])
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
@@ -107,6 +102,15 @@ def sparsify(
         sparsity_report = mts.report(network)
     if as_json or not quiet:
         _show_result(out, sparsity_report, evaluation, as_json)
+
+
+def _check_streaming(stream: bool, spill: bool, eval_data: Path | None) -> None:
+    if stream and eval_data is not None:
+        raise ValueError(
+            "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
+        )
+    if spill and not stream:
+        raise ValueError("--spill goes with --stream")
 
 
 def _show_result(out: Path, sparsity_report: mts.Report, evaluation: mts.Evaluation | None, as_json: bool) -> None:
