@@ -67,9 +67,10 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
     width, heads = getattr(config, family.width), getattr(config, family.heads)
     own = getattr(config, family.head_size, None) if family.head_size else None
     if own is None and width % heads:
+        near = f"{width // heads * heads} and {rounded_up(width, heads)}"
         raise ValueError(
-            f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}, so no level "
-            f"works: the nearest widths that do are {width // heads * heads} and {rounded_up(width, heads)}"
+            f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}, so that "
+            f"no level works: the nearest widths that do are {near}"
         )
     step = multiple if own is not None and own * heads != width else math.lcm(multiple, heads * (1 + family.rotary))
     new = rounded_up(width * factor, step)
