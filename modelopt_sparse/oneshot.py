@@ -10,6 +10,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.allocate import allocated
+from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.modes import calibrating
@@ -91,6 +92,8 @@ def prune(
         if data is not None and config.allocation != "uniform":
             data = replace(data, run=allocated(data))
             run = data.run
+        if data is not None and config.reconstruct is not None and config.reconstruct.metric == "fisher":
+            data = with_metrics(data)
         later = []
         blocks = blocks_in_call_order(run, data)
         with tqdm(total=len(blocks), desc="sparsify", unit="block", disable=run.hides_bars()) as bar:

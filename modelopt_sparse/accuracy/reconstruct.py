@@ -39,11 +39,12 @@ Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of i
 @dataclass(frozen=True)
 class TunedModule:
     """What is tuned together: the output of ``module`` (the block itself, or a child of it) should come close to
-    ``goals``, one for each calibration batch of this process."""
+    ``goals``, one for each calibration batch of this process. ``metric``: R, errors are those of outputs times R."""
 
     name: str
     module: nn.Module
     goals: list[Tensor]
+    metric: Tensor | None = None
 
 
 def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]:
@@ -63,7 +64,11 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
         }
         modules = {f"{block.name}.{name}": child for name, child in list(holding.items())[:-1]} | modules
     goals = inputs.dense_outputs(list(modules.values()))
-    return [TunedModule(name, module, of_module) for (name, module), of_module in zip(modules.items(), goals)]
+    metrics = inputs.data.metrics
+    return [
+        TunedModule(name, module, of_module, metrics.get(module))
+        for (name, module), of_module in zip(modules.items(), goals)
+    ]
 
 
 def reconstruct(
@@ -135,12 +140,13 @@ class _Batches:
         """The squared error of a batch of this process."""
         place = self.own[number]
         output = self._inputs.outputs_of([part.module], place)[0]
-        delta, token_mask = output.float() - part.goals[place].float(), self._token_masks[place]
-        return (delta if token_mask is None else delta[token_mask]).square().sum()
+        return self._squared(output.float() - part.goals[place].float(), part, place)
 
     def energies(self, part: TunedModule) -> dict[int, float]:
         """The squared norm of the goals of all batches."""
-        return self._of_all(part, {number: self._energy(part.goals[i], i) for number, i in self.own.items()})
+        return self._of_all(
+            part, {number: float(self._squared(part.goals[i].float(), part, i)) for number, i in self.own.items()}
+        )
 
     def judge(self, part: TunedModule, energies: Mapping[int, float]) -> float:
         """The relative squared error on the batches held back."""
@@ -149,9 +155,11 @@ class _Batches:
         least = torch.finfo(torch.float32).tiny
         return sum(errors[i] for i in self.held_back) / max(sum(energies[i] for i in self.held_back), least)
 
-    def _energy(self, goal: Tensor, place: int) -> float:
+    def _squared(self, values: Tensor, part: TunedModule, place: int) -> Tensor:
+        """The squared norm of the values of real tokens, in the metric of a module."""
         token_mask = self._token_masks[place]
-        return float((goal if token_mask is None else goal[token_mask]).float().square().sum())
+        real = values if token_mask is None else values[token_mask]
+        return (real if part.metric is None else real @ part.metric.to(real.device)).square().sum()
 
     def _of_all(self, part: TunedModule, own: dict[int, float]) -> dict[int, float]:
         of_ranks = self.processes.all_gather(f"batches of {part.name!r}", own)

@@ -3,14 +3,14 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
 from modelopt_sparse.calibration.hooks import InputHooks, See, SharingChanged
@@ -30,6 +30,7 @@ class CalibrationData:
 
     calls: None for a forward_loop, whose calls are not known before it runs.
     own: how many calls of all processes, the first ones, hold text that the model has written itself.
+    metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
     """
 
@@ -37,6 +38,7 @@ class CalibrationData:
     calls: list[Call] | None
     sha256: str | None = None
     own: int = 0
+    metrics: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":

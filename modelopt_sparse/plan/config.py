@@ -62,6 +62,8 @@ class Reconstruct:
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights of an N:M pattern are kept may change in the first part of the steps
       (SR-STE, arXiv 2102.04010), which needs the data that lets it pay. Other patterns, and masks of your own, stay.
+    metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
+      predictions of the dense model depend on, which takes one backward pass through the whole model.
     """
 
     epochs: int = 4
@@ -70,13 +72,19 @@ class Reconstruct:
     parts: str = "block"
     norms_and_biases: bool = True
     masks: str = "frozen"
+    metric: str = "plain"
 
     def __post_init__(self) -> None:
         if not _is_count(self.epochs, 1):
             raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
         if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
             raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
-        choices = {"target": ("dense", "sparse"), "parts": ("block", "children"), "masks": ("frozen", "move")}
+        choices = {
+            "target": ("dense", "sparse"),
+            "parts": ("block", "children"),
+            "masks": ("frozen", "move"),
+            "metric": ("plain", "fisher"),
+        }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
@@ -380,6 +388,12 @@ def _check_data(config: SparsifyConfig) -> None:
         raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
     if config.collect_func is not None and config.data_loader is None:
         raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
+    fisher = config.reconstruct is not None and config.reconstruct.metric == "fisher"
+    if fisher and config.forward_loop is not None:
+        raise ValueError(
+            "reconstruct's metric='fisher' calls the model itself, and a forward_loop does so in its own way: give "
+            "data= or data_loader=, or leave the metric out"
+        )
     if config.max_batches is not None and config.forward_loop is not None:
         raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):

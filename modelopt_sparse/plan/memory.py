@@ -109,11 +109,22 @@ def beside_the_model(
         memory["masks"] = sum(layer_plan.size * (1 + len(layer_plan.layer.tied_modules)) for layer_plan in planned)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
+        if config.reconstruct.metric == "fisher":
+            memory["fisher_metrics"] = _metrics(planned)
     if routed:
         memory["routed_tokens_of_one_block"] = max(routed.values())
     if tokens is not None and (cached := _activations(model, planned, config, tokens)):
         memory["cached_activations"] = cached
     return memory
+
+
+def _metrics(planned: Sequence[LayerPlan]) -> int:
+    """Bytes of a float32 matrix for each block's output, which is as wide as the input of the block's first layer."""
+    first: dict[str, int] = {}
+    for layer_plan in planned:
+        if layer_plan.block is not None:
+            first.setdefault(layer_plan.block, layer_plan.shape[-1])
+    return sum(4 * width**2 for width in first.values())
 
 
 def _streamed(

@@ -1,0 +1,114 @@
+"""The Fisher metric: which directions of a block's output the model's predictions depend on.
+
+With labels y drawn from the model's own predictions and g the gradient of -log p(y) by a block's output, the mean of
+g g^T is the block of the Fisher information that belongs to that output: a small change d of the output moves the
+predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et al. 2018, arXiv 1801.05787).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.own_text import drawn
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.model.nested import flat_tensors
+
+SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
+PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
+
+
+def with_metrics(data: CalibrationData) -> CalibrationData:
+    """Data that knows the metric of each block's output: one forward and one backward of the dense model over the first
+    rows of the user's data.
+
+    Raises ValueError for a model that gives no logits.
+    """
+    run = data.run
+    sums: dict[nn.Module, Tensor] = {}
+    labels = torch.Generator().manual_seed(run.config.seed)
+    call_masks: list[TokenMasks] = []
+
+    def after_block(block: nn.Module, args: tuple, output: Any) -> None:
+        first = flat_tensors(output)[0]
+        if first.dim() not in (2, 3) or not torch.is_grad_enabled():
+            return
+        if not first.requires_grad:  # nothing before it asks for gradients
+            first.requires_grad_(True)
+        first.register_hook(lambda gradient: _add(sums, block, gradient))
+
+    def after_model(model: nn.Module, args: tuple, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or not logits.requires_grad:
+            raise ValueError(
+                f"reconstruct's metric='fisher' needs a model whose output has logits, which those of a "
+                f"{type(model).__name__} does not: leave it out"
+            )
+        _loss(logits, call_masks[-1].decoder, labels).backward()
+
+    with ExitStack() as hooks:
+        hooks.enter_context(_without_gradients_of_parameters(run.model))
+        for block in run.plan.blocks:
+            hooks.enter_context(block.register_forward_hook(after_block))
+        hooks.enter_context(run.model.register_forward_hook(after_model))
+        hooks.enter_context(torch.enable_grad())
+        replace(data, calls=_first_calls(data)).run_model(call_masks.append)
+    blocks = [block for block in run.plan.blocks if block in sums]
+    run.processes.all_reduce("the Fisher information of blocks", [sums[block] for block in blocks])
+    return replace(data, metrics={block: metric(sums[block]) for block in blocks})
+
+
+def metric(fisher: Tensor) -> Tensor:
+    """R [D, D], symmetric, of a Fisher information up to a factor: ``|(y - goal) R|^2`` is the error of an output. A
+    mean direction counts as in the plain squared error."""
+    size, trace = fisher.shape[0], float(fisher.double().trace())
+    identity = torch.eye(size, dtype=torch.float64, device=fisher.device)
+    share = fisher.double() * (size / trace) if trace > 0 else identity
+    values, vectors = torch.linalg.eigh((1 - PLAIN) * share + PLAIN * identity)
+    return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
+
+
+def _first_calls(data: CalibrationData) -> list[Any]:
+    """The first calls of the user's own, about SAMPLES rows in all processes."""
+    assert data.calls is not None
+    own = -(-max(0, data.own - data.run.processes.rank) // data.run.processes.size)
+    chosen, rows = [], 0
+    for call in data.calls[own:]:
+        if rows * data.run.processes.size >= SAMPLES:
+            break
+        chosen.append(call)
+        rows += len(flat_tensors((call.args, call.kwargs))[0])
+    return chosen
+
+
+def _add(sums: dict[nn.Module, Tensor], block: nn.Module, gradient: Tensor) -> None:
+    rows = gradient.detach().flatten(0, -2).float()
+    # a common factor does not matter, but it must be the same in every call
+    product = rows.T @ rows
+    sums[block] = sums[block] + product if block in sums else product
+
+
+def _loss(logits: Tensor, token_mask: Tensor | None, labels: torch.Generator) -> Tensor:
+    """-log p(y) of all real tokens, summed up, with y drawn from the predictions."""
+    rows = logits.flatten(0, -2)
+    places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
+    each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
+    if token_mask is not None and token_mask.numel() == len(each):
+        each = each[token_mask.flatten().to(each.device, torch.bool)]
+    return each.sum()
+
+
+@contextmanager
+def _without_gradients_of_parameters(model: nn.Module) -> Iterator[None]:
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, requires_grad in before:
+            parameter.requires_grad_(requires_grad)

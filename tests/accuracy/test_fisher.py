@@ -1,0 +1,162 @@
+"""The Fisher metric against gradients written out token by token, and what it changes in reconstruction."""
+
+import pytest
+import torch
+from torch import nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.storage import InMemory
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.plan.config import Reconstruct
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.reports.report import Report
+from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
+
+pytestmark = pytest.mark.core
+BATCHES = 5
+FISHER = {"epochs": 2, "metric": "fisher"}
+
+
+def sparsified(model=None, **options):
+    data = options.pop("data_loader", None) or token_batches(BATCHES)
+    model = tiny_llama() if model is None else model
+    return mts.sparsify(model, "wanda", data_loader=data, **{"reconstruct": FISHER, "progress": False, **options})
+
+
+def data_of(model, batches, **options):
+    method, config = resolve("wanda", None, {"data_loader": batches, "reconstruct": FISHER, **options})
+    run = Run(model, plan_for(model, method, config), config, InMemory(), Processes(), Report.begin((), (), {}))
+    return CalibrationData.load(run)
+
+
+def outputs_of_blocks(model, **inputs):
+    """Logits, and the output of each block, in one graph."""
+    outputs = []
+    hooks = [
+        layer.register_forward_hook(
+            lambda m, a, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        for layer in model.model.layers
+    ]
+    logits = model(**inputs).logits
+    for hook in hooks:
+        hook.remove()
+    return logits, outputs
+
+
+def test_metrics_by_gradients_of_each_label():
+    """Labels are drawn once more as the code draws them; each gradient is asked of autograd by itself."""
+    model, batches = tiny_llama().eval(), token_batches(2)
+    with calibrating(model):
+        metrics = with_metrics(data_of(model, batches)).metrics
+    labels = torch.Generator().manual_seed(0)
+    sums = [torch.zeros(32, 32) for _ in model.model.layers]
+    for ids in batches:
+        logits, outputs = outputs_of_blocks(model, input_ids=ids)
+        log_p = logits.flatten(0, 1).log_softmax(-1)
+        places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
+        cumulative = log_p.detach().double().exp().cumsum(-1)
+        drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
+        loss = -log_p[torch.arange(len(log_p)), drawn].sum()
+        for total, gradient in zip(sums, torch.autograd.grad(loss, outputs)):
+            for row in gradient.flatten(0, 1):
+                total += torch.outer(row, row)
+    for block, total in zip(model.model.layers, sums):
+        fisher = (1 - PLAIN) * total.double() / total.double().trace() * 32 + PLAIN * torch.eye(32, dtype=torch.float64)
+        ours = metrics[block].double()
+        torch.testing.assert_close(ours @ ours, fisher, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours, ours.T)
+
+
+def test_padding_has_no_labels():
+    model, ids = tiny_llama().eval(), token_batches(1)[0]
+    mask = torch.ones_like(ids)
+    mask[:, -4:] = 0
+    other = torch.where(mask.bool(), ids, (ids + 1) % 97)
+    with calibrating(model):
+        one, two = (
+            with_metrics(data_of(model, [{"input_ids": each, "attention_mask": mask}])).metrics for each in (ids, other)
+        )
+    for block in model.model.layers:
+        torch.testing.assert_close(one[block], two[block])
+
+
+def test_only_the_first_rows_of_the_users_data_are_looked_at():
+    model, batches = tiny_llama().eval(), token_batches(20)
+    rows = len(batches[0])
+    with calibrating(model):
+        whole = with_metrics(data_of(model, batches)).metrics
+        first = with_metrics(data_of(model, batches[: -(-32 // rows)])).metrics
+        own = data_of(model, batches[: -(-32 // rows)], self_data=8)
+        assert own.own > 0
+        beside = with_metrics(own).metrics
+    for block in model.model.layers:
+        assert torch.equal(whole[block], first[block])
+        assert torch.equal(beside[block], first[block])
+
+
+def test_a_direction_that_nothing_depends_on_counts_as_the_plain_share():
+    fisher = torch.diag(torch.tensor([3.0, 1.0, 0.0]))
+    squared = metric(fisher) @ metric(fisher)
+    wanted = torch.diag((1 - PLAIN) * torch.tensor([2.25, 0.75, 0.0]) + PLAIN)
+    torch.testing.assert_close(squared, wanted)
+    torch.testing.assert_close(metric(torch.zeros(3, 3)), torch.eye(3))
+
+
+def test_errors_are_measured_in_the_metric():
+    """Of the first block, before and after, by plain hooks on the finished model and on one without reconstruction."""
+    model, dense, plain = sparsified(), tiny_llama().eval(), sparsified(reconstruct=None)
+    with calibrating(dense):
+        metrics = with_metrics(data_of(dense, token_batches(BATCHES))).metrics
+    held_back = token_batches(BATCHES)[-1]
+    with torch.no_grad():
+        goal, before, after = (
+            outputs_of_blocks(each.eval(), input_ids=held_back)[1][0] for each in (dense, plain, model)
+        )
+    root = metrics[dense.model.layers[0]]
+    block = mts.report(model).blocks[0]
+    for error, output in ((block.error_before, before), (block.error_after, after)):
+        wanted = ((output - goal) @ root).square().sum() / (goal @ root).square().sum()
+        assert error == pytest.approx(float(wanted), rel=1e-4)
+    assert block.error_after < block.error_before
+    plainly = mts.report(sparsified(reconstruct=2)).blocks[0]
+    assert plainly.error_before != pytest.approx(block.error_before, rel=1e-3)
+
+
+def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
+    model = tiny_llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    before = Snapshot(model)
+    with calibrating(model):
+        with_metrics(data_of(model, token_batches(2)))
+    assert Snapshot(model).look == before.look
+    assert [p.requires_grad for p in model.parameters()].count(False) == 1
+    assert all(p.grad is None for p in model.parameters())
+    assert_same_state(sparsified(), state_of(sparsified()))
+
+
+def test_what_is_refused(tmp_path):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = [torch.randn(4, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match="needs a model whose output has logits"):
+        sparsified(plain, data_loader=x, include="*")
+    refused(sparsified, tiny_llama(), reconstruct={"metric": "fish"}, parts=["metric='fish': allowed are 'plain'"])
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="which streaming never holds"):
+        mts.sparsify_checkpoint(
+            tmp_path / "dense", tmp_path / "out", "wanda", data_loader=token_batches(2), reconstruct=FISHER
+        )
+    with pytest.raises(ValueError, match="forward_loop does so in its own way"):
+        mts.SparsifyConfig(forward_loop=print, reconstruct=FISHER)
+    assert Reconstruct().metric == "plain"
+
+
+def test_the_plan_counts_the_metrics():
+    more = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER).memory
+    assert more["fisher_metrics"] == 2 * 4 * 32**2
+    assert "fisher_metrics" not in mts.make_plan(tiny_llama(), "wanda", reconstruct=2).memory
