@@ -374,7 +374,7 @@ def test_the_report_survives_a_folder(tmp_path):
     assert after.blocks == before.blocks
     assert [layer.steps for layer in after.layers] == [layer.steps for layer in before.layers]
     assert after.settings["reconstruct"]["epochs"] == 3
-    text = str(after)
+    text = after.text(all_rows=True)
     for block in before.blocks:
         assert f"{block.error_before:.4f} -> {block.error_after:.4f}" in text
 
