@@ -93,6 +93,7 @@ def test_what_is_imported_on_first_use_is_what_type_checkers_see():
 
 
 def test_a_name_that_there_is_not():
+    """The name is wrong on purpose, and asking for it is all that the line does."""
     with pytest.raises(AttributeError, match=r"^module 'modelopt_sparse' has no attribute 'sparsfy'$"):
         mts.sparsfy  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(mts, "METHODS")

@@ -87,7 +87,6 @@ def _first_calls(data: CalibrationData) -> list[Any]:
 
 def _add(sums: dict[nn.Module, Tensor], block: nn.Module, gradient: Tensor) -> None:
     rows = gradient.detach().flatten(0, -2).float()
-    # a common factor does not matter, but it must be the same in every call
     product = rows.T @ rows
     sums[block] = sums[block] + product if block in sums else product
 

@@ -86,7 +86,10 @@ def test_steps_are_sr_ste_written_out():
     rate, steps = 0.4 * rms / math.sqrt(8), 2 * (BATCHES - 1)
     first = second = torch.zeros_like(w)
     order, step, states = torch.Generator().manual_seed(0), 0, []
-    judge = lambda w, mask: float(((batches[-1] @ (w * mask - dense).T) ** 2).sum())  # noqa: E731
+
+    def judge(w, mask):
+        return float(((batches[-1] @ (w * mask - dense).T) ** 2).sum())
+
     best, result = judge(values, mask), (values, mask)
     for _ in range(2):
         for number in torch.randperm(BATCHES - 1, generator=order).tolist():
