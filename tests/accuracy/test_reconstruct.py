@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.reconstruct import _optimizer
+from modelopt_sparse.accuracy.weights import learning_rates
 from modelopt_sparse.plan.config import Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
@@ -207,7 +207,7 @@ def test_rates_go_by_the_size_of_kept_values_and_by_how_many_meet_in_one_output(
     mask[:, ::2] = True
     norm, bias, all_kept = torch.full((9,), 3.0), torch.zeros(6), torch.full((4, 64), 0.25)
     values = [weight.masked_fill(~mask, 0), norm, bias, all_kept]
-    rates = [group["lr"] for group in _optimizer(values, [mask, None, None, None], [6, 0, 0, 4], 0.4).param_groups]
+    rates = learning_rates(values, [mask, None, None, None], [6, 0, 0, 4], 0.4)
     assert rates[0] == pytest.approx(0.4 * 0.5 / 16**0.5)
     assert rates[3] == pytest.approx(0.4 * 0.25 / 64**0.5)
     assert rates[1] == pytest.approx(0.4 * 3 / ((4 + 8) / 2))

@@ -143,7 +143,7 @@ def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
 
     def watching(self, inputs, token_masks, processes):
         real(self, inputs, token_masks, processes)
-        seen.append((self.held_back, len(token_masks), inputs.data.calls))
+        seen.append((self.numbers.held_back, len(token_masks), inputs.data.calls))
 
     monkeypatch.setattr(reconstruction._Batches, "__init__", watching)
     model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)

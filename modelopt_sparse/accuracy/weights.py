@@ -1,0 +1,202 @@
+"""What is tuned of a model, with its values in float32, and the Adam that tunes it.
+
+Learning rates are relative to the size of what they change, so that one value serves models whose weights have other
+scales.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.accuracy.moving import Movable, moves, shrunk
+from modelopt_sparse.methods.base import written
+from modelopt_sparse.model.masking import let_gradients_through
+from modelopt_sparse.model.zeros import dense_gradient
+
+BETAS = (0.9, 0.95)
+EPSILON = 1e-12  # far below any gradient: the steps do not depend on the scale of the loss
+WARMUP_STEPS = 10
+
+Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of it
+Values = list[tuple[Tensor, Tensor | None]]  # of each weight that is tuned, with its mask
+
+
+@dataclass
+class TunedWeight:
+    """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
+
+    mask: True = kept; None if it has none. movable: if its mask moves.
+    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
+    """
+
+    parameter: nn.Parameter
+    mask: Tensor | None
+    movable: Movable | None
+    values: Tensor
+    rate: float
+    adam: torch.optim.Adam
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, mask: Tensor | None, movable: Movable | None, rate: float) -> "TunedWeight":
+        values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        if mask is not None:
+            values = values[mask] if movable is None else movable.start(values, mask)
+        return cls(parameter, mask, movable, values, rate, torch.optim.Adam([values], betas=BETAS, eps=EPSILON))
+
+    def taken_gradient(self) -> Tensor | None:
+        """The gradient of `values`; the parameter has none afterwards."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            return None
+        if self.mask is not None:
+            gradient = gradient[self.mask] if self.movable is None else dense_gradient(gradient, self.mask)
+        return gradient.to(self.values.dtype)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
+        """One step of Adam; a mask that moves follows. ``schedule``: the share of the rate, from 1 to 0."""
+        self.adam.param_groups[0]["lr"] = self.rate * schedule
+        self.values.grad = gradient
+        self.adam.step()
+        self.values.grad = None
+        if moves and self.movable is not None and self.mask is not None:
+            self.values.copy_(shrunk(self.values, self.mask, schedule))
+            self.mask = self.movable.mask(self.values)
+        self.write(self.values, self.mask)
+
+    @torch.no_grad()
+    def write(self, values: Tensor, mask: Tensor | None) -> None:
+        """Values and mask into the model; what the mask prunes is +0.0."""
+        parameter, values = self.parameter, values.to(self.parameter.device)
+        if self.movable is not None and mask is not None:
+            self.movable.set_mask(mask)
+            parameter.copy_(written(values, mask, parameter.dtype))
+            return
+        values = written(values, torch.ones_like(values, dtype=torch.bool), parameter.dtype)
+        parameter.copy_(values if mask is None else torch.zeros_like(parameter).masked_scatter_(mask, values))
+
+
+class TunedWeights:
+    """All that is tuned together."""
+
+    def __init__(
+        self,
+        masks: Masks,
+        outputs: Sequence[int],
+        learning_rate: float,
+        movable: Mapping[nn.Parameter, Movable] | None = None,
+    ) -> None:
+        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors."""
+        rates = learning_rates([*masks], [*masks.values()], outputs, learning_rate)
+        self.each = [
+            TunedWeight.of(parameter, mask, (movable or {}).get(parameter), rate)
+            for (parameter, mask), rate in zip(masks.items(), rates)
+        ]
+
+    def step(self, gradients: Sequence[Tensor | None], step: int, steps: int) -> None:
+        for weight, gradient in zip(self.each, gradients):
+            weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
+
+    def taken_gradients(self) -> list[Tensor | None]:
+        return [weight.taken_gradient() for weight in self.each]
+
+    def copy(self) -> Values:
+        """Values and masks as they are now."""
+        return [(weight.values.clone(), weight.mask) for weight in self.each]
+
+    def copy_on_host(self) -> Values:
+        """The same on the host, in the precision that the model holds them in."""
+        return [(weight.values.to("cpu", weight.parameter.dtype, copy=True), weight.mask) for weight in self.each]
+
+    def write(self, values: Values) -> None:
+        for weight, (of_weight, mask) in zip(self.each, values):
+            weight.write(of_weight, mask)
+
+    def moved(self, values: Values, others: Values) -> float | None:
+        """The share of kept places that differ between two sets of masks; None if none may move."""
+        pairs = [(a, b) for weight, (_, a), (_, b) in zip(self.each, values, others) if weight.movable is not None]
+        different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
+        count = sum(int(a.sum()) for a, _ in pairs if a is not None)
+        return different / count if count else None
+
+
+def learning_rates(
+    parameters: Sequence[Tensor], masks: Sequence[Tensor | None], outputs: Sequence[int], learning_rate: float
+) -> list[float]:
+    """A learning rate for each tensor: ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``;
+    ``outputs`` says how many outputs each has (0: it is no matrix).
+
+    A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
+    rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
+    mean of the matrices' divisors; one that is all zeros (a fresh bias) says nothing of its own scale, and takes the
+    smallest rate of the others.
+    """
+    sizes, meeting = [], []
+    for parameter, mask, count in zip(parameters, masks, outputs):
+        values = parameter.detach() if mask is None else parameter.detach()[mask]
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        sizes.append(float(values.square().mean().sqrt()) if values.numel() else 0.0)
+        meeting.append(values.numel() / count if count else 0.0)
+    wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
+    usual = sum(wide) / len(wide) if wide else 1.0
+    rates = [
+        learning_rate * size / (math.sqrt(max(number, 1.0)) if number else usual)
+        for size, number in zip(sizes, meeting)
+    ]
+    least = min((rate for rate in rates if rate), default=0.0)
+    return [rate or least for rate in rates]
+
+
+def schedule(step: int, steps: int) -> float:
+    """The share of the learning rate in each of all steps (0, 1, ...): a short rise, then a cosine to 0."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def tunable(
+    model: nn.Module, part: nn.Module, masks: Mapping[nn.Parameter, Tensor], *, vectors: bool
+) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Parameters of a part of the model that may change, with their masks: the weights pruned in this run, and
+    ``vectors`` of modules that hold no matrix that stays dense. What modules outside of the part hold as well is left
+    alone."""
+    outside = set(_elsewhere(model, part))
+    for module in part.modules():
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        stays_dense = any(p.dim() >= 2 and p not in masks for p in own)
+        for parameter in own:
+            if parameter in outside:
+                continue
+            if parameter in masks:
+                yield parameter, masks[parameter].to(parameter.device)
+            elif vectors and not stays_dense and parameter.dim() < 2:
+                yield parameter, None
+
+
+def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are reached without going through the part."""
+    if module is not part:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _elsewhere(child, part)
+
+
+@contextmanager
+def only_these_require_grad(
+    part: nn.Module, chosen: Mapping[nn.Parameter, object], *, through: bool = False
+) -> Iterator[None]:
+    """``through``: gradients reach pruned places as well."""
+    before = [(p, p.requires_grad, p.grad) for p in part.parameters()]
+    try:
+        for parameter, _, _ in before:
+            parameter.requires_grad_(parameter in chosen)
+            parameter.grad = None
+        let_gradients_through(part, through)
+        yield
+    finally:
+        let_gradients_through(part, False)
+        for parameter, requires_grad, gradient in before:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
