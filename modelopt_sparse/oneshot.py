@@ -10,6 +10,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.allocate import allocated
+from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -20,6 +21,7 @@ from modelopt_sparse.calibration.storage import InMemory, Storage
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.checks import refuse_no_model
+from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.model.offload import (
     offloaded_after_errors,
@@ -88,12 +90,13 @@ def prune(
     with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.allocation != "uniform" or any(layer_plan.calibrated for layer_plan in plan.layers)
+        wanted = wanted or config.distill is not None
         data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.allocation != "uniform":
             data = replace(data, run=allocated(data))
             run = data.run
-        if data is not None and config.reconstruct is not None and config.reconstruct.metric == "fisher":
-            data = with_metrics(data)
+        data = None if data is None else with_metrics(data)
+        teacher = None if data is None or config.distill is None else Teacher.of(data)
         later = []
         blocks = blocks_in_call_order(run, data)
         with tqdm(total=len(blocks), desc="sparsify", unit="block", disable=run.hides_bars()) as bar:
@@ -103,6 +106,8 @@ def prune(
                 bar.update()
         for write in later:
             write()
+        if teacher is not None:
+            distill(teacher, run)
         processes.barrier()
     return report
 
@@ -148,6 +153,8 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
             "autocast='bfloat16' (or 'float16') to run the model's blocks under it"
         )
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
+    if config.distill is not None:
+        needing.append("distill")
     if config.allocation != "uniform":
         needing.append(f"allocation={config.allocation!r}")
     if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
@@ -168,6 +175,13 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:
         refuse_to_tune_offloaded(model, plan.blocks)
+    if config.distill is not None:
+        refuse_to_tune_offloaded(model, [model])
+        if config.device is not None and config.device != input_device(model):
+            raise ValueError(
+                f"distill runs the whole model, which is on {input_device(model)}, and device={str(config.device)!r} "
+                "moves one block at a time: move the model there itself, or leave distill out"
+            )
     for layer_plan in plan.layers:
         if is_sharded(layer_plan.layer.parameter):
             raise ValueError(

@@ -54,7 +54,7 @@ def rows(pattern: str) -> Iterator[Row]:
     yield Row("modelopt", "sparsegpt", pattern)
     yield Row("llmcompressor", "wanda", pattern)
     yield (peer := Row("llmcompressor", "sparsegpt", pattern))
-    for method in ("wanda", "sparsegpt", "alps", "quality=fast", "quality=balanced", "quality=best"):
+    for method in ("wanda", "sparsegpt", "alps", "quality=fast", "quality=balanced", "quality=best", "quality=max"):
         yield Row("ours", method, pattern)
     if pattern == "2:4":
         yield Row("ours", "reconstruct", pattern, masks_of=peer)
@@ -117,7 +117,7 @@ class Bench:
         """The row's folder, named by all that its result depends on."""
         package = Path(mts.__file__).parent
         code = [HERE / name for name in ("measure.py", "worker.py", f"run_{row.tool}.py") if (HERE / name).exists()]
-        code += sorted(package.rglob("*.py")) if row.tool == "ours" else [package / "evaluate.py"]
+        code += sorted(package.rglob("*.py")) if row.tool == "ours" else [package / "reports" / "evaluate.py"]
         tools = ["ours"] if row.tool == "dense" else ["ours", row.tool]  # ours: it evaluates
         key = digest(
             *sorted(path for path in self.model.iterdir() if path.is_file()),

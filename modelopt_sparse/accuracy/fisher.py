@@ -23,11 +23,30 @@ PLAIN = 0.1  # share of the plain squared error in the metric: no direction coun
 
 
 def with_metrics(data: CalibrationData) -> CalibrationData:
-    """Data that knows the metric of each block's output: one forward and one backward of the dense model over the first
-    rows of the user's data.
+    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by one forward and one backward
+    of the dense model over the first rows of the user's data.
 
-    Raises ValueError for a model that gives no logits.
+    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
     """
+    run = data.run
+    options = run.config.reconstruct
+    if options is None or options.metric == "plain":
+        return data
+    why = "streaming never holds the whole model" if not run.storage.resident else None
+    why = "a forward_loop calls the model in its own way" if data.calls is None else why
+    sums = {} if why else _informations(data)
+    if not (why or sums):
+        why = f"the output of a {type(run.model).__name__} has no logits"
+    if why is None:
+        return replace(data, metrics={block: metric(sums[block]) for block in sums})
+    if options.metric == "fisher":
+        raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
+    run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
+    return data
+
+
+def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
+    """The Fisher information of each block's output, up to one factor; {} of a model that gives no logits."""
     run = data.run
     sums: dict[nn.Module, Tensor] = {}
     labels = torch.Generator().manual_seed(run.config.seed)
@@ -43,12 +62,8 @@ def with_metrics(data: CalibrationData) -> CalibrationData:
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or not logits.requires_grad:
-            raise ValueError(
-                f"reconstruct's metric='fisher' needs a model whose output has logits, which those of a "
-                f"{type(model).__name__} does not: leave it out"
-            )
-        _loss(logits, call_masks[-1].decoder, labels).backward()
+        if isinstance(logits, Tensor) and logits.requires_grad:
+            _loss(logits, call_masks[-1].decoder, labels).backward()
 
     with ExitStack() as hooks:
         hooks.enter_context(_without_gradients_of_parameters(run.model))
@@ -59,7 +74,7 @@ def with_metrics(data: CalibrationData) -> CalibrationData:
         replace(data, calls=_first_calls(data)).run_model(call_masks.append)
     blocks = [block for block in run.plan.blocks if block in sums]
     run.processes.all_reduce("the Fisher information of blocks", [sums[block] for block in blocks])
-    return replace(data, metrics={block: metric(sums[block]) for block in blocks})
+    return {block: sums[block] for block in blocks}
 
 
 def metric(fisher: Tensor) -> Tensor:

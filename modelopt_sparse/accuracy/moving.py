@@ -1,8 +1,8 @@
 """Masks that move while a block is tuned: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on.
 
-Every weight, pruned or not, has a value that Adam tunes; the block runs with the N of each M that count most. Gradients
-reach pruned values as if they were in place (straight through), and pruned values shrink a little with each step. Some
-way before the end the masks stay, so that the values settle.
+Every weight, pruned or not, has a value that Adam tunes; the block runs with those that count most, by the pattern.
+Gradients reach pruned values as if they were in place (straight through), and pruned values shrink a little with each
+step. Some way before the end the masks stay, so that the values settle.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import named_masks, update_mask
 
@@ -23,17 +23,17 @@ BELOW = 0.95  # pruned values begin with at most this share of the score of the 
 class Movable:
     """A weight whose mask moves.
 
-    pattern: N:M. norms: ``[..., 1, C]``, the size of each input channel. dense: the values from before it was pruned,
+    norms: ``[..., 1, C]``, the size of each input channel. dense: the values from before it was pruned,
     shaped like the parameter.
     """
 
     layer: Layer
-    pattern: NM
+    pattern: Pattern
     norms: Tensor
     dense: Tensor
 
     @classmethod
-    def of(cls, layer: Layer, pattern: NM, square_sums: Tensor) -> "Movable":
+    def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "Movable":
         """Of a layer that is not yet solved; its values are copied, and the mask that the pattern is ``within``. A
         channel that was zero in all data counts as much as the least of the others."""
         norms = square_sums.float().sqrt()
@@ -46,15 +46,18 @@ class Movable:
     def start(self, values: Tensor, mask: Tensor) -> Tensor:
         """Solved ``values`` where the mask keeps them. Elsewhere the dense ones, made small enough for the mask to be
         what their scores lead to."""
-        norms, m = self.norms.to(values.device), self.pattern.m
+        norms, pattern = self.norms.to(values.device), self.pattern
         scores = self.layer.matrix(values).abs() * norms
         scores = scores.masked_fill(~self.layer.matrix(mask), torch.inf)
-        least = scores.unflatten(-1, (-1, m)).amin(-1).repeat_interleave(m, dim=-1)
+        if isinstance(pattern, NM):
+            least = scores.unflatten(-1, (-1, pattern.m)).amin(-1).repeat_interleave(pattern.m, dim=-1)
+        else:
+            least = scores.amin(-1 if pattern.scope == "row" else (-2, -1), keepdim=True).expand_as(scores)
         limit = self.layer.unmatrix(BELOW * least / norms)
         return torch.where(mask, values, self.dense.to(values).clamp(-limit, limit))
 
     def mask(self, values: Tensor) -> Tensor:
-        """The mask of values, shaped like the parameter: the N largest ``|w| * norm`` of every M."""
+        """The mask of values, shaped like the parameter: by the pattern, with scores ``|w| * norm``."""
         scores = self.layer.matrix(values).abs() * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores))
 

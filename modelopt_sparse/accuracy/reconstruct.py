@@ -22,7 +22,7 @@ from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.config import Reconstruct
+from modelopt_sparse.plan.tuning import Reconstruct
 from modelopt_sparse.reports.report import BlockReport
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
-from modelopt_sparse.model.nested import flat_tensors
-from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.model.nested import flat_tensors, map_tensors
+from modelopt_sparse.plan.config import STEP_TOKENS, SparsifyConfig
 
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
@@ -33,7 +33,8 @@ def judging(batches: int) -> int:
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
-    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are."""
+    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are. Where something is
+    tuned, a batch of a data_loader is cut into steps."""
     if config.data is not None:
         batches: Iterable[Any] = text_windows(config, model)
     else:
@@ -49,7 +50,20 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
             "data_loader gives no batch: it is empty, or a generator that has already been used up; "
             "give a list or a DataLoader, or make the generator anew"
         )
-    return calls
+    cut = config.tunes and config.data is None
+    return [step for call in calls for step in _steps(call)] if cut else calls
+
+
+def _steps(call: Call) -> list[Call]:
+    """A batch of nothing but tokens, cut into ones of about STEP_TOKENS; any other as it is, for which of its tensors
+    have a row for each sample is not known."""
+    tensors = flat_tensors((call.args, call.kwargs))
+    if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
+        return [call]
+    rows, length = tensors[0].shape
+    size = max(1, STEP_TOKENS // max(length, 1))
+    cuts = [slice(begin, begin + size) for begin in range(0, rows, size)] or [slice(None)]
+    return [Call(*map_tensors(lambda x, rows=cut: x[rows], (call.args, call.kwargs))) for cut in cuts]
 
 
 def _as_call(batch: Any, config: SparsifyConfig) -> Call:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
 from modelopt_sparse.calibration.hooks import InputHooks, See, SharingChanged
-from modelopt_sparse.calibration.own_text import own_calls
+from modelopt_sparse.calibration.own_text import own_calls, why_none_is_written
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import Unreadable
@@ -44,10 +44,14 @@ class CalibrationData:
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
         """Read the data, unless ``calls`` has all of it, and take this process's share."""
         if run.config.forward_loop is not None:
+            if run.config.self_data == "auto":
+                run.report.notes.append(
+                    "the model writes no text itself: a forward_loop calls it, and no prompts are known"
+                )
             return cls(run, None)
         if calls is None:
             calls = load_calls(run.config, run.model)
-        own = _own(calls, run) if run.config.self_data else []
+        own = _own(calls, run)
         calls = [*own, *calls]
         if run.config.split_data and run.processes.size > 1:
             return cls(run, *_share(calls, run), len(own))
@@ -133,12 +137,18 @@ def _call_model(model: nn.Module, call: Call, index: int) -> None:
 
 
 def _own(calls: list[Call], run: Run) -> list[Call]:
-    """Text that the dense model writes, in batches, and a note of it in the report."""
+    """Text that the dense model writes, in batches, and a note of it, or of why there is none, in the report."""
+    if not run.config.self_data:
+        return []
+    if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
+        run.report.notes.append(f"the model writes no text itself: {why}")
+        return []
     began = time.perf_counter()
     with forward_context(run):
         own, problem = own_calls(run.model, calls, judging(len(calls)), run.config, run.processes)
     seconds = time.perf_counter() - began
-    run.report.notes.append(f"the dense model wrote {run.config.self_data} windows of text itself, in {seconds:.0f} s")
+    windows = sum(len(batch.kwargs["input_ids"]) for batch in own)
+    run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.data import Call, text_windows
 from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.hf import writes_text
 from modelopt_sparse.model.wrappers import unwrapped
-from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.config import OWN_WINDOWS, SparsifyConfig
 
 BATCH = 32  # windows that are written at a time: what they are depends on it, if only in the last bits
 PROMPT = 32  # tokens at most
@@ -66,8 +67,7 @@ def write_text(
 def own_calls(
     model: nn.Module, calls: Sequence[Call], held_back: int, config: SparsifyConfig, processes: Processes
 ) -> tuple[list[Call], str | None]:
-    """``config.self_data`` windows that the model writes, in batches as large as the user's; and what is worth a
-    warning.
+    """The windows that ``config.self_data`` asks for, in batches as large as the user's; and what is worth a warning.
 
     ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
     the same text: batch b is written by process b mod n, and sent to all.
@@ -75,14 +75,28 @@ def own_calls(
     refuse_to_write(model, f"self_data={config.self_data}")
     rows = rows_of(calls)
     prompting = rows_of(calls[: len(calls) - held_back]) or rows
-    written = write_windows(model, prompting, config.self_data, max(map(len, rows)), config.seed, processes)
-    size = max(len(ids) for ids, _ in map(_tokens_of, calls))
+    windows = OWN_WINDOWS * len(rows) if config.self_data == "auto" else int(config.self_data)
+    written = write_windows(model, prompting, windows, max(map(len, rows)), config.seed, processes)
+    size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
     return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+
+
+def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
+    """Why ``self_data="auto"`` asks for no text of the model's own; None if it asks for some."""
+    if not writes_text(run.model):
+        return f"a {type(run.model).__name__} is no causal language model"
+    if not run.storage.resident:
+        return "each token takes a pass over all weights, which lie on disk (write_text writes it to a file, as data)"
+    if not run.config.split_data:
+        return "split_data=False says that each process has data of its own"
+    if any(_tokens_of(call) is None for call in calls):
+        return "there are batches without input_ids [windows, tokens]"
+    return None
 
 
 def refuse_to_write(model: nn.Module, what: str) -> None:
     """Raise ValueError for a model that is no causal language model of transformers; ``what`` asked for text."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
+    if not writes_text(model):
         raise ValueError(
             f"{what}: a {type(model).__name__} writes no text, which takes a causal language model of transformers: "
             "give more calibration data instead"
@@ -92,19 +106,20 @@ def refuse_to_write(model: nn.Module, what: str) -> None:
 def rows_of(calls: Sequence[Call]) -> list[Tensor]:
     """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
     rows = []
-    for ids, mask in map(_tokens_of, calls):
+    for call in calls:
+        ids, mask = _tokens_of(call), call.kwargs.get("attention_mask")
+        if ids is None:
+            raise ValueError(
+                "own text begins with tokens of the calibration data, and a batch of it holds none as input_ids "
+                "[windows, tokens]: give text or token batches, or leave self_data out"
+            )
         rows += list(ids) if mask is None else [row[own.bool()] for row, own in zip(ids, mask)]
     return rows
 
 
-def _tokens_of(call: Call) -> tuple[Tensor, Tensor | None]:
+def _tokens_of(call: Call) -> Tensor | None:
     ids = call.kwargs.get("input_ids", call.args[0] if call.args else None)
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
-        raise ValueError(
-            "own text begins with tokens of the calibration data, and a batch of it holds none as input_ids [windows, "
-            "tokens]: give text or token batches, or leave self_data out"
-        )
-    return ids, call.kwargs.get("attention_mask")
+    return ids if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2 else None
 
 
 def write_windows(

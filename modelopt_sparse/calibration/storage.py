@@ -23,8 +23,10 @@ class OpenBlock:
 
 
 class Storage(ABC):
-    """What holds the blocks of a model. ``spills``: activations are held on disk."""
+    """What holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
+    ``spills``: activations are held on disk."""
 
+    resident = True
     spills = False
 
     @abstractmethod

@@ -63,6 +63,11 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def writes_text(model: nn.Module) -> bool:
+    """Whether it is a causal language model of transformers."""
+    return isinstance(model, PreTrainedModel) and model.can_generate() and not is_encoder_decoder(model)
+
+
 def takes(module: nn.Module, name: str) -> bool:
     """Whether ``module.forward`` has an argument of this name."""
     try:

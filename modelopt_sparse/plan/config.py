@@ -9,12 +9,13 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.methods.base import Method, is_number
+from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.modelopt import MODE_RULES, translated
 from modelopt_sparse.plan.quality import quality_of
 from modelopt_sparse.plan.rules import Rule, parse_rules
+from modelopt_sparse.plan.tuning import Distill, Reconstruct, parsed
 from modelopt_sparse.reports.text import unknown_option
 
 # option -> what it may be
@@ -27,7 +28,9 @@ AUTOCAST = ("bfloat16", "float16")
 COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
-LEAST_BATCHES = 4  # of text, where blocks are tuned and nobody says how large batches are
+LEAST_BATCHES = 4  # of text, where something is tuned and nobody says how large batches are
+STEP_TOKENS = 1024  # about as many are in a step, where something is tuned
+OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # what a report says of a run's options; those that follow only where the data is text
 REPORTED = (
     *(
@@ -43,53 +46,9 @@ REPORTED = (
         "quality",
         "permute",
     ),
-    *("update", "refine", "polish", "reconstruct", "allocation", "autocast", "deterministic"),
+    *("update", "refine", "polish", "reconstruct", "distill", "allocation", "autocast", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reconstruct:
-    """How blocks are reconstructed.
-
-    epochs: passes over the calibration batches.
-    learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
-      to 0 as a cosine.
-    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
-      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
-    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
-      attention) against its own output, then the rest (the MLP and the norms) against the block's.
-    norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
-    masks: "frozen", or "move": which weights of an N:M pattern are kept may change in the first part of the steps
-      (SR-STE, arXiv 2102.04010), which needs the data that lets it pay. Other patterns, and masks of your own, stay.
-    metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
-      predictions of the dense model depend on, which takes one backward pass through the whole model.
-    """
-
-    epochs: int = 4
-    learning_rate: float = 0.4
-    target: str = "dense"
-    parts: str = "block"
-    norms_and_biases: bool = True
-    masks: str = "frozen"
-    metric: str = "plain"
-
-    def __post_init__(self) -> None:
-        if not _is_count(self.epochs, 1):
-            raise ValueError(f"reconstruct: epochs={self.epochs!r}: must be a positive whole number")
-        if not is_number(self.learning_rate) or not 0 < self.learning_rate <= 10:
-            raise ValueError(f"reconstruct: learning_rate={self.learning_rate!r}: must be a number in (0, 10]")
-        choices = {
-            "target": ("dense", "sparse"),
-            "parts": ("block", "children"),
-            "masks": ("frozen", "move"),
-            "metric": ("plain", "fisher"),
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
-        if not isinstance(self.norms_and_biases, bool):
-            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +78,8 @@ class SparsifyConfig:
         into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
         batches of ``batch_size`` (default: see `windows_per_batch`).
       self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
-        prompts cut out of the calibration data: 0 (default), or for example three times ``num_samples``. They take part
-        in statistics and reconstruction, and never judge.
+        prompts cut out of the calibration data: 0 (default), a number, or "auto": three for each of the user's, and
+        none where the model writes no text. They take part in statistics and in all tuning, and never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
@@ -139,9 +98,12 @@ class SparsifyConfig:
         many iterations at most.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
+      distill: as the last step, tune the kept weights, norms and biases of the whole model to predict what the dense
+        model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
       allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared
         out over the layers.
-      quality: "fast", "balanced" or "best" sets those of these options that are not given, and the method if none is.
+      quality: "fast", "balanced", "best" or "max" sets those of these options that are not given, and the method if
+        none is.
       device: where blocks are calibrated and solved; default: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
@@ -173,7 +135,7 @@ class SparsifyConfig:
     num_samples: int = 128
     seq_len: int | None = None
     batch_size: int | None = None
-    self_data: int = 0
+    self_data: int | str = 0
     count_padding: bool = False
     min_tokens: int = 128
     experts: str = "pool"
@@ -184,6 +146,7 @@ class SparsifyConfig:
     refine: int = 0
     polish: int = 0
     reconstruct: Reconstruct | None = None
+    distill: Distill | None = None
     allocation: str = "uniform"
     quality: str | None = None
     device: torch.device | None = None
@@ -249,19 +212,26 @@ class SparsifyConfig:
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``; or without one, on the CPU, as many as have about 2,048 tokens,
-        and on other devices 8. Where blocks are tuned there are four batches or more, if there are as many windows: the
-        last one is held back to judge by."""
+        and on other devices 8. Where something is tuned it is as many as have about 1,024 tokens, a step, and there are
+        four batches or more, if there are as many windows: the last one is held back to judge by."""
         if self.batch_size is not None:
             return self.batch_size
-        size = default_batch_size(seq_len, device)
-        return size if self.reconstruct is None else max(1, min(size, windows // LEAST_BATCHES))
+        if self.tunes:
+            return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_BATCHES))
+        return default_batch_size(seq_len, device)
 
     def settings(self) -> dict[str, Any]:
         """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
         which each layer says by itself, and the data."""
         names = (*REPORTED, *(REPORTED_OF_TEXT if self.data is not None else ()))
         values = {name: getattr(self, name) for name in names}
-        return {**values, "reconstruct": self.reconstruct and asdict(self.reconstruct)}
+        tuning = {"reconstruct": self.reconstruct, "distill": self.distill}
+        return {**values, **{name: options and asdict(options) for name, options in tuning.items()}}
+
+    @property
+    def tunes(self) -> bool:
+        """Whether something is tuned on the calibration batches."""
+        return self.reconstruct is not None or self.distill is not None
 
 
 # what the user writes -> what an option holds -------------------------------------------------------------------------
@@ -273,24 +243,6 @@ def _is_count(value: object, least: int) -> bool:
 
 def _times(name: str, value: Any) -> Any:
     return TRUE_MEANS[name] if value is True else 0 if value is False or value is None else value
-
-
-def _reconstruct(value: Any) -> Reconstruct | None:
-    if value is None or value is False:
-        return None
-    if isinstance(value, Reconstruct):
-        return value
-    if value is True:
-        return Reconstruct()
-    if isinstance(value, int):
-        return Reconstruct(epochs=value)
-    if not isinstance(value, Mapping):
-        raise TypeError(f"reconstruct={value!r}: give True, False, a number of epochs, or a mapping of its options")
-    known = [option.name for option in fields(Reconstruct)]
-    for key in value:
-        if key not in known:
-            raise ValueError(f"reconstruct: {unknown_option(key, known)}")
-    return Reconstruct(**value)
 
 
 def _masks(value: Any) -> dict[str, torch.Tensor] | None:
@@ -335,7 +287,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rules": lambda value: parse_rules(value or ()),
     "refine": lambda value: _times("refine", value),
     "polish": lambda value: _times("polish", value),
-    "reconstruct": _reconstruct,
+    "reconstruct": lambda value: parsed("reconstruct", Reconstruct, value),
+    "distill": lambda value: parsed("distill", Distill, value),
     "allocation": lambda value: "uniform" if value is None else value,
     "memory_limit": _bytes,
     "masks": _masks,
@@ -359,8 +312,8 @@ def _check_types(config: SparsifyConfig) -> None:
             raise ValueError(f"{name}={value!r}: must be a positive whole number")
     if isinstance(config.seed, bool) or not isinstance(config.seed, int):
         raise ValueError(f"seed={config.seed!r}: must be a whole number")
-    if not _is_count(config.self_data, 0):
-        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, or 0")
+    if config.self_data != "auto" and not _is_count(config.self_data, 0):
+        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, 0, or 'auto'")
     for name in TRUE_MEANS:
         if not _is_count(value := getattr(config, name), 0):
             raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
@@ -399,7 +352,12 @@ def _check_data(config: SparsifyConfig) -> None:
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         kind = type(config.data_loader).__name__
         raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
-    if config.self_data and (config.forward_loop is not None or not config.split_data):
+    if config.distill is not None and config.forward_loop is not None:
+        raise ValueError(
+            "distill calls the model itself, and a forward_loop does so in its own way: give data= or data_loader=, or "
+            "leave distill out"
+        )
+    if config.self_data not in (0, "auto") and (config.forward_loop is not None or not config.split_data):
         other = "forward_loop" if config.forward_loop is not None else "split_data=False"
         raise ValueError(
             f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
@@ -411,7 +369,7 @@ def _check_data(config: SparsifyConfig) -> None:
 
 
 def _check_steps(config: SparsifyConfig) -> None:
-    changing = [name for name in ("polish", "reconstruct") if getattr(config, name)]
+    changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
     if not config.update and changing:
         raise ValueError(
             f"update=False keeps the dense values, which {' and '.join(changing)} would change"
@@ -422,6 +380,11 @@ def _check_steps(config: SparsifyConfig) -> None:
         raise ValueError(
             "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
             "'stage', or leave reconstruct out"
+        )
+    if config.distill is not None and not config.enforce:
+        raise ValueError(
+            "distill tunes sparse modules, which hold their masks, and enforce=False leaves none: leave it out, and "
+            "call export(model) after the run for plain modules with zeros"
         )
     if config.masks is not None and config.reconstruct is not None and config.reconstruct.masks == "move":
         raise ValueError("masks= says which weights stay, and reconstruct's masks='move' would choose others")

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.experts import UP, RoutedAdapter
-from modelopt_sparse.model.hf import default_seq_len
+from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.stacks import Stack
-from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.config import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 
 HOST = "host"  # the place that is the CPU's memory
@@ -28,6 +28,10 @@ WORKSPACE_GRAMS = 4
 # copies of a block's weights that reconstruction holds: the optimizer's own, their gradients, its two moments, the best
 # weights so far, and the masked weights of the graph
 RECONSTRUCTION = 6
+# the same for the distillation of the whole model, of what masks keep alone: values and two moments ...
+DISTILLATION = 3
+# ... and copies of the logits of a step: the dense model's and the sparse one's, and the gradients of both and of one
+LOGITS = 5
 # copies of the statistics with deterministic=True: the sums of one call, those of another process, and the totals,
 # which count twice, as they are in float64
 DETERMINISTIC_COPIES = 4
@@ -44,14 +48,20 @@ def estimated(
     """
     experts_per_token = getattr(_text_config(model), "num_experts_per_tok", None)
     window = config.seq_len or default_seq_len(model)
-    windows = config.num_samples + config.self_data
-    text_tokens = None if config.data is None else windows * window
+    text_tokens = None if config.data is None else (config.num_samples + _own_windows(model, config)) * window
     beside = beside_the_model(model, planned, config, text_tokens, experts_per_token)
     calibrated = any(layer_plan.calibrated for layer_plan in planned)
     # how many tokens a data_loader or a forward_loop yields is not known yet
     known = calibrated and config.data_loader is None and config.forward_loop is None
-    tokens = windows * window if known else None
+    tokens = config.num_samples * window if known else None  # a streamed model writes none
     return beside, _streamed(model, planned, stacks, config, beside, tokens, experts_per_token)
+
+
+def _own_windows(model: nn.Module, config: SparsifyConfig) -> int:
+    """How many windows of text the model writes itself."""
+    if config.self_data == "auto":
+        return OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
+    return int(config.self_data)
 
 
 def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None:
@@ -101,7 +111,7 @@ def beside_the_model(
             if tokens is not None and experts_per_token is not None and layer_plan.needs == "gram":
                 rows = tokens * layer_plan.shape[-1] * (1 if layer_plan.layer.adapter is UP else experts_per_token)
                 routed[together] = routed.get(together, 0) + rows * layer_plan.layer.parameter.element_size()
-        dense = 1 if config.reconstruct is not None and config.reconstruct.masks == "move" else 0
+        dense = 1 if config.reconstruct is not None and config.reconstruct.masks != "frozen" else 0
         tuned[together] = tuned.get(together, 0) + (RECONSTRUCTION + dense) * width * layer_plan.size
     copies = DETERMINISTIC_COPIES if config.deterministic else 1
     memory = {"statistics_of_one_block": copies * max(statistics.values()), "solver_workspace": workspace}
@@ -109,13 +119,34 @@ def beside_the_model(
         memory["masks"] = sum(layer_plan.size * (1 + len(layer_plan.layer.tied_modules)) for layer_plan in planned)
     if config.reconstruct is not None:
         memory["reconstruction_of_one_block"] = max(tuned.values())
-        if config.reconstruct.metric == "fisher":
+        if config.reconstruct.metric != "plain":
             memory["fisher_metrics"] = _metrics(planned)
+    if config.distill is not None:
+        memory["distillation"] = _distillation(model, planned, config)
+        hidden, elt = _hidden(model), next(model.parameters()).element_size()
+        if tokens is not None and hidden is not None:
+            memory["dense_predictions_on_the_host"] = tokens * hidden * elt
     if routed:
         memory["routed_tokens_of_one_block"] = max(routed.values())
     if tokens is not None and (cached := _activations(model, planned, config, tokens)):
         memory["cached_activations"] = cached
     return memory
+
+
+def _distillation(model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig) -> int:
+    """Bytes that tuning the whole model takes: of each weight that stays its value, two moments and the best so far;
+    the gradients of one block; the logits of a step."""
+    kept = {layer_plan.name: round(layer_plan.size * (1 - layer_plan.pattern.sparsity)) for layer_plan in planned}
+    states = sum(
+        kept[layer_plan.name]
+        * (DISTILLATION * bytes_per_number(layer_plan) + layer_plan.layer.parameter.element_size())
+        for layer_plan in planned
+    )
+    gradients = _by_block(planned, lambda layer_plan: layer_plan.size * layer_plan.layer.parameter.element_size())
+    tokens = max(STEP_TOKENS, config.seq_len or default_seq_len(model))
+    vocabulary = getattr(_text_config(model), "vocab_size", 0)
+    logits = LOGITS * tokens * vocabulary * next(model.parameters()).element_size()
+    return states + max(gradients.values()) + logits
 
 
 def _metrics(planned: Sequence[LayerPlan]) -> int:
@@ -144,7 +175,7 @@ def _streamed(
     masks = max(_by_block(planned, lambda layer_plan: layer_plan.size).values()) if config.enforce else 0
     batch = 0
     if tokens is not None:
-        window = tokens // (config.num_samples + config.self_data)
+        window = tokens // config.num_samples
         size = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
         rows = min(tokens, size * window)
         of_a_token = _by_block(planned, lambda layer_plan: bytes_per_token(layer_plan, experts_per_token))
@@ -171,10 +202,15 @@ def _activations(model: nn.Module, planned: Sequence[LayerPlan], config: Sparsif
 
     It is 0 if nothing is calibrated, or if the model's config does not tell how wide its hidden states are.
     """
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    hidden = _hidden(model)
     if hidden is None or not any(layer_plan.calibrated for layer_plan in planned):
         return 0
     return activation_copies(config) * tokens * hidden * next(model.parameters()).element_size()
+
+
+def _hidden(model: nn.Module) -> int | None:
+    """How wide the hidden states are; None if the model's config does not tell."""
+    return getattr(getattr(model, "config", None), "hidden_size", None)
 
 
 def activation_copies(config: SparsifyConfig) -> int:

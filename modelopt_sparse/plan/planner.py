@@ -286,6 +286,7 @@ def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConf
         "refine": config.refine,
         "polish": config.polish,
         "reconstruct": config.reconstruct is not None and block is not None,
+        "distill": config.distill is not None,
     }
     return tuple(step for step, is_wanted in wanted.items() if is_wanted)
 

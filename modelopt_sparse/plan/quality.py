@@ -31,10 +31,12 @@ class Quality:
         return {**self.options, **by_pattern}
 
 
+BEST = {"self_data": "auto", "reconstruct": {"epochs": 4, "masks": "auto", "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}),
     "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
-    "best": Quality("alps", {"reconstruct": {"epochs": 16}}, {"permute": True}, {"allocation": "block"}),
+    "best": Quality("alps", BEST, {"permute": True}, {"allocation": "block"}),
+    "max": Quality("alps", {**BEST, "distill": True}, {"permute": True}, {"allocation": "block"}),
 }
 
 

@@ -17,7 +17,7 @@ from modelopt_sparse.reports.fold import Column, by_reason, counted, paragraph, 
 from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"
-PERMUTED, RECONSTRUCTED = "permute", "reconstruct"
+PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"
 # what the error of a layer was measured with -> what its row says, and how far that goes
 ERROR_FROM = {
     "gram": ("X", "exact, for X as calibration saw it"),
@@ -102,6 +102,19 @@ class BlockReport:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Distilled:
+    """The distillation of the whole model: the mean KL divergence from the dense model's predictions, in nats, on the
+    calibration batches that were held back, before and after, and the epoch whose values were kept (0: those from
+    before)."""
+
+    kl_before: float
+    kl_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass
 class Report:
     """Everything `sparsify` did to a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all
@@ -113,6 +126,7 @@ class Report:
 
     layers: list[LayerReport] = field(default_factory=list)
     blocks: list[BlockReport] = field(default_factory=list)
+    distillation: Distilled | None = None
     skipped: tuple[Skipped, ...] = ()
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -148,9 +162,17 @@ class Report:
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
         self.blocks.append(tuned)
+        self._add_step(RECONSTRUCTED, layers)
+
+    def distilled(self, distillation: Distilled) -> None:
+        """Add the distillation of the model, and say so in the recipes of all layers."""
+        self.distillation = distillation
+        self._add_step(DISTILLED, {layer.name for layer in self.layers})
+
+    def _add_step(self, step: str, layers: Collection[str]) -> None:
         self.layers = [
-            replace(layer, recipe=f"{layer.recipe}+{RECONSTRUCTED}")
-            if layer.name in layers and not layer.recipe.endswith(RECONSTRUCTED)
+            replace(layer, recipe=f"{layer.recipe}+{step}")
+            if layer.name in layers and not layer.recipe.endswith(step)
             else layer
             for layer in self.layers
         ]
@@ -163,7 +185,9 @@ class Report:
         layers = [LayerReport.from_dict(layer) for layer in data["layers"]]
         blocks = [BlockReport(**block) for block in data.get("blocks", ())]
         skipped = [Skipped(**{**weight, "shape": tuple(weight["shape"])}) for weight in data.get("skipped", ())]
-        return cls(**{**data, "layers": layers, "blocks": blocks, "skipped": tuple(skipped)})
+        distillation = None if (of_model := data.get("distillation")) is None else Distilled(**of_model)
+        more = {"layers": layers, "blocks": blocks, "skipped": tuple(skipped), "distillation": distillation}
+        return cls(**{**data, **more})
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, default=str)
@@ -180,6 +204,11 @@ class Report:
         if self.blocks:
             blocks = [block.name for block in self.blocks]
             parts.append(rows_of("reconstructed", blocks, _block_columns(self.blocks), all_rows=all_rows))
+        if (tuned := self.distillation) is not None:
+            divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} nats"
+            said = f"distilled: KL from the dense model {divergences}, on calibration batches that it was not tuned on"
+            said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
+            parts.append(paragraph("; ".join([said, *tuned.notes]), all_rows=all_rows))
         if skipped:
             parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
         notes = [note for run in self.earlier for note in run["notes"]] + self.notes
@@ -204,6 +233,8 @@ class Report:
         spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
         if self.blocks:
             spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
+        if self.distillation is not None:
+            spent.append(f"{self.distillation.seconds:.1f} s of distillation")
         said.append(" and ".join(spent))
         if "training" in self.settings:
             algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.moving import Movable
@@ -12,7 +13,6 @@ from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.calibration.collect import collect
 from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.solving.attach import attach
 from modelopt_sparse.solving.solve import Solved, solve_layers
@@ -59,9 +59,8 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
 def _movable(solved: Solved, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
     """The weight of a layer that is to be written, if its mask is to move while the block is tuned."""
     plan, sums = solved.layer_plan, solved.input.square_sums
-    if config.reconstruct is None or config.reconstruct.masks == "frozen":
+    if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or sums is None:
         return {}
-    pattern = plan.pattern_now
-    if not isinstance(pattern, NM) or sums is None:
+    if plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
         return {}
-    return {plan.layer.parameter: Movable.of(plan.layer, pattern, sums)}
+    return {plan.layer.parameter: Movable.of(plan.layer, plan.pattern_now, sums)}

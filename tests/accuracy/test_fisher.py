@@ -11,9 +11,9 @@ from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import InMemory
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.config import Reconstruct
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.plan.tuning import Reconstruct
 from modelopt_sparse.reports.report import Report
 from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 

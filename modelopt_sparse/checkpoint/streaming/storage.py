@@ -114,6 +114,8 @@ class Streamed(Storage):
     """The blocks of a model on disk. One is open, or none; one more may be passing through a run of the whole model;
     the others hold placeholders. Entered, every block has its weights when it is called."""
 
+    resident = False
+
     def __init__(
         self,
         built: "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]",

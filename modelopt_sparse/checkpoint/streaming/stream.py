@@ -162,7 +162,14 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
             "reconstruct's metric='fisher' takes a backward pass through the whole dense model, which streaming never "
             "holds: leave it out, or load the model and call sparsify"
         )
-    if config.self_data:
+    if config.distill is not None:
+        raise ValueError(
+            "distill tunes the whole model at once"
+            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
+            + ", which streaming never holds: leave it out (quality='best' is without it), or load the model and call "
+            "sparsify"
+        )
+    if config.self_data not in (0, "auto"):
         raise ValueError(
             f"self_data={config.self_data}: each token that a model writes takes a pass over all of its weights, which "
             "streaming reads from disk: let write_text write a file where the model fits, and give that as data="

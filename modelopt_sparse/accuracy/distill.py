@@ -1,0 +1,243 @@
+"""Distillation as the last step: the whole sparse model learns to predict what the dense one did, with masks frozen.
+
+No second model is held. What the dense model's output head was called with is kept from before anything is pruned, and
+goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss).
+"""
+
+import functools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from modelopt_sparse.accuracy.batches import BatchNumbers
+from modelopt_sparse.accuracy.weights import TunedWeight, TunedWeights, only_these_require_grad, schedule, tunable
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.replay import close
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.methods.kl import kl_divergence
+from modelopt_sparse.model.hf import is_encoder_decoder
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.reports.report import Distilled
+
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the dense model predicts on the calibration data.
+
+    head: the model's output head, and answers: what it was called with in each call, on the host. Of a model without
+    one ``answers`` are its logits.
+    """
+
+    data: CalibrationData
+    head: nn.Module | None
+    answers: list[Tensor]
+
+    @classmethod
+    def of(cls, data: CalibrationData) -> "Teacher":
+        """Recorded while the model is dense: one run over the data.
+
+        Raises ValueError for a model without logits, and for one that does more with what its head puts out than
+        sample by sample.
+        """
+        model, answers = data.run.model, []
+        assert data.calls is not None
+        data = replace(data, calls=[_without_loss(model, call) for call in data.calls])
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+
+        def hold(answer: Tensor) -> None:
+            answers.append(answer.detach().to("cpu", copy=True))
+
+        if isinstance(head, nn.Module):
+            with head.register_forward_pre_hook(lambda module, args: hold(args[0])):
+                data.run_model(lambda masks: None)
+        else:
+            head = None
+            with model.register_forward_hook(lambda module, args, output: hold(_logits(model, output))):
+                data.run_model(lambda masks: None)
+        teacher = cls(data, head, answers)
+        teacher._check_itself()
+        return teacher
+
+    def predictions(self, index: int) -> tuple[Tensor, Tensor]:
+        """(dense, sparse) logits of call ``index`` ``[T, V]``, of real tokens alone."""
+        data, answer, model = self.data, self.answers[index], self.data.run.model
+        masks: list[TokenMasks] = []
+        outputs: list[Any] = []
+        assert data.calls is not None
+
+        def beside(module: nn.Module, args: tuple) -> tuple:
+            return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
+
+        with ExitStack() as hooks:
+            if self.head is not None:
+                hooks.enter_context(self.head.register_forward_pre_hook(beside))
+            hooks.enter_context(model.register_forward_hook(lambda module, args, output: outputs.append(output)))
+            replace(data, calls=[data.calls[index]]).run_model(masks.append)
+        logits = _logits(model, outputs[0])
+        if self.head is None:
+            dense, sparse = answer.to(logits.device), logits
+        else:
+            dense, sparse = logits.detach()[: len(answer)], logits[len(answer) :]
+        token_mask = masks[0].decoder
+        if token_mask is None or token_mask.shape != sparse.shape[:-1]:
+            return dense.flatten(0, -2), sparse.flatten(0, -2)
+        real = token_mask.to(sparse.device, torch.bool)
+        return dense[real], sparse[real]
+
+    def _check_itself(self) -> None:
+        """On the first call the dense model has to predict what it did."""
+        if not self.answers:
+            return
+        try:
+            dense, again = self.predictions(0)
+        except ValueError as error:
+            raise ValueError(f"distill: {self._unusual()} ({error})") from error
+        if not close(again.detach(), dense):
+            raise ValueError(f"distill: {self._unusual()}")
+
+    def _unusual(self) -> str:
+        return (
+            f"what the output head of this {type(self.data.run.model).__name__} puts out depends on more than the "
+            "sample that it is for, so that dense and sparse predictions cannot be computed side by side: leave "
+            "distill out (quality='best' is without it)"
+        )
+
+
+def distill(teacher: Teacher, run: Run) -> None:
+    """Tune the kept weights, norms and biases of the whole model by Adam on the mean KL divergence from the dense
+    model's predictions, and report it.
+
+    Never worse on the batches held back: the values from before count as an epoch. An interruption leaves the best
+    values so far. Where several processes work together, each batch's gradient comes from the one that has the batch.
+    """
+    options, model = run.config.distill, run.model
+    assert options is not None
+    masks = {layer_plan.layer.parameter: _mask(layer_plan.layer) for layer_plan in run.plan.layers}
+    outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in run.plan.layers}
+    chosen = dict(tunable(model, model, masks, vectors=True))
+    numbers = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own)
+    began, step, steps = time.perf_counter(), 0, options.epochs * numbers.tuned_on
+    order, notes = torch.Generator().manual_seed(run.config.seed), []
+    with only_these_require_grad(model, chosen), _activations_recomputed(model, run.plan.blocks):
+        weights = TunedWeights(chosen, [outputs.get(parameter, 0) for parameter in chosen], options.learning_rate)
+        before = best = _judged(teacher, numbers)
+        best_values, best_epoch = weights.copy_on_host(), 0
+        bar = tqdm(total=steps, desc="distill", unit="step", disable=run.hides_bars())
+        try:
+            for epoch in range(1, options.epochs + 1):
+                for number in torch.randperm(numbers.tuned_on, generator=order).tolist():
+                    _step(teacher, number, numbers, weights, schedule(step, steps))
+                    step += 1
+                    bar.update()
+                divergence = _judged(teacher, numbers)
+                bar.set_postfix_str(f"KL {before:.4f} -> {divergence:.4f}")
+                if not math.isfinite(divergence):
+                    notes.append(f"stopped in epoch {epoch}: its predictions were no longer finite")
+                    break
+                if divergence < best:
+                    best, best_epoch, best_values = divergence, epoch, weights.copy_on_host()
+        except BaseException:
+            run.report.notes.append("distillation was broken off; the model has the best values up to then")
+            raise
+        finally:
+            bar.close()
+            weights.write(best_values)
+    run.report.distilled(Distilled(before, best, best_epoch, round(time.perf_counter() - began, 3), notes))
+
+
+def _step(teacher: Teacher, number: int, numbers: BatchNumbers, weights: TunedWeights, share: float) -> None:
+    """One batch. Alone, a process takes each weight's step as soon as its gradient is there, in the backward pass, and
+    drops the gradient: all of them together would take as much memory as the model."""
+    alone = numbers.processes.size == 1
+    with ExitStack() as hooks:
+        for weight in weights.each if alone else ():
+            hooks.enter_context(
+                weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: _moved(weight, share))
+            )
+        if number in numbers.own:
+            with torch.enable_grad():
+                # the sum: means of many small gradients would leave float16's range
+                kl_divergence(*teacher.predictions(numbers.own[number])).sum().backward()
+    if not alone:
+        gradients = numbers.shared(number, weights.taken_gradients(), [weight.values for weight in weights.each])
+        for weight, gradient in zip(weights.each, gradients):
+            weight.step(gradient, share)
+
+
+def _moved(weight: TunedWeight, share: float) -> None:
+    weight.step(weight.taken_gradient(), share)
+
+
+def _judged(teacher: Teacher, numbers: BatchNumbers) -> float:
+    """The mean KL divergence on the batches held back, in nats."""
+    own = {}
+    for number in numbers.held_back:
+        if number in numbers.own:
+            rows = kl_divergence(*teacher.predictions(numbers.own[number]))
+            own[number] = (float(rows.sum()), len(rows))
+    of_ranks = numbers.processes.all_gather("a divergence", own)
+    sums = {number: each for of_rank in of_ranks for number, each in of_rank.items()}
+    return sum(sums[i][0] for i in numbers.held_back) / max(1, sum(sums[i][1] for i in numbers.held_back))
+
+
+def _mask(layer: Any) -> Tensor:
+    """The mask that a layer carries now, shaped like the parameter."""
+    return dict(named_masks(layer.owner))[layer.param]
+
+
+def _logits(model: nn.Module, output: Any) -> Tensor:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3) or logits.shape[-1] == 1:
+        raise ValueError(
+            f"distill compares what models predict, and the output of this {type(model).__name__} has no logits "
+            "[batch, classes] or [batch, tokens, vocabulary]: leave distill out (quality='best' is without it)"
+        )
+    return logits
+
+
+def _without_loss(model: nn.Module, call: Call) -> Call:
+    """The call without what the model's own loss needs, whose batch would have another size."""
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
+    labels = call.kwargs.get("labels")
+    if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
+        kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]  # models that take labels have it
+    return Call(call.args, kwargs)
+
+
+@contextmanager
+def _activations_recomputed(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """While entered, blocks keep their inputs alone for the backward pass, and run once more in it.
+
+    As sparse modules do, they get a class whose forward is the base class's, called in another way.
+    """
+    classes = [(block, type(block)) for block in blocks if block is not model]
+    try:
+        for block, cls in classes:
+            block.__class__ = type(cls.__name__, (cls,), {"forward": _checkpointed_forward(cls)})
+        yield
+    finally:
+        for block, cls in classes:
+            block.__class__ = cls
+
+
+def _checkpointed_forward(cls: type[nn.Module]) -> Any:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return cls.forward(self, *args, **kwargs)
+        return checkpoint(cls.forward, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return forward
