@@ -283,7 +283,7 @@ RIDDLES = {"target", "item", "given", "found", "their", "keep", "kept"}
 # where one of them stands all the same, and why
 ALLOWED = {
     ("checkpoint/streaming/stream.py", "target"): "a public parameter of sparsify_checkpoint: the folder to write",
-    ("plan/config.py", "target"): "a public option of Reconstruct",
+    ("plan/tuning.py", "target"): "a public option of Reconstruct",
 }
 
 

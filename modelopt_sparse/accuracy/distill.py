@@ -53,27 +53,42 @@ class Teacher:
         sample by sample.
         """
         model, answers = data.run.model, []
+        predicted: list[Tensor] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls])
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
-        def hold(answer: Tensor) -> None:
-            answers.append(answer.detach().to("cpu", copy=True))
+        def before_head(module: nn.Module, args: tuple) -> None:
+            answers.append(args[0].detach().to("cpu", copy=True))
 
-        if isinstance(head, nn.Module):
-            with head.register_forward_pre_hook(lambda module, args: hold(args[0])):
-                data.run_model(lambda masks: None)
-        else:
-            head = None
-            with model.register_forward_hook(lambda module, args, output: hold(_logits(model, output))):
-                data.run_model(lambda masks: None)
+        def after_model(module: nn.Module, args: tuple, output: Any) -> None:
+            logits = _logits(model, output)
+            if head is None:
+                answers.append(logits.detach().to("cpu", copy=True))
+            elif not predicted:
+                predicted.append(logits.detach())
+
+        with ExitStack() as hooks:
+            if head is not None:
+                hooks.enter_context(head.register_forward_pre_hook(before_head))
+            hooks.enter_context(model.register_forward_hook(after_model))
+            data.run_model(lambda masks: None)
         teacher = cls(data, head, answers)
-        teacher._check_itself()
+        if predicted:
+            teacher._check_itself(predicted[0])
         return teacher
 
     def predictions(self, index: int) -> tuple[Tensor, Tensor]:
         """(dense, sparse) logits of call ``index`` ``[T, V]``, of real tokens alone."""
-        data, answer, model = self.data, self.answers[index], self.data.run.model
+        dense, sparse, token_mask = self._side_by_side(index, self.answers[index])
+        if token_mask is None or token_mask.shape != sparse.shape[:-1]:
+            return dense.flatten(0, -2), sparse.flatten(0, -2)
+        real = token_mask.to(sparse.device, torch.bool)
+        return dense[real], sparse[real]
+
+    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(logits of an ``answer``, of call ``index``, which tokens are real); logits as the model has them."""
+        data, model = self.data, self.data.run.model
         masks: list[TokenMasks] = []
         outputs: list[Any] = []
         assert data.calls is not None
@@ -88,24 +103,16 @@ class Teacher:
             replace(data, calls=[data.calls[index]]).run_model(masks.append)
         logits = _logits(model, outputs[0])
         if self.head is None:
-            dense, sparse = answer.to(logits.device), logits
-        else:
-            dense, sparse = logits.detach()[: len(answer)], logits[len(answer) :]
-        token_mask = masks[0].decoder
-        if token_mask is None or token_mask.shape != sparse.shape[:-1]:
-            return dense.flatten(0, -2), sparse.flatten(0, -2)
-        real = token_mask.to(sparse.device, torch.bool)
-        return dense[real], sparse[real]
+            return answer.to(logits.device), logits, masks[0].decoder
+        return logits.detach()[: len(answer)], logits[len(answer) :], masks[0].decoder
 
-    def _check_itself(self) -> None:
-        """On the first call the dense model has to predict what it did."""
-        if not self.answers:
-            return
+    def _check_itself(self, predicted: Tensor) -> None:
+        """The first call has to be ``predicted`` as before beside another answer than its own."""
         try:
-            dense, again = self.predictions(0)
+            _, again, _ = self._side_by_side(0, self.answers[0] / 2)
         except ValueError as error:
             raise ValueError(f"distill: {self._unusual()} ({error})") from error
-        if not close(again.detach(), dense):
+        if not close(again.detach(), predicted):
             raise ValueError(f"distill: {self._unusual()}")
 
     def _unusual(self) -> str:

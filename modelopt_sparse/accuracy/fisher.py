@@ -49,20 +49,23 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
     """The Fisher information of each block's output, up to one factor; {} of a model that gives no logits."""
     run = data.run
     sums: dict[nn.Module, Tensor] = {}
-    labels = torch.Generator().manual_seed(run.config.seed)
+    first = _first_of_the_users(data)
     call_masks: list[TokenMasks] = []
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
-        first = flat_tensors(output)[0]
-        if first.dim() not in (2, 3) or not torch.is_grad_enabled():
+        state = flat_tensors(output)[0]
+        if state.dim() not in (2, 3) or not torch.is_grad_enabled():
             return
-        if not first.requires_grad:  # nothing before it asks for gradients
-            first.requires_grad_(True)
-        first.register_hook(lambda gradient: _add(sums, block, gradient))
+        if not state.requires_grad:  # nothing before it asks for gradients
+            state.requires_grad_(True)
+        state.register_hook(lambda gradient: _add(sums, block, gradient))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad:
+            number = (first + len(call_masks) - 1) * run.processes.size + run.processes.rank - data.own
+            # each call has random numbers of its own, so that any number of processes draws the same labels
+            labels = torch.Generator().manual_seed((run.config.seed * 1_000_003 + number) % 2**63)
             _loss(logits, call_masks[-1].decoder, labels).backward()
 
     with ExitStack() as hooks:
@@ -87,12 +90,16 @@ def metric(fisher: Tensor) -> Tensor:
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
+def _first_of_the_users(data: CalibrationData) -> int:
+    """The first of this process's calls that is not text of the model's own."""
+    return -(-max(0, data.own - data.run.processes.rank) // data.run.processes.size)
+
+
 def _first_calls(data: CalibrationData) -> list[Any]:
     """The first calls of the user's own, about SAMPLES rows in all processes."""
     assert data.calls is not None
-    own = -(-max(0, data.own - data.run.processes.rank) // data.run.processes.size)
     chosen, rows = [], 0
-    for call in data.calls[own:]:
+    for call in data.calls[_first_of_the_users(data) :]:
         if rows * data.run.processes.size >= SAMPLES:
             break
         chosen.append(call)

@@ -136,9 +136,9 @@ def beside_the_model(
 def _distillation(model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig) -> int:
     """Bytes that tuning the whole model takes: of each weight that stays its value, two moments and the best so far;
     the gradients of one block; the logits of a step."""
-    kept = {layer_plan.name: round(layer_plan.size * (1 - layer_plan.pattern.sparsity)) for layer_plan in planned}
+    remaining = {layer_plan.name: round(layer_plan.size * (1 - layer_plan.pattern.sparsity)) for layer_plan in planned}
     states = sum(
-        kept[layer_plan.name]
+        remaining[layer_plan.name]
         * (DISTILLATION * bytes_per_number(layer_plan) + layer_plan.layer.parameter.element_size())
         for layer_plan in planned
     )

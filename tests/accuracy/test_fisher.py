@@ -54,9 +54,9 @@ def test_metrics_by_gradients_of_each_label():
     model, batches = tiny_llama().eval(), token_batches(2)
     with calibrating(model):
         metrics = with_metrics(data_of(model, batches)).metrics
-    labels = torch.Generator().manual_seed(0)
     sums = [torch.zeros(32, 32) for _ in model.model.layers]
-    for ids in batches:
+    for number, ids in enumerate(batches):
+        labels = torch.Generator().manual_seed(number)
         logits, outputs = outputs_of_blocks(model, input_ids=ids)
         log_p = logits.flatten(0, 1).log_softmax(-1)
         places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
 def test_what_is_refused(tmp_path):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = [torch.randn(4, 8) for _ in range(3)]
-    with pytest.raises(ValueError, match="needs a model whose output has logits"):
+    with pytest.raises(ValueError, match="the output of a Sequential has no logits: leave it out"):
         sparsified(plain, data_loader=x, include="*")
     refused(sparsified, tiny_llama(), reconstruct={"metric": "fish"}, parts=["metric='fish': allowed are 'plain'"])
     tiny_llama().save_pretrained(tmp_path / "dense")
@@ -154,6 +154,33 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="forward_loop does so in its own way"):
         mts.SparsifyConfig(forward_loop=print, reconstruct=FISHER)
     assert Reconstruct().metric == "plain"
+
+
+def test_auto_says_where_errors_are_plain(tmp_path):
+    def errors(report):
+        return [(block.error_before, block.error_after) for block in report.blocks]
+
+    fisher, plain, auto = ({"epochs": 2, "metric": metric} for metric in ("fisher", "plain", "auto"))
+    assert_same_state(sparsified(reconstruct=auto), state_of(sparsified(reconstruct=fisher)))
+    note = "reconstruct's metric is the plain squared error: "
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    streamed = mts.sparsify_checkpoint(
+        tmp_path / "dense", tmp_path / "out", "wanda", data_loader=token_batches(BATCHES), reconstruct=auto
+    )
+    assert note + "streaming never holds the whole model" in streamed.notes
+    assert errors(streamed) == errors(mts.report(sparsified(reconstruct=plain)))
+
+    def loop(model):
+        for batch in token_batches(BATCHES):
+            model(batch)
+
+    looped = mts.sparsify(tiny_llama(), "wanda", forward_loop=loop, reconstruct=auto, progress=False)
+    assert note + "a forward_loop calls the model in its own way" in mts.report(looped).notes
+    x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sparsified(model, data_loader=x, include="*", reconstruct=auto)
+    assert note + "the output of a Sequential has no logits" in mts.report(model).notes
 
 
 def test_the_plan_counts_the_metrics():

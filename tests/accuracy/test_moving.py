@@ -145,11 +145,47 @@ def test_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
-def test_unstructured_masks_stay():
-    options = {"pattern": 0.5}
-    moving, frozen = sparsified(**options), sparsified(reconstruct=3, **options)
-    assert_same_state(moving, state_of(frozen))
-    assert all(not block.notes for block in mts.report(moving).blocks)
+@pytest.mark.parametrize("scope", ["row", "matrix"])
+def test_the_start_of_unstructured_weights_by_loops(scope):
+    each, sums = movable(pattern=mts.Unstructured(0.5, scope))
+    norms = [math.sqrt(float(x)) if x > 0 else min(math.sqrt(float(y)) for y in sums if y > 0) for x in sums]
+    values = torch.randn(3, 8)
+    mask = mts.Unstructured(0.5, scope).mask(values.abs() * torch.tensor(norms))
+    wanted = values.clone()
+    for row in range(3):
+        rows = [row] if scope == "row" else range(3)
+        least = min(abs(float(values[r, c])) * norms[c] for r in rows for c in range(8) if mask[r, c])
+        for c in range(8):
+            if not mask[row, c]:
+                limit = BELOW * least / norms[c]
+                wanted[row, c] = max(-limit, min(limit, float(each.dense[row, c])))
+    start = each.start(values, mask)
+    torch.testing.assert_close(start, wanted)
+    assert torch.equal(each.mask(start), mask)
+
+
+@pytest.mark.parametrize("pattern", [mts.Unstructured(0.6, "row"), mts.Unstructured(0.6, "matrix")])
+def test_unstructured_masks_move_and_hold_their_level(pattern):
+    options = {"pattern": pattern, "data_loader": token_batches(BATCHES) * 3}
+    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 8}, **options), sparsified(reconstruct=8, **options)
+    mts.verify(model, pattern)
+    others = dict(mts.named_masks(frozen))
+    assert any(not torch.equal(mask, others[name]) for name, mask in mts.named_masks(model))
+    for name, mask in mts.named_masks(model):
+        assert mask.sum() == others[name].sum()
+        if pattern.scope == "row":
+            assert torch.equal(mask.sum(-1), others[name].sum(-1))
+
+
+def test_auto_moves_all_but_masks_of_the_users_and_float16():
+    moving = sparsified(reconstruct={**MOVE, "masks": "auto"})
+    assert_same_state(moving, state_of(sparsified()))
+    masks = {name: mask.clone() for name, mask in mts.named_masks(sparsified(reconstruct=None))}
+    own = sparsified(method=None, masks=masks, reconstruct={**MOVE, "masks": "auto"})
+    for name, mask in mts.named_masks(own):
+        assert_bits(mask, masks[name])
+    half = sparsified(tiny_llama().half(), reconstruct={**MOVE, "masks": "auto"})
+    assert_same_state(half, state_of(sparsified(tiny_llama().half(), reconstruct=3)))
 
 
 def test_zeros_of_a_mask_that_is_there_stay():

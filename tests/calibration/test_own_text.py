@@ -206,8 +206,8 @@ def test_text_of_one_token_is_noticed():
         (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "holds none as input_ids"),
         (tiny_llama, {"data_loader": None, "forward_loop": print}, "and forward_loop says that it is not known"),
         (tiny_llama, {"split_data": False}, "and split_data=False says that it is not known"),
-        (tiny_llama, {"self_data": -1}, "must be a number of windows of text, or 0"),
-        (tiny_llama, {"self_data": 0.5}, "must be a number of windows of text, or 0"),
+        (tiny_llama, {"self_data": -1}, "must be a number of windows of text, 0, or 'auto'"),
+        (tiny_llama, {"self_data": 0.5}, "must be a number of windows of text, 0, or 'auto'"),
     ],
 )
 def test_what_is_refused(model, options, part):

@@ -12,19 +12,27 @@ from modelopt_sparse.methods.patterns import NM, parse_pattern
 from modelopt_sparse.plan.config import TRUE_MEANS
 from modelopt_sparse.plan.quality import QUALITIES
 from modelopt_sparse.plan.resolve import resolve
-from modelopt_sparse.plan.tuning import Reconstruct
+from modelopt_sparse.plan.tuning import Distill, Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
-STEPS = ("permute", "update", "refine", "polish", "reconstruct", "allocation")
-OFF = {"permute": False, "update": True, "refine": 0, "polish": 0, "reconstruct": None, "allocation": "uniform"}
+OFF = {
+    "self_data": 0,
+    "permute": False,
+    "update": True,
+    "refine": 0,
+    "polish": 0,
+    "reconstruct": None,
+    "distill": None,
+    "allocation": "uniform",
+}
 PATTERNS = ["2:4", "50%"]
 
 
 def settings(method=None, config=None, **options) -> tuple[str, dict[str, object]]:
     found, made = resolve(method, config, options)
-    return found.name, {name: getattr(made, name) for name in STEPS}
+    return found.name, {name: getattr(made, name) for name in OFF}
 
 
 def sparsified(method=None, **options):
@@ -47,6 +55,8 @@ def test_quality_chooses_method_and_options(quality, pattern):
     options = chosen.options_for(parse_pattern(pattern))
     if "reconstruct" in options:
         options["reconstruct"] = Reconstruct(**options["reconstruct"])
+    if "distill" in options:
+        options["distill"] = Distill()
     expected = (chosen.method, {**OFF, **options})
     assert expected[1] != OFF
     assert settings(quality=quality, pattern=pattern) == expected
@@ -75,6 +85,7 @@ def test_what_is_said_wins_over_quality(quality):
         ("balanced", "50%", {"alps+reconstruct"}),
         ("best", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
         ("best", "50%", {"alps+reconstruct"}),
+        ("max", "2:4", {"alps+reconstruct+distill", "permute+alps+reconstruct+distill"}),
     ],
 )
 def test_the_report_names_the_whole_recipe(quality, pattern, recipes):

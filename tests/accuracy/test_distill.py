@@ -1,0 +1,376 @@
+"""Distillation of the whole model: its steps against a plain training loop, what it judges by, changes and refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaModel, ViTConfig, ViTForImageClassification
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy import distill as distillation
+from modelopt_sparse.accuracy.distill import Teacher
+from modelopt_sparse.accuracy.weights import learning_rates, schedule
+from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.reports.report import Report
+from tests.helpers import (
+    Snapshot,
+    assert_same_state,
+    calibrated_run,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
+from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_t5
+
+pytestmark = pytest.mark.core
+BATCHES = 9  # eight to tune on, one held back
+
+
+def sparsified(model=None, method="wanda", **options):
+    model = tiny_llama() if model is None else model
+    data = options.pop("data_loader", None) or token_batches(BATCHES)
+    return mts.sparsify(model, method, data_loader=data, **{"distill": 2, "progress": False, **options})
+
+
+def mean_kl(dense, sparse):
+    """Of rows of logits [T, V], by its definition."""
+    p, q = dense.double().log_softmax(-1), sparse.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean()
+
+
+@torch.no_grad()
+def logits_of(model, **inputs):
+    return model(**inputs).logits.flatten(0, -2)
+
+
+# what it does -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_a_plain_loop():
+    """In float64: a copy of the dense model teaches, Adam is written out, pruned places are multiplied away."""
+    model, dense = tiny_llama().double(), tiny_llama().double()
+    student, batches = sparsified(tiny_llama().double(), distill=None), token_batches(BATCHES)
+    masks = {f"{name[: -len('_mask')]}": buffer for name, buffer in student.named_buffers() if name.endswith("_mask")}
+    student = mts.export(student)
+    tuned = {name: p for name, p in student.named_parameters() if name in masks or p.dim() == 1}
+    outputs = [p.shape[0] if name in masks else 0 for name, p in tuned.items()]
+    rates = learning_rates([*tuned.values()], [masks.get(name) for name in tuned], outputs, 0.03)
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in tuned.items()}
+    order, step, steps = torch.Generator().manual_seed(0), 0, 2 * (BATCHES - 1)
+
+    def judge():
+        return float(mean_kl(logits_of(dense, input_ids=batches[-1]), logits_of(student, input_ids=batches[-1])))
+
+    before = best = judge()
+    result = copy.deepcopy(student.state_dict())
+    for _ in range(2):
+        for number in torch.randperm(BATCHES - 1, generator=order).tolist():
+            student.zero_grad()
+            sparse = student(input_ids=batches[number]).logits.flatten(0, -2)
+            taught = logits_of(dense, input_ids=batches[number])
+            (mean_kl(taught, sparse) * len(taught)).backward()
+            with torch.no_grad():
+                for (name, parameter), rate in zip(tuned.items(), rates):
+                    gradient = parameter.grad * masks.get(name, torch.ones_like(parameter))
+                    first, second = moments[name]
+                    first.mul_(0.9).add_(gradient, alpha=0.1)
+                    second.mul_(0.95).add_(gradient**2, alpha=0.05)
+                    corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
+                    parameter -= rate * schedule(step, steps) * corrected[0] / (corrected[1] + 1e-12)
+            step += 1
+        if judge() < best:
+            best, result = judge(), copy.deepcopy(student.state_dict())
+    sparsified(model)
+    assert best < before
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), result[name], rtol=1e-6, atol=1e-9)
+    report = mts.report(model).distillation
+    assert report.kl_before == pytest.approx(before, rel=1e-6)
+    assert report.kl_after == pytest.approx(best, rel=1e-6)
+
+
+def test_only_kept_weights_norms_and_biases_change():
+    model, dense = sparsified(tiny_gpt2(), include="*.mlp.*"), tiny_gpt2()
+    without = dict(sparsified(tiny_gpt2(), include="*.mlp.*", distill=None).named_parameters())
+    pruned = {name.removesuffix("_mask") for name, _ in model.named_buffers() if name.endswith("_mask")}
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, without[name])}
+    for name, _ in dense.named_parameters():
+        assert (name in changed) == (".ln_" in name or ".mlp." in name), name
+        if name in pruned:
+            mask = dict(model.named_buffers())[f"{name}_mask"]
+            assert torch.equal(model.get_parameter(name) != 0, mask)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"distill": {"learning_rate": 10}}, {"distill": {"epochs": 1}, "reconstruct": {"epochs": 1, "masks": "move"}}],
+)
+@pytest.mark.parametrize("data", ["few", "constant"])
+def test_never_worse_on_what_is_held_back(options, data):
+    batches = token_batches(3) if data == "few" else [torch.full((2, 16), 5)] * 4
+    model = sparsified(data_loader=batches, **options)
+    report = mts.report(model).distillation
+    dense, without = tiny_llama(), sparsified(data_loader=batches, **{**options, "distill": None})
+    after, before = (
+        float(mean_kl(*(logits_of(each, input_ids=batches[-1]) for each in (dense, sparse))))
+        for sparse in (model, without)
+    )
+    assert after <= before
+    assert report.kl_before == pytest.approx(before, rel=1e-4, abs=1e-6)
+    assert report.kl_after == pytest.approx(after, rel=1e-4, abs=1e-6)
+    if report.epoch == 0:
+        assert_same_state(model, state_of(without))
+
+
+def test_a_step_that_leaves_the_numbers_ends_it():
+    model = sparsified(distill={"learning_rate": 10, "epochs": 3}, data_loader=[b * 0 + 5 for b in token_batches(4)])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_padding_does_not_count():
+    ids = token_batches(BATCHES)
+    masks = [torch.ones_like(each) for each in ids]
+    for mask in masks:
+        mask[:, -5:] = 0
+    batches = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, masks)]
+    others = [{"input_ids": torch.where(m.bool(), i, 3), "attention_mask": m} for i, m in zip(ids, masks)]
+    model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
+    for one, two in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+    dense, real = tiny_llama(), masks[-1].flatten().bool()
+    kl = mean_kl(*(logits_of(each, **batches[-1])[real] for each in (dense, model)))
+    assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
+
+
+def test_labels_are_the_models_own_affair():
+    """A loss of the model's would have the dense predictions in its batch."""
+    batches = [{"input_ids": ids, "labels": ids} for ids in token_batches(BATCHES)]
+    assert_same_state(sparsified(data_loader=batches), state_of(sparsified()))
+
+
+# models -------------------------------------------------------------------------------------------------------------
+
+
+def soft_capped():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, max_position_embeddings=64,
+        initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config).eval()
+
+
+def vision():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=5, initializer_range=0.3,
+    )  # fmt: skip
+    return ViTForImageClassification(config).eval()
+
+
+def encoder_decoder():
+    model = tiny_t5()
+    model.config.decoder_start_token_id = 0
+    return model
+
+
+def pairs():
+    return [{"input_ids": ids, "labels": ids.flip(-1)} for ids in token_batches(4)]
+
+
+def images():
+    random = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(4, 3, 16, 16, generator=random)} for _ in range(4)]
+
+
+MODELS = {
+    "logits that are capped": (soft_capped, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+    "encoder and decoder": (encoder_decoder, pairs),
+    "a classifier of images": (vision, images),
+    "experts": (tiny_mixtral, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_teacher_predicts_what_the_dense_model_did(name):
+    build, data = MODELS[name]
+    model, dense, batches = build(), build(), data()
+    run, calibration = calibrated_run(model, "wanda", data_loader=batches, distill=True)
+    with calibrating(model):
+        teacher = Teacher.of(calibration)
+        for layer_plan in run.plan.layers:
+            layer_plan.layer.parameter.mul_(0.7)
+        changed = copy.deepcopy(model)
+        for index, batch in enumerate(batches):
+            taught, sparse = teacher.predictions(index)
+            torch.testing.assert_close(taught, logits_of(dense, **batch))
+            torch.testing.assert_close(sparse, logits_of(changed, **batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_come_closer(name):
+    build, data = MODELS[name]
+    model = sparsified(build(), data_loader=data() * 3)
+    report = mts.report(model).distillation
+    assert report.kl_after < report.kl_before
+    mts.verify(model, "2:4")
+    assert {layer.recipe for layer in mts.report(model).layers} == {"wanda+distill"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = sparsified(tiny_llama().to(dtype), data_loader=token_batches(24))
+    report = mts.report(model).distillation
+    assert report.kl_after < report.kl_before
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    mts.verify(model, "2:4")
+
+
+# how it leaves things -----------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_came():
+    model = tiny_llama()
+    model.model.norm.weight.requires_grad_(False)
+    model.train()
+    look = [(type(m), m.training) for m in model.modules() if not isinstance(m, nn.Linear)]
+    sparsified(model)
+    assert [(type(m), m.training) for m in model.modules() if not isinstance(m, nn.Linear)] == look
+    assert not model.model.norm.weight.requires_grad
+    assert model.model.layers[0].mlp.up_proj.weight.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if type(m) is nn.Embedding)
+
+
+def test_a_rerun_has_the_same_bits():
+    assert_same_state(sparsified(), state_of(sparsified()))
+
+
+@pytest.mark.parametrize("stopped_in", [3, 12])
+def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
+    """In the first epoch those from before, later those of the best epoch."""
+    count, real = 0, distillation._step
+
+    def step(*arguments):
+        nonlocal count
+        count += 1
+        if count == stopped_in:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    judged = []
+    judge = distillation._judged
+    monkeypatch.setattr(distillation, "_judged", lambda *a: judged.append(judge(*a)) or judged[-1])
+    monkeypatch.setattr(distillation, "_step", step)
+    model, dense, held_back = tiny_llama(), tiny_llama(), token_batches(BATCHES)[-1]
+    before = [type(layer) for layer in model.model.layers]
+    with pytest.raises(KeyboardInterrupt):
+        sparsified(model)
+    assert [type(layer) for layer in model.model.layers] == before
+    kl = mean_kl(*(logits_of(each, input_ids=held_back) for each in (dense, model)))
+    assert float(kl) == pytest.approx(min(judged), rel=1e-4)
+    assert (len(judged), judged[-1] < judged[0]) == ((1, False) if stopped_in == 3 else (2, True))
+    mts.verify(model, "2:4")
+    assert "distillation was broken off; the model has the best values up to then" in mts.report(model).notes
+
+
+def test_blocks_keep_no_activations(monkeypatch):
+    """One checkpoint for each block and batch."""
+    calls = []
+    monkeypatch.setattr(distillation, "checkpoint", lambda *a, **k: calls.append(a[1]) or checkpoint(*a, **k))
+    model = sparsified(distill=1)
+    assert calls == list(model.model.layers) * (BATCHES - 1)
+
+
+def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
+    """Of a model with many blocks no more than one block's gradients are there at a time."""
+    model = tiny_llama(num_hidden_layers=6)
+    most, real = 0, distillation._moved
+
+    def moved(weight, share):
+        nonlocal most
+        most = max(most, sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
+        real(weight, share)
+
+    monkeypatch.setattr(distillation, "_moved", moved)
+    sparsified(model, distill=1)
+    assert 0 < most <= sum(p.numel() for p in model.model.layers[0].parameters())
+
+
+# report, plan, refusals ---------------------------------------------------------------------------------------------
+
+
+def test_report_and_plan_say_it():
+    model = sparsified()
+    report = mts.report(model)
+    text = " ".join(report.text().split())
+    kls = f"KL from the dense model {report.distillation.kl_before:.4f} -> {report.distillation.kl_after:.4f} nats"
+    assert kls in text
+    assert " s of distillation" in text
+    assert report.settings["distill"] == {"epochs": 2, "learning_rate": 0.03}
+    assert Report.from_dict(report.as_dict()) == report
+    older = {key: value for key, value in report.as_dict().items() if key != "distillation"}
+    assert Report.from_dict(older).distillation is None
+    plan = mts.make_plan(tiny_llama(), "wanda", distill=True)
+    assert {layer.recipe for layer in plan.layers} == {"wanda+distill"}
+
+
+def test_a_folder_keeps_the_report(tmp_path):
+    model = sparsified()
+    mts.save(model, tmp_path / "sparse")
+    assert mts.report(tmp_path / "sparse").distillation == mts.report(model).distillation
+
+
+class OwnHead(LlamaModel):
+    """Its output has no logits."""
+
+
+class Centred(type(tiny_llama())):
+    """What its head puts out is centred over the whole batch."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output["logits"] = output.logits - output.logits.mean((0, 1))
+        return output
+
+
+def test_what_is_refused(tmp_path):
+    refused(sparsified, tiny_llama(), enforce=False, parts=["enforce=False leaves none", "export(model)"])
+    refused(sparsified, tiny_llama(), update=False, parts=["update=False keeps the dense values, which distill would"])
+    refused(sparsified, tiny_llama(), distill={"rate": 1}, parts=["distill: option 'rate' is not known"])
+    refused(sparsified, tiny_llama(), distill={"epochs": 0}, parts=["distill: epochs=0: must be a positive"])
+    refused(sparsified, tiny_llama(), distill={"learning_rate": 0}, parts=["distill: learning_rate=0: must be"])
+    refused(sparsified, OwnHead(tiny_llama().config).eval(), parts=["output of this OwnHead has no logits"])
+    centred = tiny_llama()
+    centred.__class__ = Centred
+    refused(sparsified, centred, parts=["depends on more than the sample that it is for"])
+    refused(sparsified, tiny_llama(), device="meta", parts=["distill runs the whole model, which is on cpu"])
+    with pytest.raises(ValueError, match="distill calls the model itself"):
+        mts.SparsifyConfig(forward_loop=print, distill=True)
+    with pytest.raises(ValueError, match="distill needs calibration data"):
+        mts.sparsify(tiny_llama(), "magnitude", distill=True)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"distill tunes the whole model at once \(set by quality='max'\), which"):
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", quality="max", data_loader=token_batches(2))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_method_without_data_can_be_distilled():
+    model = sparsified(method="magnitude")
+    report = mts.report(model).distillation
+    assert report.kl_after < report.kl_before
+    assert not math.isnan(report.seconds)
+
+
+def test_snapshot_of_a_refused_model():
+    model = tiny_llama()
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match="distill"):
+        sparsified(model, enforce=False)
+    assert Snapshot(model).look == before.look
