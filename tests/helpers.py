@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -168,3 +171,26 @@ class Done:
     code: int
     out: str
     err: str
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that are alive, now and at the peak."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.seen:
+                storage = x.untyped_storage()
+                self.seen.add(storage)
+                self._count(storage.nbytes())
+                weakref.finalize(storage, self._count, -storage.nbytes())
+        return output
+
+    def _count(self, change: int) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)

@@ -6,7 +6,7 @@ import typer
 
 # the keys of METHODS and of QUALITIES, and MEMBERS, whose modules import torch; a test holds them equal
 METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
-QUALITIES = ("fast", "balanced", "best")
+QUALITIES = ("fast", "balanced", "best", "max")
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

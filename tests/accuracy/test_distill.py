@@ -16,6 +16,7 @@ from modelopt_sparse.accuracy.weights import learning_rates, schedule
 from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.reports.report import Report
 from tests.helpers import (
+    LiveBytes,
     Snapshot,
     assert_same_state,
     calibrated_run,
@@ -374,3 +375,22 @@ def test_snapshot_of_a_refused_model():
     with pytest.raises(ValueError, match="distill"):
         sparsified(model, enforce=False)
     assert Snapshot(model).look == before.look
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_bounds_what_it_takes(dtype):
+    """Measured over the step alone, at a width where matrices outweigh a step's activations."""
+    model = tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=97).to(dtype)
+    data = [torch.randint(3, 97, (1, 8)) for _ in range(4)]
+    options = {"data_loader": data, "distill": 1}
+    plan = mts.make_plan(model, "magnitude", **options)
+    mts.sparsify(model, "magnitude", progress=False)
+    run, calibration = calibrated_run(model, "magnitude", replace=True, **options)
+    with calibrating(model):
+        teacher = Teacher.of(calibration)
+        with LiveBytes(*model.parameters(), *model.buffers()) as live:
+            distillation.distill(teacher, run)
+    stated = plan.memory["distillation"]
+    assert stated / 2 < live.peak < 1.1 * stated
+    whole = sum(layer.size for layer in plan.layers) * 4 * 3
+    assert live.peak < whole, "no state of pruned weights is held"

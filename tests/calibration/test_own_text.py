@@ -158,6 +158,56 @@ def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     assert mts.report(model).settings["self_data"] == 40
 
 
+def test_auto_writes_three_for_each_of_the_users():
+    rows = 4 * len(token_batches(1)[0])
+    auto = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data="auto", progress=False)
+    number = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=3 * rows, progress=False)
+    assert_same_state(auto, state_of(number))
+    assert any(f"wrote {3 * rows} windows" in note for note in mts.report(auto).notes)
+    assert mts.report(auto).settings["self_data"] == "auto"
+
+
+def one_linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8))
+
+
+def loop(model):
+    for batch in batches(2):
+        model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "why"),
+    [
+        (one_linear, {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal"),
+        (tiny_llama, {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
+        (tiny_llama, {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
+        (
+            tiny_llama,
+            {"data_loader": [{"inputs_embeds": torch.ones(2, 8, 32)}]},
+            "there are batches without input_ids [windows, tokens]",
+        ),
+    ],
+)
+def test_auto_says_why_none_is_written(build, options, why):
+    model = mts.sparsify(build(), "wanda", include="*proj" if build is tiny_llama else "*", self_data="auto", **options)
+    (note,) = [note for note in mts.report(model).notes if "text itself" in note]
+    assert note.startswith("the model writes no text itself: ")
+    assert why in note
+    without = mts.sparsify(build(), "wanda", include="*proj" if build is tiny_llama else "*", **options)
+    assert [layer.error for layer in mts.report(model).layers] == [layer.error for layer in mts.report(without).layers]
+
+
+def test_the_plan_counts_text_of_the_models_own():
+    text = {"data": ["a"], "tokenizer": print, "num_samples": 8, "seq_len": 16}
+    auto, number, none = (
+        mts.make_plan(tiny_llama(), "wanda", self_data=windows, **text).memory["cached_activations"]
+        for windows in ("auto", 24, 0)
+    )
+    assert auto == number == 4 * none
+
+
 def test_the_run_is_that_on_the_same_batches_given_by_hand():
     """Own text first, then the user's."""
     model = tiny_llama()

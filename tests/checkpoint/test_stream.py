@@ -44,6 +44,21 @@ def data_for(name: str, method: str) -> dict[str, Any]:
     return {} if method == "magnitude" else {"data_loader": batches(name)}
 
 
+def test_best_is_that_of_memory_without_what_takes_the_whole_model(tmp_path):
+    """Text of its own and the Fisher metric; the report says so."""
+    MODELS["llama"]().save_pretrained(tmp_path / "dense")
+    options = {"data_loader": batches("llama"), "pattern": "2:4"}
+    report = streamed(tmp_path / "dense", tmp_path / "out", None, quality="best", **options)
+    notes = " ".join(report.notes)
+    assert "the model writes no text itself: each token takes a pass over all weights" in notes
+    assert "reconstruct's metric is the plain squared error: streaming never holds the whole model" in notes
+    model = MODELS["llama"]()
+    plain = {"epochs": 4, "masks": "move", "metric": "plain"}
+    mts.sparsify(model, quality="best", self_data=0, reconstruct=plain, progress=False, **options)
+    for name, weight in mts.load(tmp_path / "out").named_parameters():
+        assert_bits(weight, model.get_parameter(name))
+
+
 # masks that are there -------------------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,7 @@ VALUES = {
     "refine": "false",
     "polish": "5",
     "reconstruct": "{epochs: 2, target: sparse}",
+    "distill": "true",
     "allocation": "uniform",
     "quality": "best",
 }

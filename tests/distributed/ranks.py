@@ -118,6 +118,9 @@ def experts() -> Found:
     }
 
 
+BEST = {"epochs": 2, "masks": "move", "metric": "fisher"}
+
+
 def in_order() -> Found:
     more: dict[str, Any] = {"deterministic": True}
     return {
@@ -130,7 +133,7 @@ def in_order() -> Found:
 
 def more_in_order() -> Found:
     more: dict[str, Any] = {"deterministic": True}
-    every: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
+    every: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1, "distill": 1}
     search: dict[str, Any] = {"pattern": 0.5, "allocation": "search"}
     return {
         "stage": sparse("llama", "sparsegpt", sequential="stage", **more),
@@ -168,6 +171,7 @@ def more_options() -> Found:
         "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
         "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
         "owl": sparse("llama", "wanda", pattern=0.5, allocation="owl"),
+        "best": sparse("llama", "sparsegpt", self_data=12, reconstruct=BEST, distill=1),
     }
 
 

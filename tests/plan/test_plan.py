@@ -2,7 +2,6 @@
 
 import json
 import re
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     IBertConfig,
     IBertForMaskedLM,
@@ -33,7 +30,7 @@ from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import LiveBytes, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -607,29 +604,6 @@ def test_what_blocks_share_is_outside_of_them():
 
 def test_a_model_without_blocks_cannot_be_streamed_and_has_no_estimate():
     assert make_plan(nn.Sequential(nn.Linear(8, 8)), "magnitude").streamed == {}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are alive, now and at the peak."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = weakref.WeakSet(x.untyped_storage() for x in known)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        for x in tree_leaves(output):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.seen:
-                storage = x.untyped_storage()
-                self.seen.add(storage)
-                self._count(storage.nbytes())
-                weakref.finalize(storage, self._count, -storage.nbytes())
-        return output
-
-    def _count(self, change: int) -> None:
-        self.now += change
-        self.peak = max(self.peak, self.now)
 
 
 @pytest.mark.parametrize("shape", [(512, 128), (32, 512), (256, 256)])
