@@ -106,6 +106,7 @@ def prune(
                 bar.update()
         for write in later:
             write()
+        del blocks, data  # what they hold is not needed any more
         if teacher is not None:
             distill(teacher, run)
         processes.barrier()

@@ -55,7 +55,7 @@ class Teacher:
         model, answers = data.run.model, []
         predicted: list[Tensor] = []
         assert data.calls is not None
-        data = replace(data, calls=[_without_loss(model, call) for call in data.calls])
+        data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
         def before_head(module: nn.Module, args: tuple) -> None:

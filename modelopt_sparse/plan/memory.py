@@ -122,10 +122,7 @@ def beside_the_model(
         if config.reconstruct.metric != "plain":
             memory["fisher_metrics"] = _metrics(planned)
     if config.distill is not None:
-        memory["distillation"] = _distillation(model, planned, config)
-        hidden, elt = _hidden(model), next(model.parameters()).element_size()
-        if tokens is not None and hidden is not None:
-            memory["dense_predictions_on_the_host"] = tokens * hidden * elt
+        memory["distillation"], memory["distillation_on_the_host"] = _distillation(model, planned, config, tokens)
     if routed:
         memory["routed_tokens_of_one_block"] = max(routed.values())
     if tokens is not None and (cached := _activations(model, planned, config, tokens)):
@@ -133,20 +130,21 @@ def beside_the_model(
     return memory
 
 
-def _distillation(model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig) -> int:
-    """Bytes that tuning the whole model takes: of each weight that stays its value, two moments and the best so far;
-    the gradients of one block; the logits of a step."""
+def _distillation(
+    model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int | None
+) -> tuple[int, int]:
+    """Bytes that tuning the whole model takes where the model is: value and two moments of each weight that stays, the
+    gradients of one block, the logits of a step; and on the host: the best values so far, and what the dense model's
+    output head was called with, if it is known how much that is."""
     remaining = {layer_plan.name: round(layer_plan.size * (1 - layer_plan.pattern.sparsity)) for layer_plan in planned}
-    states = sum(
-        remaining[layer_plan.name]
-        * (DISTILLATION * bytes_per_number(layer_plan) + layer_plan.layer.parameter.element_size())
-        for layer_plan in planned
-    )
+    states = sum(DISTILLATION * bytes_per_number(layer_plan) * remaining[layer_plan.name] for layer_plan in planned)
+    best = sum(layer_plan.layer.parameter.element_size() * remaining[layer_plan.name] for layer_plan in planned)
     gradients = _by_block(planned, lambda layer_plan: layer_plan.size * layer_plan.layer.parameter.element_size())
-    tokens = max(STEP_TOKENS, config.seq_len or default_seq_len(model))
-    vocabulary = getattr(_text_config(model), "vocab_size", 0)
-    logits = LOGITS * tokens * vocabulary * next(model.parameters()).element_size()
-    return states + max(gradients.values()) + logits
+    size = next(model.parameters()).element_size()
+    step = max(STEP_TOKENS, config.seq_len or default_seq_len(model))
+    logits = LOGITS * step * getattr(_text_config(model), "vocab_size", 0) * size
+    answers = (tokens or 0) * (_hidden(model) or 0) * size
+    return states + max(gradients.values()) + logits, best + answers
 
 
 def _metrics(planned: Sequence[LayerPlan]) -> int:

@@ -390,7 +390,7 @@ def test_the_plan_bounds_what_it_takes(dtype):
         teacher = Teacher.of(calibration)
         with LiveBytes(*model.parameters(), *model.buffers()) as live:
             distillation.distill(teacher, run)
-    stated = plan.memory["distillation"]
+    stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated
     whole = sum(layer.size for layer in plan.layers) * 4 * 3
     assert live.peak < whole, "no state of pruned weights is held"
