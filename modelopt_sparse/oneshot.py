@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.allocate import allocated
 from modelopt_sparse.accuracy.distill import Teacher, distill
@@ -34,6 +33,7 @@ from modelopt_sparse.plan.identity import common_to_processes
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.resolve import distributed_in, resolve
+from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.block import sparsify_block
 
@@ -99,9 +99,9 @@ def prune(
         teacher = None if data is None or config.distill is None else Teacher.of(data)
         later = []
         blocks = blocks_in_call_order(run, data)
-        with tqdm(total=len(blocks), desc="sparsify", unit="block", disable=run.hides_bars()) as bar:
+        with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
             for block in blocks:
-                bar.set_postfix_str(block.name)
+                bar.say(block.name, *run.so_far())
                 later += sparsify_block(block, run)
                 bar.update()
         for write in later:

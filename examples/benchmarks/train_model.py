@@ -1,10 +1,11 @@
-"""Train a small language model of another family than the testbed's, to check figures on a model nothing was tuned on.
+"""Train a small model of another family than the testbed's, to check figures on a model nothing was tuned on.
 
     python examples/benchmarks/train_model.py opt --out models/opt
 
-It learns the testbed's calibration text in ten to fifteen minutes on one core, with the testbed's tokenizer. "opt":
-learned positions, LayerNorm, biases, ReLU. "qwen3": normalized queries and keys, output head of its own. "neox":
-parallel attention and MLP, fused queries, keys and values, partial rotary positions.
+Language models learn the testbed's calibration text in ten to fifteen minutes on one core, with the testbed's
+tokenizer. "opt": learned positions, LayerNorm, biases, ReLU. "qwen3": normalized queries and keys, output head of its
+own. "neox": parallel attention and MLP, fused queries, keys and values, partial rotary positions. "vit": no language
+model; it learns to tell gratings by their direction, from images made by a formula (`gratings`).
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from measure import cut
+from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -20,12 +22,15 @@ from transformers import (
     GPTNeoXConfig,
     OPTConfig,
     Qwen3Config,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 TESTBED = Path(__file__).resolve().parent.parent / "testbed"
 BATCH_SIZE = 8
 PEAK, WARM_UP = 2e-3, 50  # learning rate, steps
 VOCABULARY = 2048
+DIRECTIONS, IMAGE, IMAGES_OF_A_STEP = 16, 32, 64
 
 
 def configuration(family: str):
@@ -40,15 +45,58 @@ def configuration(family: str):
     return GPTNeoXConfig(**sizes, **shape, rotary_pct=0.25)
 
 
+def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images [count, 3, 32, 32] of sine waves in noise, and the classes of their directions [count]."""
+    random = torch.Generator().manual_seed(seed)
+    classes = torch.randint(DIRECTIONS, (count,), generator=random)
+    angle = (classes + 0.2 * torch.randn(count, generator=random)) * math.pi / DIRECTIONS
+    waves = 2 + 3 * torch.rand(count, generator=random)  # across the image
+    phase = 2 * math.pi * torch.rand(count, generator=random)
+    y, x = torch.meshgrid(*[torch.linspace(0, 1, IMAGE)] * 2, indexing="ij")
+    along = angle.cos()[:, None, None] * x + angle.sin()[:, None, None] * y
+    wave = (2 * math.pi * waves[:, None, None] * along + phase[:, None, None]).sin()
+    colour = torch.randn(count, 3, 1, 1, generator=random)
+    return colour * wave[:, None] + torch.randn(count, 3, IMAGE, IMAGE, generator=random), classes
+
+
+def train_vit(out: Path, epochs: int) -> None:
+    config = ViTConfig(
+        image_size=IMAGE, patch_size=4, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=512, num_labels=DIRECTIONS,
+    )  # fmt: skip
+    model = ViTForImageClassification(config)
+    images, classes = gratings(8192, seed=1)
+    steps = epochs * (len(images) // IMAGES_OF_A_STEP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK / 2, betas=(0.9, 0.95), weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    )
+    with tqdm(total=steps, desc="vit", unit="step") as bar:
+        for _ in range(epochs):
+            for chosen in torch.randperm(len(images)).split(IMAGES_OF_A_STEP):
+                loss = model(pixel_values=images[chosen], labels=classes[chosen]).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                bar.set_postfix(loss=f"{loss.item():.2f}")
+                bar.update()
+    model.eval().save_pretrained(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=("opt", "qwen3", "neox"))
+    parser.add_argument("family", choices=("opt", "qwen3", "neox", "vit"))
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
+    if options.family == "vit":
+        train_vit(options.out, options.epochs)
+        return
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     windows = cut(tokenizer, (TESTBED / "calibration.txt").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_config(configuration(options.family))

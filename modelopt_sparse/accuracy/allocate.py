@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from modelopt_sparse.accuracy.divergence import Divergence, score, statistics
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -18,6 +17,7 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.model.offload import offloaded_after_errors
 from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.progress import Progress
 
 HIGHEST = 0.99  # no layer is pruned whole
 GRID = 10_000  # sparsities have four decimals
@@ -61,7 +61,7 @@ def allocation_for(data: CalibrationData) -> Allocation:
             stats = statistics(data, _unstructured(plan))
             return Allocation(allocate(plan, SPARSITIES[how](plan, stats)), how)
         stats = statistics(data, plan.layers)
-        with tqdm(desc="search an allocation", unit="plan", disable=run.hides_bars()) as bar:
+        with Progress("search an allocation", "plan", show=run.config.progress) as bar:
             divergence = Divergence(data, stats, bar)
             return replace(search_plan(plan, stats, divergence), measure=divergence.title)
 

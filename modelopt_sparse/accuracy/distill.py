@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy.batches import BatchNumbers
@@ -28,6 +27,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Distilled
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
@@ -138,11 +138,14 @@ def distill(teacher: Teacher, run: Run) -> None:
     numbers = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own)
     began, step, steps = time.perf_counter(), 0, options.epochs * numbers.tuned_on
     order, notes = torch.Generator().manual_seed(run.config.seed), []
-    with only_these_require_grad(model, chosen), _activations_recomputed(model, run.plan.blocks):
+    with (
+        only_these_require_grad(model, chosen),
+        _activations_recomputed(model, run.plan.blocks),
+        Progress("distill", "step", steps, show=run.config.progress) as bar,
+    ):
         weights = TunedWeights(chosen, [outputs.get(parameter, 0) for parameter in chosen], options.learning_rate)
         before = best = _judged(teacher, numbers)
         best_values, best_epoch = weights.copy_on_host(), 0
-        bar = tqdm(total=steps, desc="distill", unit="step", disable=run.hides_bars())
         try:
             for epoch in range(1, options.epochs + 1):
                 for number in torch.randperm(numbers.tuned_on, generator=order).tolist():
@@ -150,7 +153,7 @@ def distill(teacher: Teacher, run: Run) -> None:
                     step += 1
                     bar.update()
                 divergence = _judged(teacher, numbers)
-                bar.set_postfix_str(f"KL {before:.4f} -> {divergence:.4f}")
+                bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
                 if not math.isfinite(divergence):
                     notes.append(f"stopped in epoch {epoch}: its predictions were no longer finite")
                     break
@@ -160,7 +163,6 @@ def distill(teacher: Teacher, run: Run) -> None:
             run.report.notes.append("distillation was broken off; the model has the best values up to then")
             raise
         finally:
-            bar.close()
             weights.write(best_values)
     run.report.distilled(Distilled(before, best, best_epoch, round(time.perf_counter() - began, 3), notes))
 

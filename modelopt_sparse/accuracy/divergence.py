@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import Cache
 
 from modelopt_sparse.calibration.enough import says_nothing, without_data
@@ -28,6 +27,7 @@ from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.progress import Progress
 
 SAMPLES = 32  # measured on calls that hold so many
 CHUNK = 512  # rows of an output that are converted to float64 together
@@ -73,7 +73,7 @@ class Divergence:
     forward_loop's calls: in each process). Where several processes work together, each measures on its own batches.
     """
 
-    def __init__(self, data: CalibrationData, stats: Mapping[str, Stats], bar: tqdm) -> None:
+    def __init__(self, data: CalibrationData, stats: Mapping[str, Stats], bar: Progress) -> None:
         self.title = ""  # what the numbers are, known after a run
         self._data, self._stats, self._bar = data, stats, bar
         self._numbers: list[int] | None = None  # of the calls that are measured on, among those of all processes

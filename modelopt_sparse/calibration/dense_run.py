@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from modelopt_sparse.calibration.between import look_between
 from modelopt_sparse.calibration.forward import CalibrationData, stop_call
@@ -23,6 +22,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import inputs_that_reach, tower_of
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.reports.progress import Progress
 
 
 class SeenInputs:
@@ -92,7 +92,7 @@ class DenseRun:
             self.stopped = True
             stop_call()
 
-    def go(self, bar: tqdm) -> None:
+    def go(self, bar: Progress) -> None:
         """Run the model over the data."""
         data, seen = self.data, self.seen
         run = data.run
@@ -101,7 +101,7 @@ class DenseRun:
         def begin(masks: TokenMasks) -> None:
             seen.begin()
             if seen.calls == 1:
-                bar.reset(total=None if data.calls is None else len(data.calls))
+                bar.begin(None if data.calls is None else len(data.calls))
             else:
                 bar.update()
             if seen.calls == 2:
@@ -148,7 +148,7 @@ def run_dense(data: CalibrationData, block_of: Mapping[str, str | None], *, whol
     """
     run = data.run
     dense = DenseRun(data, block_of, whole=whole)
-    with tqdm(desc="run the dense model", unit="batch", disable=run.hides_bars()) as bar:
+    with Progress("run the dense model", "batch", show=run.config.progress) as bar:
         dense.go(bar)
     if run.processes.size > 1:
         _agree(dense)

@@ -24,10 +24,11 @@ class OpenBlock:
 
 class Storage(ABC):
     """What holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
-    ``spills``: activations are held on disk."""
+    ``spills``: activations are held on disk. ``reused``: how many blocks so far are those of a run that was stopped."""
 
     resident = True
     spills = False
+    reused = 0
 
     @abstractmethod
     def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[OpenBlock]:

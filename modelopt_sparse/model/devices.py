@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -45,6 +46,14 @@ def free_bytes(device: torch.device) -> int:
     if not hasattr(module, "mem_get_info"):
         return 0
     return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Bytes of tensors on an accelerator; on the CPU, and where the device cannot tell, those of this process."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if module is None or not hasattr(module, "memory_allocated"):
+        return psutil.Process().memory_info().rss
+    return module.memory_allocated(device)
 
 
 @contextmanager

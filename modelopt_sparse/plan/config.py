@@ -108,7 +108,7 @@ class SparsifyConfig:
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
-      progress: True or False; default: a bar if standard error is a terminal.
+      progress: True or False; default: a bar on a terminal and in a notebook, elsewhere a line every minute.
     Several processes (torchrun), which end with the same bits:
       distributed: None (default) works together with all processes of torch.distributed's default group, if it has been
         initialised; False makes this process work by itself; True is an error without a group.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
+from modelopt_sparse.reports.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def evaluate(
     seq_len: tokens of a window.
     reference: the dense model: its perplexity is measured as well, and the KL divergence from it.
     batch_size: windows per forward; None: on the CPU as many as have about 2,048 tokens, on other devices 8.
-    progress: True and False show and hide a progress bar; None shows it on a terminal.
+    progress: True and False show and hide a progress bar; None shows it on a terminal or in a notebook, and elsewhere
+      writes a line every minute.
 
     Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
     the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
@@ -75,19 +76,21 @@ def evaluate(
     try:
         for module, _ in modes:
             module.training = False
-        hide = None if progress is None else not progress
-        for batch in tqdm(windows.split(size), desc="evaluate", unit="batch", disable=hide):
-            log_p = _log_probabilities(model, batch)
-            loss -= _picked(log_p, batch)
-            if reference is not None:
-                log_q = _log_probabilities(reference, batch).to(log_p.device)
-                if log_q.shape != log_p.shape:
-                    raise ValueError(
-                        f"the reference has a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}: "
-                        "give the dense model that it was made from"
-                    )
-                reference_loss -= _picked(log_q, batch)
-                kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
+        batches = windows.split(size)
+        with Progress("evaluate", "batch", len(batches), show=progress) as bar:
+            for batch in batches:
+                log_p = _log_probabilities(model, batch)
+                loss -= _picked(log_p, batch)
+                if reference is not None:
+                    log_q = _log_probabilities(reference, batch).to(log_p.device)
+                    if log_q.shape != log_p.shape:
+                        raise ValueError(
+                            f"the reference has a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}: "
+                            "give the dense model that it was made from"
+                        )
+                    reference_loss -= _picked(log_q, batch)
+                    kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
+                bar.update()
     finally:
         for module, training in modes:
             module.training = training
