@@ -53,8 +53,8 @@ def write_page(
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
     path = checked_page(path)
     for name, mask in masks.items():
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() < 2:
-            raise ValueError(f"mask {name!r} is no bool tensor of two or more dimensions: give those of named_masks")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise ValueError(f"mask {name!r} is no bool tensor: give those of modelopt_sparse.named_masks")
     if compare is None:
         text = _page(title or "Sparsity report", _one_run(report), figures_of(report, masks), _tables(report))
     else:
@@ -275,7 +275,7 @@ def _two_runs(runs: Sequence[tuple[str, Report]]) -> dict[str, str]:
         f"<tr><th>{escape(name)}</th>{''.join(_cost_cell(cost, name) for cost in costs)}</tr>" for name in names
     )
     summaries = "".join(f"<p><b>{escape(title)}</b>: {escape(report.summary())}</p>" for title, report in runs)
-    top = f'{summaries}<div class="wide"><table class="costs"><tr><td></td>{heads}</tr>{rows}</table></div>'
+    top = f'{summaries}<section class="wide"><table class="costs"><tr><td></td>{heads}</tr>{rows}</table></section>'
     both = [{**report.settings, **report.versions} for _, report in runs]
     differing = [key for key in {**both[0], **both[1]} if _setting(both[0], key) != _setting(both[1], key)]
     rows = "".join(

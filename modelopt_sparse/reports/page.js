@@ -2,8 +2,13 @@
 // What the page does once it is there: unpack, fill tables, draw plots. Texts are only ever set as text, never as HTML.
 
 const ROW = 28; // pixels, as in page.css
+const FEW = 10; // rows of a table that needs no filter
 const MOST_PRINTED = 2000; // rows of a table
 const COLORS = ["#3b82c4", "#e0802b", "#2f9e73", "#c4548d", "#8b6fd0", "#a89316", "#d1495b", "#3fa3bf", "#96704f", "#7f8891"];
+const GLYPHS = {
+  circle: "\u25CF", square: "\u25A0", diamond: "\u25C6", x: "\u2716", "triangle-up": "\u25B2", cross: "\u271A",
+  "triangle-down": "\u25BC", star: "\u2605", pentagon: "\u2B1F", hexagon: "\u2B22",
+};
 
 async function unpacked(key) {
   const packed = document.getElementById("packed-" + key).textContent;
@@ -35,6 +40,7 @@ function fillTable({ key, heads, columns }) {
   let chosen = -1;
 
   const tools = made("div", place, undefined, "tools");
+  tools.hidden = count < FEW;
   const filter = made("input", tools);
   filter.type = "search";
   filter.placeholder = "filter: all words must occur in a row";
@@ -46,7 +52,7 @@ function fillTable({ key, heads, columns }) {
   const widths = heads.map((head, column) => {
     let longest = head.length + 2;
     for (let row = 0; row < count; row++) longest = Math.max(longest, Math.min(shown(column, row).length, 46));
-    return longest * 8 + 18;
+    return longest * 8.2 + 26;
   });
   table.style.width = widths.reduce((a, b) => a + b) + "px";
   const group = made("colgroup", table);
@@ -82,7 +88,7 @@ function fillTable({ key, heads, columns }) {
     }
     if (end < rows.length && !all) space((rows.length - end) * ROW);
     if (all && end < rows.length) made("td", made("tr", body), `and ${rows.length - end} more rows`).colSpan = heads.length;
-    counter.textContent = rows.length === count ? `${count.toLocaleString("en")} rows` : `${rows.length.toLocaleString("en")} of ${count.toLocaleString("en")} rows`;
+    counter.textContent = rows.length === count ? `${count.toLocaleString("en")} row${count === 1 ? "" : "s"}` : `${rows.length.toLocaleString("en")} of ${count.toLocaleString("en")} rows`;
   }
 
   function choose(row) { // all cells of a row in full, below the table
@@ -138,9 +144,8 @@ function themed(layout) { // in the colors that the page has now
   const [ink, line, card] = ["--ink", "--line", "--card"].map((name) => style.getPropertyValue(name).trim());
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickcolor: line, automargin: true };
   const result = {
-    paper_bgcolor: card, plot_bgcolor: card, colorway: COLORS, font: { color: ink, family: "system-ui, sans-serif", size: 12 },
+    paper_bgcolor: card, plot_bgcolor: card, showlegend: false, font: { color: ink, family: "system-ui, sans-serif", size: 12 },
     margin: { l: 56, r: 12, t: 8, b: 44 }, hovermode: "closest",
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
   };
   for (const name of ["xaxis", "yaxis"]) result[name] = { ...axis };
@@ -149,26 +154,55 @@ function themed(layout) { // in the colors that the page has now
 }
 
 function draw({ key, traces, layout, choices }) {
-  const place = document.getElementById("figure-" + key);
-  const plot = place.querySelector(".plot");
-  const labels = Object.keys(choices);
-  const visible = (label) => traces.map((_, i) => choices[label].includes(i));
-  if (labels.length) visible(labels[0]).forEach((on, i) => { traces[i].visible = on; });
-  if (labels.length > 1) {
+  const plot = document.querySelector("#figure-" + key + " .plot");
+  const sets = Object.entries(choices);
+  if (!sets.length) sets.push(["", traces.map((_, i) => i)]);
+  for (const [, set] of sets) set.forEach((i, place) => colored(traces[i], place));
+  const legend = document.createElement("div");
+  legend.className = "legend";
+  const show = (set) => {
+    traces.forEach((trace, i) => { trace.visible = set.includes(i); });
+    legend.replaceChildren();
+    for (const i of set) if (traces[i].color && traces[i].name) legendEntry(legend, plot, traces[i], i);
+  };
+  show(sets[0][1]);
+  if (sets.length > 1) {
     const select = document.createElement("select");
     select.setAttribute("aria-label", "what is drawn");
-    for (const label of labels) made("option", select, label);
-    select.addEventListener("change", () => Plotly.restyle(plot, { visible: visible(select.value) }));
+    for (const [label] of sets) made("option", select, label);
+    select.addEventListener("change", () => {
+      show(choices[select.value]);
+      Plotly.restyle(plot, { visible: traces.map((trace) => trace.visible) });
+    });
     plot.before(select);
   }
-  const single = traces.filter((trace) => trace.visible !== false && trace.type !== "heatmap").length < 2;
-  const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
-  const full = () => ({ ...themed(layout), showlegend: !single });
-  Plotly.newPlot(plot, traces, full(), settings);
-  const again = () => { Plotly.relayout(plot, full()); Plotly.Plots.resize(plot); };
+  plot.before(legend);
+  Plotly.newPlot(plot, traces, themed(layout), { responsive: true, displayModeBar: false });
+  const again = () => { Plotly.relayout(plot, themed(layout)); Plotly.Plots.resize(plot); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   matchMedia("print").addEventListener("change", again);
 }
+
+function colored(trace, place) { // the color of a line or of bars; heatmaps have a scale
+  if (trace.type === "heatmap") return;
+  trace.color = trace.line?.color ?? COLORS[place % COLORS.length];
+  trace.marker = { ...trace.marker, color: trace.color };
+  if (trace.type === "scatter") trace.line = { ...trace.line, color: trace.color };
+}
+
+function legendEntry(legend, plot, trace, index) { // a press hides the line, another shows it
+  const entry = made("button", legend);
+  made("span", entry, GLYPHS[trace.marker.symbol] ?? "\u25A0").style.color = trace.color;
+  made("span", entry, new DOMParser().parseFromString(trace.name, "text/html").body.textContent); // escaped for plotly
+  entry.setAttribute("aria-pressed", "true");
+  entry.addEventListener("click", () => {
+    const on = entry.getAttribute("aria-pressed") === "false";
+    entry.setAttribute("aria-pressed", String(on));
+    Plotly.restyle(plot, { visible: on }, [index]);
+  });
+}
+
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));
 
 // the page ------------------------------------------------------------------------------------------------------------
 

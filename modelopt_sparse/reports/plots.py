@@ -67,29 +67,17 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
 def compared_figures(runs: Sequence[tuple[str, Report]]) -> list[Figure]:
     """The figures of two runs beside each other, each with its title."""
     layers = [(title, report.layers) for title, report in runs]
-    blocks = [(title, [(block.name, block.error_after) for block in report.blocks]) for title, report in runs]
-    errors = "relative squared error"
+    blocks = [
+        (html.escape(title), [(block.name, block.error_after) for block in report.blocks]) for title, report in runs
+    ]
+    mean = "The mean over the layers of a block"
+    held = "Of the output of a block, on calibration batches that it was not tuned on."
     drawn = [
-        _one_line_each(
-            "errors",
-            "Error by block",
-            "The mean over the layers of a block, after the last step.",
-            layers,
-            _last,
-            errors,
-        ),
+        _lines("errors", "Error by block", f"{mean}, after the last step.", _by_run(layers, _last), "error", log=True),
         _error_pairs(layers),
-        _lines(
-            "reconstruction",
-            "Block error after reconstruction",
-            "Of the output of a block, on calibration batches that it was not tuned on.",
-            [(html.escape(title), points) for title, points in blocks],
-            _log_axis(errors),
-        ),
-        _one_line_each("zeros", "Zeros by block", "The mean over the layers of a block.", layers, _percent, "% zeros"),
-        _one_line_each(
-            "seconds", "Time by block", "Solving, the mean over the layers of a block.", layers, _spent, "seconds"
-        ),
+        _lines("reconstruction", "Block error after reconstruction", held, blocks, "error", log=True),
+        _lines("zeros", "Zeros by block", f"{mean}.", _by_run(layers, _percent), "% zeros"),
+        _seconds_of_runs(runs),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -119,14 +107,14 @@ def _errors_by_layer(layers: Sequence[LayerReport]) -> Figure | None:
     """A line for each role, for each step; the last step is shown first."""
     traces, choices = [], {}
     for step in reversed(_steps_of(layers)):
-        lines = _lines_by_role(layers, lambda layer, step=step: _error_after(layer, step))
+        lines = _lines_by_role(layers, lambda layer, step=step: _error_after(layer, step), log=True)
         choices[f"after {step}"] = list(range(len(traces), len(traces) + len(lines)))
         traces += lines
-    caption = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
     if not traces:
         return None
-    choices = choices if len(choices) > 1 else {}
-    return Figure("errors", "Error by layer", caption, traces, _by_block(layers, _log_axis("error")), choices)
+    caption = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
+    axes = {"xaxis": _block_axis(_blocks_of(layers)), "yaxis": _log_axis("error", traces)}
+    return Figure("errors", "Error by layer", caption, traces, axes, choices if len(choices) > 1 else {})
 
 
 def _errors_by_block(layers: Sequence[LayerReport]) -> Figure | None:
@@ -136,23 +124,24 @@ def _errors_by_block(layers: Sequence[LayerReport]) -> Figure | None:
         pairs = [(place_of(layer.name)[0], _error_after(layer, step)) for layer in layers]
         lines.append((f"after {html.escape(step)}", _means(pairs)))
     caption = "The mean over the layers of a block, after each step of the recipe."
-    return _lines("steps", "Error by block and step", caption, lines, _log_axis("mean error"))
+    return _lines("steps", "Error by block and step", caption, lines, "mean error", log=True)
 
 
 def _reconstruction(blocks: Sequence[BlockReport]) -> Figure | None:
     """The error of each block's output before and after it was tuned."""
     before = [(block.name, block.error_before) for block in blocks]
     after = [(block.name, block.error_after) for block in blocks]
+    title = "Block error before and after reconstruction"
     caption = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
-    lines = [("before", before), ("after", after)]
-    return _lines("reconstruction", "Block error before and after reconstruction", caption, lines, _log_axis("error"))
+    return _lines("reconstruction", title, caption, [("before", before), ("after", after)], "error", log=True)
 
 
 def _zeros(layers: Sequence[LayerReport]) -> Figure | None:
     if not layers:
         return None
     traces = _lines_by_role(layers, _percent)
-    layout = _by_block(layers, {"title": {"text": "% zeros"}, "ticksuffix": " %", "rangemode": "tozero"})
+    axis = {"title": {"text": "% zeros"}, "rangemode": "tozero"}
+    layout = {"xaxis": _block_axis(_blocks_of(layers)), "yaxis": axis}
     return Figure("zeros", "Zeros by layer", "The fraction of the weights of a layer that is zero.", traces, layout)
 
 
@@ -164,7 +153,7 @@ def _levels(layers: Sequence[LayerReport]) -> Figure | None:
     blocks, roles = _blocks_of(layers), list(cells)
     values = [[dict(cells[role]).get(block) for block in blocks] for role in roles]
     trace = _heatmap(values, x=_short(blocks), y=[html.escape(role) for role in roles], name="% zeros")
-    layout = _by_block(layers, {"autorange": "reversed", "automargin": True})
+    layout = {"xaxis": _block_axis(blocks), "yaxis": {"autorange": "reversed"}}
     return Figure("levels", "Allocation", "Zeros, in per cent, by block and kind of layer.", [trace], layout)
 
 
@@ -178,7 +167,7 @@ def _tried(allocation: object) -> Figure | None:
     bars = {"type": "bar", "orientation": "h", "x": list(tried.values()), "y": names, "text": text}
     layout = {
         "xaxis": {"title": {"text": html.escape(str(allocation["measure"]))}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "automargin": True},
+        "yaxis": {"autorange": "reversed"},
     }
     caption = "What the allocations that were tried measured; lower is better."
     return Figure("tried", "Allocations tried", caption, [{**bars, "textposition": "auto"}], layout)
@@ -186,22 +175,29 @@ def _tried(allocation: object) -> Figure | None:
 
 def _seconds(layers: Sequence[LayerReport], blocks: Sequence[BlockReport]) -> Figure | None:
     """Stacked bars: the seconds of each step in each block."""
-    spent: dict[str, Counter[str]] = {}
-    for layer in layers:
-        for step in layer.steps:
-            spent.setdefault(step.step, Counter())[place_of(layer.name)[0]] += step.seconds
-    for block in blocks:
-        spent.setdefault("reconstruct", Counter())[place_of(block.name)[0]] += block.seconds
-    names = list(dict.fromkeys([*_blocks_of(layers), *(block for bars in spent.values() for block in bars)]))
-    if not any(sum(bars.values()) for bars in spent.values()):
+    steps = dict.fromkeys(step.step for layer in layers for step in layer.steps)
+    spent = [(html.escape(step), _seconds_by_block(layers, (), step)) for step in steps]
+    if blocks:
+        spent.append(("reconstruct", _seconds_by_block((), blocks)))
+    if not any(sum(counts.values()) for _, counts in spent):
         return None
-    traces = [
-        {"type": "bar", "name": html.escape(step), "x": _short(names), "y": [round(bars[name], 4) for name in names]}
-        for step, bars in spent.items()
-    ]
-    axis = {"title": {"text": "seconds"}, "rangemode": "tozero"}
-    layout = {"barmode": "stack", "xaxis": _block_axis(names), "yaxis": axis}
-    return Figure("seconds", "Time by block and step", "Without running the model over the data.", traces, layout)
+    names = list(dict.fromkeys(block for _, counts in spent for block in counts))
+    return _bars("Time by block and step", "Without running the model over the data.", spent, names, "stack")
+
+
+def _seconds_by_block(
+    layers: Sequence[LayerReport], blocks: Sequence[BlockReport], only: str | None = None
+) -> dict[str, float]:
+    """Block -> the seconds that its layers and its reconstruction took; of the step ``only``, if one is named."""
+    spent: dict[str, float] = {}
+    for layer in layers:
+        block = place_of(layer.name)[0]
+        seconds = sum(step.seconds for step in layer.steps if only in (None, step.step))
+        spent[block] = spent.get(block, 0.0) + seconds
+    for tuned in blocks:
+        block = place_of(tuned.name)[0]
+        spent[block] = spent.get(block, 0.0) + tuned.seconds
+    return spent
 
 
 def _experts(layers: Sequence[LayerReport]) -> Figure | None:
@@ -217,7 +213,10 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     experts = sorted({expert for counts in tokens.values() for expert in counts})
     values = [[counts.get(expert) for counts in tokens.values()] for expert in experts]
     trace = _heatmap(values, x=_short([*tokens]), y=[str(expert) for expert in experts], name="tokens")
-    layout = {"xaxis": _block_axis([*tokens]), "yaxis": {"title": {"text": "expert"}, "type": "category"}}
+    layout = {
+        "xaxis": _block_axis([*tokens]),
+        "yaxis": {"title": {"text": "expert"}, "type": "category", "autorange": "reversed"},
+    }
     return Figure("experts", "Tokens of experts", "Calibration tokens that were routed to each.", [trace], layout)
 
 
@@ -229,7 +228,7 @@ def _mask_maps(masks: Mapping[str, Tensor], stacks: Collection[str]) -> Figure |
     traces, choices = [], {}
     for name, mask in masks.items():
         matrix = mask[0] if name in stacks and mask.dim() > 2 else mask
-        zeros = (~matrix.cpu()).float().flatten(1)
+        zeros = (~matrix.cpu()).float().reshape(len(matrix) if matrix.dim() > 1 else 1, -1)
         corner = {
             **_heatmap(zeros[:CORNER, :CORNER].int().tolist(), name="zero"),
             "showscale": False,
@@ -261,17 +260,23 @@ def _mask_maps(masks: Mapping[str, Tensor], stacks: Collection[str]) -> Figure |
 # two runs -------------------------------------------------------------------------------------------------------------
 
 
-def _one_line_each(
-    key: str, title: str, caption: str, runs: Sequence[tuple[str, Sequence[LayerReport]]], value: Value, axis: str
-) -> Figure | None:
-    """A line for each run: the mean of ``value`` over the layers of a block."""
-    lines = []
-    for run, layers in runs:
-        lines.append((html.escape(run), _means([(place_of(layer.name)[0], value(layer)) for layer in layers])))
-    if not any(number for _, points in lines for _, number in points):
+def _by_run(
+    runs: Sequence[tuple[str, Sequence[LayerReport]]], value: Value
+) -> list[tuple[str, list[tuple[str, float]]]]:
+    """For each run the mean of ``value`` over the layers of each block."""
+    return [
+        (html.escape(title), _means((place_of(layer.name)[0], value(layer)) for layer in layers))
+        for title, layers in runs
+    ]
+
+
+def _seconds_of_runs(runs: Sequence[tuple[str, Report]]) -> Figure | None:
+    """Bars beside each other: the seconds that each run took for each block."""
+    spent = [(html.escape(title), _seconds_by_block(report.layers, report.blocks)) for title, report in runs]
+    names = list(dict.fromkeys(block for _, counts in spent for block in counts))
+    if not any(sum(counts.values()) for _, counts in spent):
         return None
-    plain = {"title": {"text": axis}, "rangemode": "tozero"}
-    return _lines(key, title, caption, lines, _log_axis(axis) if value is _last else plain)
+    return _bars("Time by block", "Solving and reconstruction.", spent, names, "group")
 
 
 def _error_pairs(runs: Sequence[tuple[str, Sequence[LayerReport]]]) -> Figure | None:
@@ -280,19 +285,21 @@ def _error_pairs(runs: Sequence[tuple[str, Sequence[LayerReport]]]) -> Figure | 
         {(role, block): value for role, points in _grouped(layers, _last).items() for block, value in points}
         for _, layers in runs
     )
-    both = [key for key in first if key in second]
+    both = [key for key in first if first[key] > 0 and second.get(key, 0) > 0]
     if not both:
         return None
     traces = []
-    for role in dict.fromkeys(role for role, _ in both):
+    for number, role in enumerate(dict.fromkeys(role for role, _ in both)):
         keys = [key for key in both if key[0] == role]
         points = {"x": [first[key] for key in keys], "y": [second[key] for key in keys]}
+        marker = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 7}
         texts = [html.escape(key[1]) for key in keys]
-        traces.append({"type": "scatter", "mode": "markers", "name": html.escape(role), "text": texts, **points})
-    ends = [f([*first.values(), *second.values()]) for f in (min, max)]
-    line = {"color": "#888888", "dash": "dot"}
+        drawn = {"type": "scatter", "mode": "markers", "name": html.escape(role), "text": texts, "marker": marker}
+        traces.append({**drawn, **points})
+    axes = [_log_axis(f"error, {html.escape(title)}", traces, axis) for axis, (title, _) in zip("xy", runs)]
+    values = [value for key in both for value in (first[key], second[key])]
+    ends, line = [min(values), max(values)], {"color": "#888888", "dash": "dot"}
     traces.append({"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "line": line})
-    axes = [_log_axis(f"error, {html.escape(title)}") for title, _ in runs]
     caption = "Below the dotted line the second run is better."
     return Figure("pairs", "Error of each layer in both", caption, traces, {"xaxis": axes[0], "yaxis": axes[1]})
 
@@ -315,10 +322,6 @@ def _last(layer: LayerReport) -> float | None:
 
 def _percent(layer: LayerReport) -> float:
     return 100 * layer.zeros / layer.size
-
-
-def _spent(layer: LayerReport) -> float:
-    return layer.seconds
 
 
 def _blocks_of(layers: Iterable[LayerReport]) -> list[str]:
@@ -348,17 +351,23 @@ def _grouped(layers: Sequence[LayerReport], value: Value) -> dict[str, list[tupl
 # plotly ---------------------------------------------------------------------------------------------------------------
 
 
-def _lines_by_role(layers: Sequence[LayerReport], value: Value) -> list[dict[str, Any]]:
+def _lines_by_role(layers: Sequence[LayerReport], value: Value, *, log: bool = False) -> list[dict[str, Any]]:
     groups = _grouped(layers, value)
-    blocks = dict(zip(names := _blocks_of(layers), _short(names), strict=True))
+    short = dict(zip(names := _blocks_of(layers), _short(names), strict=True))
     return [
-        _line(html.escape(role), [(blocks[block], mean) for block, mean in points], SYMBOLS[i % len(SYMBOLS)])
+        _line(html.escape(role), [(short[block], mean) for block, mean in points], i, log)
         for i, (role, points) in enumerate(groups.items())
     ]
 
 
 def _lines(
-    key: str, title: str, caption: str, lines: Sequence[tuple[str, Sequence[tuple[str, float]]]], axis: dict[str, Any]
+    key: str,
+    title: str,
+    caption: str,
+    lines: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    measure: str,
+    *,
+    log: bool = False,
 ) -> Figure | None:
     """A line for each entry of ``lines``: (name, points of (block, value)). None without any point."""
     names = list(dict.fromkeys(block for _, points in lines for block, _ in points))
@@ -366,26 +375,38 @@ def _lines(
         return None
     short = dict(zip(names, _short(names), strict=True))
     traces = [
-        _line(name, [(short[block], value) for block, value in points], SYMBOLS[i % len(SYMBOLS)])
+        _line(name, [(short[block], value) for block, value in points], i, log)
         for i, (name, points) in enumerate(lines)
         if points
     ]
+    axis = _log_axis(measure, traces) if log else {"title": {"text": measure}, "rangemode": "tozero"}
     return Figure(key, title, caption, traces, {"xaxis": _block_axis(names), "yaxis": axis})
 
 
-def _line(name: str, points: Sequence[tuple[str, float]], symbol: str) -> dict[str, Any]:
+def _line(name: str, points: Sequence[tuple[str, float]], number: int, log: bool) -> dict[str, Any]:
+    """A line; what a logarithmic scale has no place for is a gap."""
     places, values = zip(*points, strict=True)
-    drawn = {"type": "scatter", "mode": "lines+markers", "name": name, "marker": {"symbol": symbol, "size": 7}}
-    return {**drawn, "x": list(places), "y": [float(f"{value:.6g}") for value in values]}
+    shown = [None if log and value <= 0 else float(f"{value:.6g}") for value in values]
+    marker = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 7}
+    return {"type": "scatter", "mode": "lines+markers", "name": name, "marker": marker, "x": list(places), "y": shown}
+
+
+def _bars(
+    title: str, caption: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], mode: str
+) -> Figure:
+    """For each entry of ``bars`` a bar of seconds for each block, stacked or in groups."""
+    places = _short(names)
+    traces = [
+        {"type": "bar", "name": name, "x": places, "y": [round(spent.get(block, 0.0), 4) for block in names]}
+        for name, spent in bars
+    ]
+    axis = {"title": {"text": "seconds"}, "rangemode": "tozero"}
+    return Figure("seconds", title, caption, traces, {"barmode": mode, "xaxis": _block_axis(names), "yaxis": axis})
 
 
 def _heatmap(values: list[list[Any]], name: str, **axes: Any) -> dict[str, Any]:
     scale = {"colorscale": "Viridis", "colorbar": {"title": {"text": name, "side": "right"}, "thickness": 12}}
     return {"type": "heatmap", "z": values, "name": name, "hoverongaps": False, **scale, **axes}
-
-
-def _by_block(layers: Sequence[LayerReport], yaxis: dict[str, Any]) -> dict[str, Any]:
-    return {"xaxis": _block_axis(_blocks_of(layers)), "yaxis": yaxis}
 
 
 def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
@@ -402,8 +423,14 @@ def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _log_axis(title: str) -> dict[str, Any]:
-    return {"type": "log", "title": {"text": title}, "exponentformat": "power", "dtick": "D2", "minexponent": 3}
+def _log_axis(title: str, traces: Sequence[Mapping[str, Any]], values: str = "y") -> dict[str, Any]:
+    """A logarithmic axis with written ticks: the more, the fewer decades the traces' values span."""
+    shown = [value for trace in traces for value in trace[values] if value]
+    span = max(shown) / min(shown) if shown else 1.0
+    digits = (1,) if span > 1000 else (1, 2, 5) if span > 10 else range(1, 10)
+    ticks = [float(f"{digit}e{power}") for power in range(-12, 4) for digit in digits]
+    texts = [f"{tick:g}" for tick in ticks]
+    return {"type": "log", "title": {"text": title}, "tickvals": ticks, "ticktext": texts}
 
 
 def _prefix(names: Sequence[str]) -> str:
