@@ -77,16 +77,12 @@ def sparsify(
     page = _page_beside(out, overwrite) if html else None
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
-    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
-    if "data" in settings:
-        settings["tokenizer"] = tokenizer
-    held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+    held_out = _read_texts(source, settings, eval_data)
     empty, quantized = source.empty(dequantize, read=True)
     planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
 
-    evaluation = None
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
         sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
@@ -102,16 +98,14 @@ def sparsify(
                     return
                 if held_out is not None:
                     place = settings.get("device") or "cpu"
-                    evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
-                    mts.report(network).evaluation = evaluation
+                    both = network.to(place), source.load(place, quantized)
+                    mts.report(network).evaluation = _evaluate(*both, held_out, settings)
                 mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
         sparsity_report = mts.report(network)
     if page is not None and rank() == 0:
         sparsity_report.to_html(page, title=out.resolve().name, masks=_masks_in(out, sparsity_report))
     if as_json or not quiet:
-        _show_result(out, sparsity_report, evaluation, as_json)
-        if page is not None and not as_json:
-            typer.echo(f"The report as a page: {page}")
+        _show_result(out, sparsity_report, page, as_json)
 
 
 def _check_streaming(stream: bool, spill: bool, eval_data: Path | None) -> None:
@@ -137,17 +131,26 @@ def _masks_in(folder: Path, sparsity_report: mts.Report) -> dict[str, torch.Tens
     return {name: read_mask(folder, description, name) for name in drawn_masks(sparsity_report, description.masks)}
 
 
-def _show_result(out: Path, sparsity_report: mts.Report, evaluation: mts.Evaluation | None, as_json: bool) -> None:
+def _read_texts(source: NamedModel, settings: dict[str, Any], eval_data: Path | None) -> torch.Tensor | None:
+    """The tokens of the held-out text; and the tokenizer, put into the settings of a run with calibration text."""
+    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
+    if "data" in settings:
+        settings["tokenizer"] = tokenizer
+    return None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+
+
+def _show_result(out: Path, sparsity_report: mts.Report, page: Path | None, as_json: bool) -> None:
     """Print what `sparsify` has done."""
     if as_json:
-        _print_json(
-            {"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": sparsity_report.as_dict()}
-        )
+        report = sparsity_report.as_dict()
+        _print_json({"out": str(out), "evaluation": report["evaluation"], "report": report})
         return
     typer.echo(sparsity_report)
     typer.echo(
         f"\nWritten to {out}: load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
     )
+    if page is not None:
+        typer.echo(f"The report as a page: {page}")
 
 
 def plan(
@@ -243,11 +246,11 @@ def report(
         for place in (folder, compare):
             if place is not None and html.resolve().is_relative_to(place.resolve()):
                 raise ValueError(f"--html {str(html)!r} is inside of the model's folder: give a path beside it")
-        titles = {"title": folder.resolve().name}
+        name = folder.resolve().name
         if compare is None:
-            sparsity_report.to_html(html, **titles, masks=_masks_in(folder, sparsity_report))
+            sparsity_report.to_html(html, title=name, masks=_masks_in(folder, sparsity_report))
         else:
-            sparsity_report.to_html(html, **titles, compare=mts.report(compare), compare_title=compare.resolve().name)
+            sparsity_report.to_html(html, title=name, compare=mts.report(compare), compare_title=compare.resolve().name)
     if as_json:
         typer.echo(sparsity_report.to_json())
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
 
-ROLES = 12  # so many lines are told apart; what further roles there are becomes one
+ROLES = 10  # so many lines are told apart; what further roles there are becomes one
 MAPS = 6  # so many masks are drawn
 CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
@@ -235,8 +235,9 @@ def _mask_maps(masks: Mapping[str, Tensor], stacks: Collection[str]) -> Figure |
             "zmin": 0,
             "zmax": 1,
         }
-        coarse = torch.nn.functional.adaptive_avg_pool2d(zeros[None], tuple(map(min, zeros.shape, CELLS)))[0]
-        rows, columns = (full / cells for full, cells in zip(zeros.shape, coarse.shape, strict=True))
+        cells = min(len(zeros), CELLS[0]), min(zeros.shape[1], CELLS[1])
+        coarse = torch.nn.functional.adaptive_avg_pool2d(zeros[None], cells)[0]
+        rows, columns = (full / count for full, count in zip(zeros.shape, cells, strict=True))
         whole = _heatmap([[round(value, 3) for value in row] for row in coarse.tolist()], name="fraction of zeros")
         whole |= {"dx": columns, "x0": columns / 2, "dy": rows, "y0": rows / 2, "zmin": 0, "zmax": 1}
         choices[name] = [len(traces), len(traces) + 1]
@@ -427,7 +428,7 @@ def _log_axis(title: str, traces: Sequence[Mapping[str, Any]], values: str = "y"
     """A logarithmic axis with written ticks: the more, the fewer decades the traces' values span."""
     shown = [value for trace in traces for value in trace[values] if value]
     span = max(shown) / min(shown) if shown else 1.0
-    digits = (1,) if span > 1000 else (1, 2, 5) if span > 10 else range(1, 10)
+    digits = (1,) if span > 1000 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [float(f"{digit}e{power}") for power in range(-12, 4) for digit in digits]
     texts = [f"{tick:g}" for tick in ticks]
     return {"type": "log", "title": {"text": title}, "tickvals": ticks, "ticktext": texts}
