@@ -170,7 +170,9 @@ def _tried(allocation: object) -> Figure | None:
         "yaxis": {"autorange": "reversed"},
     }
     caption = "What the allocations that were tried measured; lower is better."
-    return Figure("tried", "Allocations tried", caption, [{**bars, "textposition": "auto"}], layout)
+    return Figure(
+        "tried", "Allocations tried", caption, [{**bars, "textposition": "outside", "cliponaxis": False}], layout
+    )
 
 
 def _seconds(layers: Sequence[LayerReport], blocks: Sequence[BlockReport]) -> Figure | None:

@@ -276,7 +276,7 @@ def test_names_and_notes_are_no_html(tmp_path):
     report.settings["allocation"] = {"chosen": EVIL, "measure": EVIL, "tried": {EVIL: 0.1}}
     report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
     plain = report.to_html(tmp_path / "a.html", title=EVIL, masks={EVIL: torch.ones(4, 4, dtype=torch.bool)})
-    both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report([layer("a.0.x", (0.1,))], settings={EVIL: 1}))
+    both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report(rows[:1], settings={EVIL: 1}))
     for path in (plain, both):
         text = visible(path)
         assert len(re.findall("<script", text)) == 3  # the data, plotly and the page's own
