@@ -166,7 +166,10 @@ def _tried(allocation: object) -> Figure | None:
     text = [f"{value:.4g}" for value in tried.values()]
     bars = {"type": "bar", "orientation": "h", "x": list(tried.values()), "y": names, "text": text}
     layout = {
-        "xaxis": {"title": {"text": html.escape(str(allocation["measure"]))}, "rangemode": "tozero"},
+        "xaxis": {
+            "title": {"text": html.escape(str(allocation["measure"]))},
+            "range": [0, 1.25 * max(tried.values())],  # room for the longest bar's text
+        },
         "yaxis": {"autorange": "reversed"},
     }
     caption = "What the allocations that were tried measured; lower is better."

@@ -379,7 +379,7 @@ def test_plan_takes_the_options_of_sparsify():
     """So that a command can be tried by changing one word."""
     command = typer.main.get_command(cli.app)
     options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill", "quiet"}
+    writes = {"out", "overwrite", "html", "eval_data", "progress", "stream", "spill", "quiet"}
     assert options["sparsify"] - writes == options["plan"] - {"training_recipe", "all_rows"}
 
 
