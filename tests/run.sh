@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash .ci/setup .venv test
+bash .ci/chromium
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/pyright --pythonpath .venv/bin/python

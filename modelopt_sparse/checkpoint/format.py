@@ -178,6 +178,16 @@ def read_masks(folder: Path, description: Description, problems: list[str]) -> d
     return masks
 
 
+def read_mask(folder: Path, description: Description, name: str) -> Tensor:
+    """One mask of a folder. Raises ValueError if it cannot be read."""
+    shape, _ = description.masks[name]
+    try:
+        with safe_open(folder / MASKS, framework="pt") as packed:
+            return unpack_mask(packed.get_tensor(name), shape)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"mask {name!r} cannot be read from {str(folder / MASKS)!r}: {error}") from None
+
+
 def weight_files(folder: Path) -> list[str]:
     """Names of the files that ``from_pretrained`` reads weights from."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():

@@ -123,6 +123,9 @@ def sparsify(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the model in a folder that is not empty.")
     ] = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Write the report as a page as well: OUT.html, beside the folder.")
+    ] = False,
     progress: Progress = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -199,7 +202,21 @@ def verify(
 
 
 @app.command()
-def report(context: typer.Context, folder: Folder, all_rows: AllRows = False, as_json: Json = False) -> None:
+def report(
+    context: typer.Context,
+    folder: Folder,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots and tables, and print only its name.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --html: another folder, shown side by side.")
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What eval --json printed of the model in DIR: shown as well.")
+    ] = None,
+    all_rows: AllRows = False,
+    as_json: Json = False,
+) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     _run("report", locals())
 

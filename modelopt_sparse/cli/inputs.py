@@ -1,5 +1,6 @@
 """The inputs of the command line: options from YAML, --set and flags, and the model that MODEL names."""
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,14 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: {error}") from None
+
+
+def read_evaluation(path: Path) -> mts.Evaluation:
+    """What `eval --json` printed, from the file that it was written to. Raises ValueError for anything else."""
+    try:
+        return mts.Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"--evaluation {str(path)!r} is not what `eval --json` printed: {error}") from None
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

@@ -20,13 +20,16 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.calibration.data import read_documents, tokenize
+from modelopt_sparse.checkpoint.format import read_description, read_mask
 from modelopt_sparse.checkpoint.place import checked_place
 from modelopt_sparse.checkpoint.streaming.workfolder import reserved
 from modelopt_sparse.checkpoint.verify import PatternError
-from modelopt_sparse.cli.inputs import NamedModel, settings_of, torch_dtype
+from modelopt_sparse.cli.inputs import NamedModel, read_evaluation, settings_of, torch_dtype
 from modelopt_sparse.cli.names import RANK_LOST, VIOLATION, WRONG_INPUT, complain
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.model.hf import default_seq_len
+from modelopt_sparse.reports.html import checked_page
+from modelopt_sparse.reports.plots import drawn_masks
 from modelopt_sparse.training.iso_flop.recipe import sparse_ift_files
 
 
@@ -59,6 +62,7 @@ def sparsify(
     stream: bool,
     spill: bool,
     overwrite: bool,
+    html: bool,
     progress: bool | None,
     quiet: bool,
     as_json: bool,
@@ -70,18 +74,15 @@ def sparsify(
     _check_streaming(stream, spill, eval_data)
     if not stream:  # a streaming run may continue an earlier one, and looks by itself
         checked_place(out, overwrite=overwrite, sources=[model])
+    page = _page_beside(out, overwrite) if html else None
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     method = settings.pop("method")
-    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
-    if "data" in settings:
-        settings["tokenizer"] = tokenizer
-    held_out = None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+    held_out = _read_texts(source, settings, eval_data)
     empty, quantized = source.empty(dequantize, read=True)
     planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
 
-    evaluation = None
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
         sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
@@ -97,11 +98,14 @@ def sparsify(
                     return
                 if held_out is not None:
                     place = settings.get("device") or "cpu"
-                    evaluation = _evaluate(network.to(place), source.load(place, quantized), held_out, settings)
+                    both = network.to(place), source.load(place, quantized)
+                    mts.report(network).evaluation = _evaluate(*both, held_out, settings)
                 mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
         sparsity_report = mts.report(network)
+    if page is not None and rank() == 0:
+        sparsity_report.to_html(page, title=out.resolve().name, masks=_masks_in(out, sparsity_report))
     if as_json or not quiet:
-        _show_result(out, sparsity_report, evaluation, as_json)
+        _show_result(out, sparsity_report, page, as_json)
 
 
 def _check_streaming(stream: bool, spill: bool, eval_data: Path | None) -> None:
@@ -113,23 +117,40 @@ def _check_streaming(stream: bool, spill: bool, eval_data: Path | None) -> None:
         raise ValueError("--spill goes with --stream")
 
 
-def _show_result(out: Path, sparsity_report: mts.Report, evaluation: mts.Evaluation | None, as_json: bool) -> None:
+def _page_beside(out: Path, overwrite: bool) -> Path:
+    """The path of the page of the folder ``out``. Raises ValueError if it cannot be written there, before any work."""
+    page = checked_page(out.parent / f"{out.resolve().name}.html")
+    if page.exists() and not overwrite:
+        raise ValueError(f"{str(page)!r} exists: --overwrite replaces it, or give another --out")
+    return page
+
+
+def _masks_in(folder: Path, sparsity_report: mts.Report) -> dict[str, torch.Tensor]:
+    """The masks in a folder that a page of its report shows."""
+    description = read_description(folder)
+    return {name: read_mask(folder, description, name) for name in drawn_masks(sparsity_report, description.masks)}
+
+
+def _read_texts(source: NamedModel, settings: dict[str, Any], eval_data: Path | None) -> torch.Tensor | None:
+    """The tokens of the held-out text; and the tokenizer, put into the settings of a run with calibration text."""
+    tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
+    if "data" in settings:
+        settings["tokenizer"] = tokenizer
+    return None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+
+
+def _show_result(out: Path, sparsity_report: mts.Report, page: Path | None, as_json: bool) -> None:
     """Print what `sparsify` has done."""
     if as_json:
-        _print_json(
-            {"out": str(out), "evaluation": evaluation and evaluation.as_dict(), "report": sparsity_report.as_dict()}
-        )
+        report = sparsity_report.as_dict()
+        _print_json({"out": str(out), "evaluation": report["evaluation"], "report": report})
         return
     typer.echo(sparsity_report)
-    if evaluation is not None:
-        typer.echo(
-            f"\nheld-out perplexity: dense {evaluation.reference_perplexity:.3f}, sparse {evaluation.perplexity:.3f}; "
-            f"KL from dense {evaluation.kl:.4f} nats per token; {evaluation.windows} windows of "
-            f"{evaluation.seq_len} tokens"
-        )
     typer.echo(
         f"\nWritten to {out}: load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
     )
+    if page is not None:
+        typer.echo(f"The report as a page: {page}")
 
 
 def plan(
@@ -207,9 +228,33 @@ def verify(
         raise typer.Exit(VIOLATION)
 
 
-def report(*, folder: Path, all_rows: bool, as_json: bool) -> None:
+def report(
+    *,
+    folder: Path,
+    html: Path | None,
+    compare: Path | None,
+    evaluation: Path | None,
+    all_rows: bool,
+    as_json: bool,
+) -> None:
+    if compare is not None and html is None:
+        raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     sparsity_report = mts.report(folder)
-    typer.echo(sparsity_report.to_json() if as_json else sparsity_report.text(all_rows=all_rows))
+    if evaluation is not None:
+        sparsity_report.evaluation = read_evaluation(evaluation)
+    if html is not None:
+        for place in (folder, compare):
+            if place is not None and html.resolve().is_relative_to(place.resolve()):
+                raise ValueError(f"--html {str(html)!r} is inside of the model's folder: give a path beside it")
+        name = folder.resolve().name
+        if compare is None:
+            sparsity_report.to_html(html, title=name, masks=_masks_in(folder, sparsity_report))
+        else:
+            sparsity_report.to_html(html, title=name, compare=mts.report(compare), compare_title=compare.resolve().name)
+    if as_json:
+        typer.echo(sparsity_report.to_json())
+    else:
+        typer.echo(sparsity_report.text(all_rows=all_rows) if html is None else f"Written to {html}.")
 
 
 def speed(

@@ -6,6 +6,7 @@ log-likelihood of the windows' predictions.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +37,21 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Evaluation":
+        """The evaluation whose fields ``data`` holds. Raises TypeError for other keys."""
+        return cls(**data)
+
+    def beside_dense(self) -> str:
+        """One line for the report of a sparse model, whose reference is the dense one."""
+        how = f"{self.windows} windows of {self.seq_len} tokens"
+        if self.reference_perplexity is None:
+            return f"held-out perplexity: sparse {self.perplexity:.3f}; {how}"
+        return (
+            f"held-out perplexity: dense {self.reference_perplexity:.3f}, sparse {self.perplexity:.3f}; "
+            f"KL from dense {self.kl:.4f} nats per token; {how}"
+        )
 
     def __str__(self) -> str:
         head = f"perplexity {self.perplexity:.3f}"

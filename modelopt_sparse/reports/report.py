@@ -5,14 +5,16 @@ import math
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import safetensors
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+from modelopt_sparse.reports.evaluate import Evaluation
 from modelopt_sparse.reports.fold import Column, by_reason, counted, paragraph, rows_of
 from modelopt_sparse.version import __version__
 
@@ -122,6 +124,7 @@ class Report:
 
     Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
     each with the names of its layers that still stand. ``skipped`` are the weights that stay dense, as in the plan.
+    ``evaluation`` is what was measured of the whole model after the last run, if that was put there.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -133,6 +136,7 @@ class Report:
     calibration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     earlier: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: Evaluation | None = None
 
     @classmethod
     def begin(cls, skipped: Sequence[Skipped], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
@@ -185,12 +189,39 @@ class Report:
         layers = [LayerReport.from_dict(layer) for layer in data["layers"]]
         blocks = [BlockReport(**block) for block in data.get("blocks", ())]
         skipped = [Skipped(**{**weight, "shape": tuple(weight["shape"])}) for weight in data.get("skipped", ())]
-        distillation = None if (of_model := data.get("distillation")) is None else Distilled(**of_model)
-        more = {"layers": layers, "blocks": blocks, "skipped": tuple(skipped), "distillation": distillation}
+        tuned, measured = data.get("distillation"), data.get("evaluation")
+        more: dict[str, Any] = {"layers": layers, "blocks": blocks, "skipped": tuple(skipped)}
+        more["distillation"] = None if tuned is None else Distilled(**tuned)
+        more["evaluation"] = None if measured is None else Evaluation.from_dict(measured)
         return cls(**{**data, **more})
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, default=str)
+
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        title: str | None = None,
+        masks: Mapping[str, Tensor] | None = None,
+        compare: "Report | None" = None,
+        compare_title: str | None = None,
+    ) -> Path:
+        """Write the report as one HTML file with plots and tables, which needs no network; return its path.
+
+        path: ends in .html or .htm. A file that is there is replaced.
+        title: what the page is called.
+        masks: bool masks, by parameter name, to draw maps of: ``dict(mts.named_masks(model))``, or some of them. Of
+          more than six those of the layers with the largest errors are drawn.
+        compare: the report of another run: the page shows both side by side, and no masks.
+        compare_title: what the other run is called.
+
+        Needs plotly, which the extra ``report`` installs. Raises ValueError without it, for another suffix, for a
+        folder, and for masks that are not bool.
+        """
+        from modelopt_sparse.reports.html import write_page  # reads this module
+
+        return write_page(path, self, title, masks or {}, compare, compare_title)
 
     def __str__(self) -> str:
         return self.text()
@@ -199,7 +230,7 @@ class Report:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
         names = [layer.name for layer in self.layers]
         skipped = {weight.name: weight.reason for weight in self.skipped}
-        parts = [paragraph(self._summary(), all_rows=all_rows)]
+        parts = [paragraph(self.summary(), all_rows=all_rows)]
         parts.append(rows_of("layer", names, _columns(self.layers), skipped, all_rows=all_rows))
         if self.blocks:
             blocks = [block.name for block in self.blocks]
@@ -221,10 +252,12 @@ class Report:
             legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
         if legend:
             parts.append("\n".join(paragraph(line, all_rows=all_rows) for line in legend))
+        if self.evaluation is not None:
+            parts.append(paragraph(self.evaluation.beside_dense(), all_rows=all_rows))
         return "\n\n".join(parts)
 
-    def _summary(self) -> str:
-        """The first line: how many layers and zeros, how long it took, and with what."""
+    def summary(self) -> str:
+        """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
         pruned = sum(layer.size for layer in self.layers)
         total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
         said = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]

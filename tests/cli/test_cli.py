@@ -59,7 +59,9 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
     dense = AutoModelForCausalLM.from_pretrained(work / "llama")
     expected = mts.evaluate(model, held, seq_len=32, reference=dense, progress=False)
     assert f"dense {expected.reference_perplexity:.3f}, sparse {expected.perplexity:.3f}; " in done.out
-    assert f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens" in done.out
+    said = " ".join(done.out.split())
+    assert f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens" in said
+    assert mts.report(out).evaluation == expected
 
 
 def test_a_sparse_folder_comes_with_its_masks(run, sparse, tmp_path):
@@ -378,7 +380,7 @@ def test_plan_takes_the_options_of_sparsify():
     """So that a command can be tried by changing one word."""
     command = typer.main.get_command(cli.app)
     options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "eval_data", "progress", "stream", "spill", "quiet"}
+    writes = {"out", "overwrite", "html", "eval_data", "progress", "stream", "spill", "quiet"}
     assert options["sparsify"] - writes == options["plan"] - {"training_recipe", "all_rows"}
 
 

@@ -1,0 +1,100 @@
+"""The HTML report from the command line: where it may be written, and what it shows."""
+
+import json
+
+import pytest
+
+import modelopt_sparse as mts
+from tests.reports.pages import figures, tables, visible
+
+pytestmark = pytest.mark.core
+pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
+
+
+def test_sparsify_writes_a_page_beside_the_folder(run, work, tmp_path):
+    out = tmp_path / "new" / "out"
+    command = ("sparsify", work / "llama", "--out", out, "--method", "magnitude", "--no-progress", "--html")
+    done = run(*command, "--eval", work / "held.txt", "--seq-len", 32)
+    assert (done.code, done.err) == (0, "")
+    page = tmp_path / "new" / "out.html"
+    assert done.out.splitlines()[-1] == f"The report as a page: {page}"
+    assert not list(out.glob("*.html"))
+    assert "masks" in figures(page)
+    assert "<title>out</title>" in visible(page)
+    measured = mts.report(out).evaluation
+    assert measured is not None
+    assert f"{measured.reference_perplexity:.3f} \u2192 {measured.perplexity:.3f}" in visible(page)
+
+    before = page.read_bytes()
+    refused = run(*command[:3], tmp_path / "new" / "other" / ".." / "out", *command[4:])
+    assert refused.code == 2
+    assert page.read_bytes() == before
+    page.write_text("old")
+    assert run(*command, "--overwrite").code == 0
+    assert len(page.read_bytes()) > 1e6
+
+
+def test_a_page_that_is_there_is_refused_before_work(run, work, tmp_path):
+    (tmp_path / "out.html").write_text("old")
+    command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", "--html")
+    done = run(*command)
+    assert done.code == 2
+    assert "out.html' exists: --overwrite replaces it" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_streaming_writes_a_page_as_well(run, work, tmp_path):
+    command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", "--stream", "--html")
+    assert run(*command, "--no-progress").code == 0
+    assert "masks" in figures(tmp_path / "out.html")
+
+
+def test_report_writes_a_page(run, sparse, tmp_path):
+    page = tmp_path / "a.html"
+    done = run("report", sparse, "--html", page)
+    assert (done.code, done.out, done.err) == (0, f"Written to {page}.\n", "")
+    assert tables(page)["layers"]["layer"] == [layer.name for layer in mts.report(sparse).layers]
+    assert "masks" in figures(page)
+    done = run("report", sparse, "--html", page, "--json")
+    assert json.loads(done.out) == mts.report(sparse).as_dict()
+
+
+def test_report_compares_two_folders(run, sparse, tmp_path):
+    mts.save(mts.sparsify(mts.load(sparse), "magnitude", pattern="1:4", progress=False), tmp_path / "more")
+    page = tmp_path / "both.html"
+    done = run("report", sparse, "--compare", tmp_path / "more", "--html", page)
+    assert (done.code, done.out) == (0, f"Written to {page}.\n")
+    rows = tables(page)["layers"]
+    assert set(rows["pattern, sparse"]) == {"2:4"}
+    assert set(rows["pattern, more"]) == {"1:4"}
+
+
+def test_report_shows_what_eval_printed(run, work, sparse, tmp_path):
+    measured = run("eval", sparse, "--data", work / "held.txt", "--seq-len", 32, "--json", "--no-progress").out
+    (tmp_path / "eval.json").write_text(measured)
+    perplexity = f"{json.loads(measured)['perplexity']:.3f}"
+    done = run("report", sparse, "--evaluation", tmp_path / "eval.json")
+    assert f"held-out perplexity: sparse {perplexity}; " in done.out
+    run("report", sparse, "--evaluation", tmp_path / "eval.json", "--html", tmp_path / "a.html")
+    assert f"<dd>{perplexity}</dd>" in visible(tmp_path / "a.html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--html {sparse}/a.html", "is inside of the model's folder: give a path beside it"),
+        ("--compare {sparse} --html {sparse}/deep/../a.html", "is inside of the model's folder"),
+        ("--compare {sparse}", "--compare goes with --html FILE"),
+        ("--html model.safetensors", "a file that ends in .html"),
+        ("--html a.html --evaluation {llama}/config.json", "is not what `eval --json` printed"),
+        ("--html a.html --compare nowhere", "'nowhere' is not a folder"),
+    ],
+)
+def test_wrong_pages_are_one_clear_line(run, work, sparse, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(sparse.iterdir())
+    done = run("report", sparse, *arguments.format(sparse=sparse, llama=work / "llama").split())
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert sorted(sparse.iterdir()) == before
+    assert not list(tmp_path.iterdir())

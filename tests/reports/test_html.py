@@ -1,0 +1,311 @@
+"""The HTML report: it says what the report says, needs nothing beside the file, and takes no name for HTML."""
+
+import html
+import re
+import sys
+from statistics import mean
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from modelopt_sparse.reports.html import cost_of
+from modelopt_sparse.reports.plots import drawn_masks, place_of
+from modelopt_sparse.reports.report import BlockReport, Report, Skipped
+from tests.helpers import tiny_llama, token_batches
+from tests.reports.pages import figures, large_report, layer, tables, unpacked, visible
+
+pytestmark = pytest.mark.core
+plotly = pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
+
+MEGABYTES = 1e6
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    """A model with every step, whose report knows what it costs as a whole."""
+    model, dense = tiny_llama(), tiny_llama()
+    options = {"data_loader": token_batches(4), "progress": False, "polish": 3, "reconstruct": 1}
+    mts.sparsify(model, "sparsegpt", pattern="2:4", **options)
+    tokens = torch.cat(token_batches(seed=2)).flatten()
+    mts.report(model).evaluation = mts.evaluate(model, tokens, seq_len=16, reference=dense, progress=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def page(llama, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "llama.html"
+    assert mts.report(llama).to_html(path, title="llama", masks=dict(mts.named_masks(llama))) == path
+    return path
+
+
+# what it says ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_top_says_what_was_done_and_what_it_cost(llama, page):
+    report = mts.report(llama)
+    text = html.unescape(re.sub(r"<[^>]+>", " ", visible(page).partition("packed-data")[0]))
+    assert report.summary() in text
+    dense = sum(weight.shape[0] * weight.shape[1] for weight in report.skipped)
+    pruned = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
+    measured = report.evaluation
+    assert measured is not None
+    assert measured.kl is not None
+    errors = [layer.error for layer in report.layers if layer.error is not None]
+    worst = max(report.layers, key=lambda layer: layer.error or 0.0)
+    blocks = [mean(getattr(block, which) for block in report.blocks) for which in ("error_before", "error_after")]
+    for said in (
+        f"of {pruned:,} weights in pruned layers; {0.5 * pruned / (pruned + dense):.2%} of all matrix weights",
+        "14 pruned",
+        f"{len(report.skipped)} stay dense",
+        f"{measured.reference_perplexity:.3f} \u2192 {measured.perplexity:.3f}",
+        f"{measured.kl:.4f}",
+        f"{mean(errors):.4f} the mean; the largest is {max(errors):.4f}, of {worst.name}",
+        f"{blocks[0]:.4f} \u2192 {blocks[1]:.4f}",
+        torch.__version__,
+    ):
+        assert said in re.sub(r"\s+", " ", text), said
+
+
+def test_tables_hold_every_row(llama, page):
+    report, shown = mts.report(llama), tables(page)
+    rows = shown["layers"]
+    assert rows["layer"] == [layer.name for layer in report.layers]
+    assert rows["% zeros"] == [50.0] * 14
+    for number, step in enumerate(("sparsegpt", "polish")):
+        expected = [layer.steps[number].error for layer in report.layers]
+        assert rows[f"error after {step}"] == pytest.approx(expected, rel=1e-4)
+    assert shown["blocks"]["error after"] == pytest.approx([block.error_after for block in report.blocks], rel=1e-4)
+    assert shown["skipped"]["reason"] == [weight.reason for weight in report.skipped]
+
+
+def test_every_plot_whose_data_is_there(page):
+    drawn = figures(page)
+    assert list(drawn) == ["errors", "steps", "reconstruction", "zeros", "seconds", "masks"]
+    for key in drawn:
+        assert f'id="figure-{key}"' in visible(page)
+    roles = {trace["name"] for trace in drawn["errors"]["traces"]}
+    assert {"self_attn.q_proj", "mlp.up_proj"} <= roles
+    assert list(drawn["errors"]["choices"]) == ["after polish", "after sparsegpt"]
+
+
+def test_lines_are_the_report_s_numbers(llama, page):
+    report, drawn = mts.report(llama), figures(page)
+    lines = {trace["name"]: trace["y"] for trace in drawn["steps"]["traces"]}
+    for number, step in enumerate(("sparsegpt", "polish")):
+        for block in range(2):
+            inside = [each for each in report.layers if each.name.startswith(f"model.layers.{block}.")]
+            expected = mean(each.steps[number].error or 0.0 for each in inside)
+            assert lines[f"after {step}"][block] == pytest.approx(expected, rel=1e-5)
+    before, after = (trace["y"] for trace in drawn["reconstruction"]["traces"])
+    assert before == pytest.approx([block.error_before for block in report.blocks], rel=1e-5)
+    assert after == pytest.approx([block.error_after for block in report.blocks], rel=1e-5)
+    spent = sum(sum(trace["y"]) for trace in drawn["seconds"]["traces"])
+    assert spent == pytest.approx(sum(row.seconds for row in [*report.layers, *report.blocks]), rel=0.02)
+
+
+def test_plotly_takes_every_figure(page):
+    """It raises for a property that it does not know."""
+    from plotly.graph_objects import Figure
+
+    for figure in figures(page).values():
+        Figure(figure["traces"], figure["layout"])
+
+
+def test_a_plot_without_data_is_left_out(tmp_path):
+    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
+    path = mts.report(model).to_html(tmp_path / "a.html")
+    drawn = figures(path)
+    assert set(drawn) <= {"errors", "steps", "zeros", "seconds"}
+    assert "zeros" in drawn
+    Report().to_html(tmp_path / "empty.html")
+    assert figures(tmp_path / "empty.html") == tables(tmp_path / "empty.html") == {}
+    assert unpacked(tmp_path / "empty.html", "plotly") == ""
+
+
+def test_allocation_and_experts(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=97, num_hidden_layers=2, num_local_experts=4, **sizes)).eval()
+    options = {"data_loader": token_batches(4), "progress": False, "pattern": "50%", "allocation": "search"}
+    mts.sparsify(model, "sparsegpt", options)
+    report = mts.report(model)
+    drawn = figures(report.to_html(tmp_path / "a.html", masks=dict(mts.named_masks(model))))
+    tried = report.settings["allocation"]["tried"]
+    (bars,) = drawn["tried"]["traces"]
+    assert bars["x"] == list(tried.values())
+    assert [name for name in bars["y"] if "(chosen)" in name] == [f"{report.settings['allocation']['chosen']} (chosen)"]
+    (levels,) = drawn["levels"]["traces"]
+    by_place = {place_of(each.name): 100 * each.zeros / each.size for each in report.layers}
+    for role, row in zip(levels["y"], levels["z"], strict=True):
+        assert row == [pytest.approx(by_place[f"model.layers.{block}", role]) for block in range(2)]
+    (tokens,) = drawn["experts"]["traces"]
+    fused = [each.expert_tokens for each in report.layers if each.name.endswith("gate_up_proj")]
+    assert tokens["z"] == [list(counts) for counts in zip(*fused, strict=True)]
+
+
+def test_experts_in_a_list(tmp_path):
+    rows = [layer(f"layers.{b}.moe.experts.{e}.{w}", tokens=10 * b + e) for b in (0, 1) for e in (0, 1) for w in "ab"]
+    drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html"))
+    (tokens,) = drawn["experts"]["traces"]
+    assert tokens["z"] == [[0, 10], [1, 11]]
+    assert {trace["name"] for trace in drawn["zeros"]["traces"]} == {"moe.experts.*.a", "moe.experts.*.b"}
+
+
+def test_the_map_of_a_mask(tmp_path):
+    torch.manual_seed(0)
+    masks = {"a.0.weight": torch.rand(192, 384) > 0.3, "a.1.experts": torch.rand(3, 4, 8) > 0.5}
+    rows = [layer("a.0", (0.1,)), layer("a.1", (0.2,), parameter="a.1.experts", shape=[3, 4, 8])]
+    drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html", masks=masks))["masks"]
+    assert list(drawn["choices"]) == ["a.1.experts", "a.0.weight"]  # the larger error first
+    first, _, corner, whole = drawn["traces"]
+    assert first["z"] == (~masks["a.1.experts"][0]).int().tolist()
+    assert corner["z"] == (~masks["a.0.weight"][:64, :64]).int().tolist()
+    blocks = (~masks["a.0.weight"]).float().view(96, 2, 192, 2).mean((1, 3))
+    torch.testing.assert_close(torch.tensor(whole["z"]), blocks, atol=6e-4, rtol=0)
+    assert (whole["dx"], whole["dy"]) == (2, 2)
+
+
+def test_of_many_masks_those_with_the_largest_errors_are_drawn():
+    report = Report(layers=[layer(f"a.{i}", (i / 10,)) for i in range(9)])
+    assert drawn_masks(report, [each.parameter for each in report.layers]) == [f"a.{i}.weight" for i in range(8, 2, -1)]
+
+
+def test_sparse_training(tmp_path):
+    model = tiny_llama()
+    training.Static(0.5, include=["*.mlp.*.weight"]).apply(model)
+    path = mts.report(model).to_html(tmp_path / "a.html", masks=dict(mts.named_masks(model)))
+    assert list(figures(path)) == ["zeros", "masks"]
+    assert ">step 0<" in visible(path)
+    assert set(tables(path)["layers"]["recipe"]) == {"static"}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
+        ("encoder.block.0.layer.1.wi", ("encoder.block.0", "layer.*.wi")),
+        ("h.11.experts.7.w1", ("h.11", "experts.*.w1")),
+        ("0", ("0", "layer")),
+        ("classifier.fc1", ("classifier", "fc1")),
+        ("head", ("head", "head")),
+    ],
+)
+def test_block_and_role(name, place):
+    assert place_of(name) == place
+
+
+def test_many_kinds_of_layers_are_few_lines(tmp_path):
+    rows = [layer(f"layers.0.kind{chr(97 + i)}", (0.1 + i / 100,)) for i in range(20)]
+    drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html"))
+    names = [trace["name"] for trace in drawn["errors"]["traces"]]
+    assert len(names) == 10
+    assert drawn["errors"]["traces"][names.index("others")]["y"] == [
+        pytest.approx(mean(0.1 + i / 100 for i in range(9, 20)))
+    ]
+
+
+def test_an_error_of_zero_is_a_gap_on_the_logarithmic_scale(tmp_path):
+    rows = [layer("a.0.fc", (0.0,)), layer("a.1.fc", (0.5,))]
+    (line,) = figures(Report(layers=rows).to_html(tmp_path / "a.html"))["errors"]["traces"]
+    assert line["y"] == [None, 0.5]
+
+
+# two runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_side_by_side(tmp_path):
+    first = Report([layer("a.0.x", (0.2, 0.1)), layer("a.1.x", (0.4,))], settings={"seed": 0, "update": True})
+    first.blocks = [BlockReport("a.0", 0.3, 0.2, 1, 4.0)]
+    second = Report([layer("a.0.x", (0.3,)), layer("a.2.x", (0.5,))], settings={"seed": 1, "update": True})
+    path = first.to_html(tmp_path / "a.html", title="one", compare=second, compare_title="two")
+    rows = tables(path)["layers"]
+    assert rows["layer"] == ["a.0.x", "a.1.x", "a.2.x"]
+    assert rows["error, one"] == [0.1, 0.4, None]
+    assert rows["error, two"] == [0.3, None, 0.5]
+    assert rows["second / first"] == [pytest.approx(3.0), None, None]
+    text = visible(path)
+    for name, values in cost_of(first).items():
+        assert f"<th>{name}</th><td><b>{values[0]}</b>" in text
+    assert "<th>seed</th><td>0</td><td>1</td>" in text
+    assert "<th>update</th><td>true</td><td>true</td>" not in text
+    assert "<title>one and two</title>" in text
+    drawn = figures(path)
+    assert list(drawn) == ["errors", "pairs", "reconstruction", "zeros", "seconds"]
+    assert [(trace["name"], trace["y"]) for trace in drawn["errors"]["traces"]] == [
+        ("one", [0.1, 0.4]),
+        ("two", [0.3, 0.5]),
+    ]
+    assert [trace["y"] for trace in drawn["seconds"]["traces"]] == [[5.0, 0.5, 0.0], [0.5, 0.0, 0.5]]
+    same = first.to_html(tmp_path / "b.html", title="one", compare=second, compare_title="one")
+    assert "error, A" in tables(same)["layers"]
+
+
+# the file -------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    text = visible(page)
+    assert set(re.findall(r'(?:src|href)="([^"]*)"', text)) == {"data:,"}
+    assert not re.search(r"https?:|@import|url\(", text)
+    assert "default-src 'none'" in text
+
+
+def test_plotly_is_there_once(page):
+    assert unpacked(page, "plotly") == plotly.offline.get_plotlyjs()
+    assert visible(page).count("packed-plotly") == 1
+
+
+def test_the_file_is_small(page, tmp_path):
+    assert page.stat().st_size < 3 * MEGABYTES
+    large = large_report().to_html(tmp_path / "a.html")
+    assert large.stat().st_size < 6 * MEGABYTES
+
+
+EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>&'
+
+
+def test_names_and_notes_are_no_html(tmp_path):
+    rows = [layer(f"a.0.{EVIL}", (0.1,), notes=[EVIL], recipe=EVIL, type=EVIL), layer("a.1.x", (0.2,), pattern=EVIL)]
+    report = Report(
+        rows, [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),), [EVIL], {EVIL: EVIL}
+    )
+    report.settings["allocation"] = {"chosen": EVIL, "measure": EVIL, "tried": {EVIL: 0.1}}
+    report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
+    plain = report.to_html(tmp_path / "a.html", title=EVIL, masks={EVIL: torch.ones(4, 4, dtype=torch.bool)})
+    both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report(rows[:1], settings={EVIL: 1}))
+    for path in (plain, both):
+        text = visible(path)
+        assert len(re.findall("<script", text)) == 3  # the data, plotly and the page's own
+        assert "<img" not in text
+        assert html.escape(EVIL) in text
+        for figure in figures(path).values():
+            shown = [figure["layout"], *({**trace, "z": None} for trace in figure["traces"])]
+            assert "<" not in str(shown)  # plotly reads its texts as HTML
+
+
+def test_without_plotly_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ValueError, match=r'pip install "modelopt-sparse\[report\]"'):
+        Report().to_html(tmp_path / "a.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_refused(tmp_path):
+    (tmp_path / "folder.html").mkdir()
+    for path, why in (("model.safetensors", "a file that ends in .html"), ("folder.html", "is a folder")):
+        with pytest.raises(ValueError, match=why):
+            Report().to_html(tmp_path / path)
+    with pytest.raises(ValueError, match="'w' is no bool tensor"):
+        Report().to_html(tmp_path / "a.html", masks={"w": torch.ones(2, 2)})
+
+
+def test_an_evaluation_stays_with_the_report(llama, tmp_path):
+    mts.save(llama, tmp_path / "sparse")
+    assert mts.report(tmp_path / "sparse").evaluation == mts.report(llama).evaluation
+    assert mts.report(llama).text().endswith(" tokens")
+    again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
+    assert mts.report(again).evaluation is None, "it was measured before this run"
