@@ -31,10 +31,11 @@ class Quality:
         return {**self.options, **by_pattern}
 
 
-BEST = {"self_data": "auto", "reconstruct": {"epochs": 4, "masks": "auto", "metric": "auto"}}
+BALANCED = {"epochs": 4, "masks": "auto"}
+BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}),
-    "balanced": Quality("alps", {"reconstruct": {"epochs": 4}}, {"permute": True}, {"allocation": "block"}),
+    "balanced": Quality("alps", {"reconstruct": BALANCED}, {"permute": True}, {"allocation": "block"}),
     "best": Quality("alps", BEST, {"permute": True}, {"allocation": "block"}),
     "max": Quality("alps", {**BEST, "distill": True}, {"permute": True}, {"allocation": "block"}),
 }

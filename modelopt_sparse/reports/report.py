@@ -129,13 +129,13 @@ class Report:
 
     layers: list[LayerReport] = field(default_factory=list)
     blocks: list[BlockReport] = field(default_factory=list)
-    distillation: Distilled | None = None
     skipped: tuple[Skipped, ...] = ()
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     earlier: list[dict[str, Any]] = field(default_factory=list)
+    distillation: Distilled | None = None
     evaluation: Evaluation | None = None
 
     @classmethod

@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.html import cost_of
 from modelopt_sparse.reports.plots import drawn_masks, place_of
-from modelopt_sparse.reports.report import BlockReport, Report, Skipped
+from modelopt_sparse.reports.report import BlockReport, Distilled, Report, Skipped
 from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, large_report, layer, tables, unpacked, visible
 
@@ -309,3 +309,15 @@ def test_an_evaluation_stays_with_the_report(llama, tmp_path):
     assert mts.report(llama).text().endswith(" tokens")
     again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
     assert mts.report(again).evaluation is None, "it was measured before this run"
+
+
+def test_the_top_says_what_distillation_did():
+    tuned = Distilled(0.25, 0.125, 2, 30.0)
+    with_it, without = (cost_of(Report(layers=[layer("a", (0.1,))], distillation=each)) for each in (tuned, None))
+    value, more = with_it["KL by distillation"]
+    assert value == "0.2500 \N{RIGHTWARDS ARROW} 0.1250"
+    assert more == "nats, on calibration batches that it was not tuned on"
+    assert with_it["time"][0] == "30.5 s"
+    assert with_it["time"][1].startswith("0.5 s of solving, 30.0 s of distillation, ")
+    assert "KL by distillation" not in without
+    assert without["time"][1].startswith("0.5 s of solving, without")
