@@ -252,12 +252,27 @@ def test_compare_allocations_prints_a_table():
     assert len(rows) == 2
 
 
-@pytest.mark.parametrize("script", ["accuracy.py", "cpu_speed.py"])
-def test_benchmarks_beside_others_start(script):
-    """They need the others' environments to run; the options show that they and what they import are whole."""
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [("accuracy.py", "--heldout-windows"), ("cpu_speed.py", "--heldout-windows"), ("accuracy_vit.py", "--seeds")],
+)
+def test_benchmarks_start(script, option):
+    """They take the others' environments or long to run; the options show that they and what they import are whole."""
     ran = run_python(f"examples/benchmarks/{script}", "--help")
     assert ran.returncode == 0, ran.stderr
-    assert "--heldout-windows" in ran.stdout
+    assert option in ran.stdout
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_comes_closer_with_quality(tmp_path):
+    """On a few images: trained, pruned and measured by the two scripts."""
+    ran = run_python("examples/benchmarks/train_model.py", "vit", "--epochs", 1, "--images", 512, "--out", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    few = ("--calibration", 64, "--held-out", 64, "--methods", "wanda,quality=balanced")
+    ran = run_python("examples/benchmarks/accuracy_vit.py", "--model", tmp_path, *few)
+    assert ran.returncode == 0, ran.stderr
+    rows = dict(re.findall(r"^\| (\S+) \| \S+ \| ([\d.]+) \|", ran.stdout, re.MULTILINE))
+    assert float(rows["quality=balanced"]) < float(rows["wanda"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import ViTForImageClassification
 
 import modelopt_sparse as mts
 
-CALIBRATION, HELD_OUT, BATCH_SIZE = 1024, 4096, 16
+BATCH_SIZE = 16
 METHODS = ("sparsegpt", "alps", "quality=fast", "quality=balanced", "quality=best", "quality=max")
 
 
@@ -26,11 +26,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder that train_model.py vit has written")
     parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[0], help="0,1,2")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
+    parser.add_argument("--calibration", type=int, default=1024, help="images")
+    parser.add_argument("--held-out", type=int, default=4096, help="images")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dense = ViTForImageClassification.from_pretrained(options.model).eval()
-    images, classes = gratings(HELD_OUT, seed=2)
+    images, classes = gratings(options.held_out, seed=2)
     with torch.no_grad():
         taught = dense(pixel_values=images).logits
     print("| method | right | KL | CPU seconds |\n| --- | ---: | ---: | ---: |")
@@ -39,7 +41,7 @@ def main() -> None:
         divergence, cost, logits = [], [], taught
         for seed in options.seeds:
             model = ViTForImageClassification.from_pretrained(options.model)
-            data = [{"pixel_values": x} for x in gratings(CALIBRATION, seed=100 + seed)[0].split(BATCH_SIZE)]
+            data = [{"pixel_values": x} for x in gratings(options.calibration, seed=100 + seed)[0].split(BATCH_SIZE)]
             chosen = {"quality": method.removeprefix("quality=")} if "=" in method else {"method": method}
             began = time.process_time()
             mts.sparsify(model, pattern="2:4", data_loader=data, progress=False, **chosen)

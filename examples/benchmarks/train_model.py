@@ -59,13 +59,13 @@ def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return colour * wave[:, None] + torch.randn(count, 3, IMAGE, IMAGE, generator=random), classes
 
 
-def train_vit(out: Path, epochs: int) -> None:
+def train_vit(out: Path, epochs: int, count: int) -> None:
     config = ViTConfig(
         image_size=IMAGE, patch_size=4, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
         intermediate_size=512, num_labels=DIRECTIONS,
     )  # fmt: skip
     model = ViTForImageClassification(config)
-    images, classes = gratings(8192, seed=1)
+    images, classes = gratings(count, seed=1)
     steps = epochs * (len(images) // IMAGES_OF_A_STEP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK / 2, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("family", choices=("opt", "qwen3", "neox", "vit"))
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--images", type=int, default=8192, help="that a vit learns from")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
     if options.family == "vit":
-        train_vit(options.out, options.epochs)
+        train_vit(options.out, options.epochs, options.images)
         return
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     windows = cut(tokenizer, (TESTBED / "calibration.txt").read_text(encoding="utf-8"))
