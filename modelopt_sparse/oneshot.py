@@ -178,9 +178,10 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
         refuse_to_tune_offloaded(model, plan.blocks)
     if config.distill is not None:
         refuse_to_tune_offloaded(model, [model])
-        if config.device is not None and config.device != input_device(model):
+        home, device = input_device(model), config.device
+        if device is not None and (device.type != home.type or device.index not in (None, home.index)):
             raise ValueError(
-                f"distill runs the whole model, which is on {input_device(model)}, and device={str(config.device)!r} "
+                f"distill runs the whole model, which is on {home}, and device={str(device)!r} "
                 "moves one block at a time: move the model there itself, or leave distill out"
             )
     for layer_plan in plan.layers:

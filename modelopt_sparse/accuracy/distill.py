@@ -53,7 +53,7 @@ class Teacher:
         sample by sample.
         """
         model, answers = data.run.model, []
-        predicted: list[Tensor] = []
+        predicted: list[Tensor | None] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -62,20 +62,24 @@ class Teacher:
             answers.append(args[0].detach().to("cpu", copy=True))
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = _logits(model, output)
-            if head is None:
+            logits = _logits(output)
+            if head is None and logits is not None:
                 answers.append(logits.detach().to("cpu", copy=True))
-            elif not predicted:
-                predicted.append(logits.detach())
+            if not predicted:
+                predicted.append(None if logits is None else logits.detach())
 
         with ExitStack() as hooks:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
             data.run_model(lambda masks: None)
+        if predicted[0] is None:
+            raise ValueError(
+                f"distill compares what models predict, and the output of this {type(model).__name__} has no logits "
+                "[batch, classes] or [batch, tokens, vocabulary]: leave distill out (quality='best' is without it)"
+            )
         teacher = cls(data, head, answers)
-        if predicted:
-            teacher._check_itself(predicted[0])
+        teacher._check_itself(predicted[0])
         return teacher
 
     def predictions(self, index: int) -> tuple[Tensor, Tensor]:
@@ -101,13 +105,14 @@ class Teacher:
                 hooks.enter_context(self.head.register_forward_pre_hook(beside))
             hooks.enter_context(model.register_forward_hook(lambda module, args, output: outputs.append(output)))
             replace(data, calls=[data.calls[index]]).run_model(masks.append)
-        logits = _logits(model, outputs[0])
+        logits = _logits(outputs[0])
+        assert logits is not None
         if self.head is None:
             return answer.to(logits.device), logits, masks[0].decoder
         return logits.detach()[: len(answer)], logits[len(answer) :], masks[0].decoder
 
     def _check_itself(self, predicted: Tensor) -> None:
-        """The first call has to be ``predicted`` as before beside another answer than its own."""
+        """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
         try:
             _, again, _ = self._side_by_side(0, self.answers[0] / 2)
         except ValueError as error:
@@ -207,14 +212,11 @@ def _mask(layer: Any) -> Tensor:
     return dict(named_masks(layer.owner))[layer.param]
 
 
-def _logits(model: nn.Module, output: Any) -> Tensor:
+def _logits(output: Any) -> Tensor | None:
+    """The logits of an output, of a choice among classes or tokens."""
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3) or logits.shape[-1] == 1:
-        raise ValueError(
-            f"distill compares what models predict, and the output of this {type(model).__name__} has no logits "
-            "[batch, classes] or [batch, tokens, vocabulary]: leave distill out (quality='best' is without it)"
-        )
-    return logits
+    usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
+    return logits if usable else None
 
 
 def _without_loss(model: nn.Module, call: Call) -> Call:
