@@ -63,11 +63,12 @@ def sparsify_checkpoint(
     """Make the checkpoint in a folder (or of a hub name) sparse and write it to a folder, without ever holding all of
     it; return the report.
 
-    ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit: the folder is what
-    `save` writes, in one shard for each block. In memory are what is outside of the blocks, one block and its copy, its
-    statistics, and the activations that are held from block to block (``spill``: in files beside the target instead).
-    ``dtype``, ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint
-    is quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
+    ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit, but for what
+    "auto" stands for (self_data, metric), as the report says: the folder is what `save` writes, in one shard for
+    each block. In memory are what is outside of the blocks, one block and its copy, its statistics, and the
+    activations that are held from block to block (``spill``: in files beside the target instead). ``dtype``,
+    ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint is
+    quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
 
     A run that was killed goes on from its last finished block when it is called again with the same arguments, and
     ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
