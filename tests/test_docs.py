@@ -220,7 +220,10 @@ def test_readme_figures_are_those_of_the_testbed():
     }
     for name, row in names.items():
         assert shown[name] == pytest.approx(published[row], rel=0.02), name
-    assert list(shown) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in QUALITIES)]
+    assert list(shown) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in SHOWN)]
+
+
+SHOWN = ("fast", "balanced")  # the qualities in README's table; docs/accuracy.md has all of them
 
 
 def _readme_figures() -> dict[str, float]:
@@ -235,7 +238,8 @@ def test_compare_methods_prints_the_table(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(script), "--calibration", "16", "--heldout", "4"])
     runpy.run_path(str(script), run_name="__main__")
     found = dict(re.findall(r"^\| (\S+) \| ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE))
-    assert list(found) == list(_readme_figures())
+    assert list(found) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in QUALITIES)]
+    assert [name for name in found if name in _readme_figures()] == list(_readme_figures())
     order = ["dense", '`quality="balanced"`', "`alps`", "`sparsegpt`", "`wanda`", "`magnitude`"]
     for figures in ({name: float(value) for name, value in found.items()}, _readme_figures()):
         assert sorted(order, key=figures.__getitem__) == order
