@@ -10,6 +10,7 @@ model; it learns to tell gratings by their direction, from images made by a form
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     GPTNeoXConfig,
     OPTConfig,
+    PreTrainedModel,
     Qwen3Config,
     ViTConfig,
     ViTForImageClassification,
@@ -66,15 +68,34 @@ def train_vit(out: Path, epochs: int, count: int) -> None:
     )  # fmt: skip
     model = ViTForImageClassification(config)
     images, classes = gratings(count, seed=1)
-    steps = epochs * (len(images) // IMAGES_OF_A_STEP)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK / 2, betas=(0.9, 0.95), weight_decay=0.05)
+    train(
+        model,
+        lambda chosen: {"pixel_values": images[chosen], "labels": classes[chosen]},
+        len(images),
+        IMAGES_OF_A_STEP,
+        epochs,
+        torch.optim.AdamW(model.parameters(), lr=PEAK / 2, betas=(0.9, 0.95), weight_decay=0.05),
+    )
+    model.eval().save_pretrained(out)
+
+
+def train(
+    model: PreTrainedModel,
+    batch_of: Callable[[Tensor], dict[str, Tensor]],
+    samples: int,
+    size: int,
+    epochs: int,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Epochs over shuffled samples in whole batches of a size; the rate rises shortly, then falls to 0 as a cosine."""
+    steps = epochs * (samples // size)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
-    with tqdm(total=steps, desc="vit", unit="step") as bar:
+    with tqdm(total=steps, desc=model.config.model_type, unit="step") as bar:
         for _ in range(epochs):
-            for chosen in torch.randperm(len(images)).split(IMAGES_OF_A_STEP):
-                loss = model(pixel_values=images[chosen], labels=classes[chosen]).loss
+            for chosen in torch.randperm(samples)[: samples // size * size].split(size):
+                loss = model(**batch_of(chosen)).loss
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -82,7 +103,6 @@ def train_vit(out: Path, epochs: int, count: int) -> None:
                 optimizer.zero_grad()
                 bar.set_postfix(loss=f"{loss.item():.2f}")
                 bar.update()
-    model.eval().save_pretrained(out)
 
 
 def main() -> None:
@@ -102,23 +122,14 @@ def main() -> None:
     windows = cut(tokenizer, (TESTBED / "calibration.txt").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_config(configuration(options.family))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
-    steps = options.epochs * (len(windows) // BATCH_SIZE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    train(
+        model,
+        lambda chosen: {"input_ids": windows[chosen], "labels": windows[chosen]},
+        len(windows),
+        BATCH_SIZE,
+        options.epochs,
         optimizer,
-        lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / steps)),
     )
-    with tqdm(total=steps, desc=options.family, unit="step") as bar:
-        for _ in range(options.epochs):
-            order = torch.randperm(len(windows))
-            for chosen in order[: len(windows) // BATCH_SIZE * BATCH_SIZE].split(BATCH_SIZE):
-                loss = model(input_ids=windows[chosen], labels=windows[chosen]).loss
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-                bar.set_postfix(loss=f"{loss.item():.2f}")
-                bar.update()
     model.eval().save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 

@@ -1,1 +1,1 @@
-"""Beyond one layer at a time: allocation, permutation and reconstruction."""
+"""Beyond one layer at a time: allocation, permutation, reconstruction and distillation."""
