@@ -23,7 +23,7 @@ from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.tuning import Reconstruct
-from modelopt_sparse.reports.report import BlockReport
+from modelopt_sparse.reports.values import BlockReport
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ def _tune(part: TunedModule, batches: _Batches, weights: TunedWeights, options: 
     began = time.perf_counter()
     energies = batches.energies(part)
     before = best = batches.judge(part, energies)
+    weights.slow_down(before)
     solved = best_values = weights.copy()
     best_epoch, notes, tuned_on = 0, [], batches.numbers.tuned_on
     order, step = torch.Generator().manual_seed(seed), 0

@@ -5,6 +5,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -54,6 +55,22 @@ def bytes_in_use(device: torch.device) -> int:
     if module is None or not hasattr(module, "memory_allocated"):
         return psutil.Process().memory_info().rss
     return module.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The largest `bytes_in_use` of a device since this process began; of an accelerator since torch's statistics of it
+    were reset, if somebody did."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if module is not None and hasattr(module, "max_memory_allocated"):
+        return module.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    if sys.platform == "linux":  # not getrusage: it carries the peak of the parent process over
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    import resource  # Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager

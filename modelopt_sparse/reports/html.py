@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.reports.plots import Figure, compared_figures, figures_of
-from modelopt_sparse.reports.report import ERROR_FROM, LayerReport, Report
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, ReportValues
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -44,10 +44,10 @@ class Table:
 
 def write_page(
     path: str | Path,
-    report: Report,
+    report: ReportValues,
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: Report | None,
+    compare: ReportValues | None,
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -153,7 +153,7 @@ def _said(value: object) -> str:
 # one run --------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: Report) -> dict[str, str]:
+def _one_run(report: ReportValues) -> dict[str, str]:
     """The page's texts: what was done and what it cost; and notes, settings and versions."""
     cards = "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
@@ -162,7 +162,7 @@ def _one_run(report: Report) -> dict[str, str]:
     return {"top": f'<p>{escape(report.summary())}</p><dl class="cards">{cards}</dl>', "bottom": _circumstances(report)}
 
 
-def cost_of(report: Report) -> dict[str, tuple[str, str]]:
+def cost_of(report: ReportValues) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     pruned = sum(layer.size for layer in layers)
@@ -180,6 +180,9 @@ def cost_of(report: Report) -> dict[str, tuple[str, str]]:
         cost["perplexity"] = (f"{before}{measured.perplexity:.3f}", words)
         if measured.kl is not None:
             cost["KL from dense"] = (f"{measured.kl:.4f}", "nats per token")
+    for task, metric, dense, sparse, recovery, _ in () if report.tasks is None else report.tasks.rows()[-1:]:
+        words = f"dense {dense}" + (f", {recovery} recovered" if recovery else "") if dense else "sparse"
+        cost[f"{metric}, {task}"] = (sparse, words)
     errors = [(layer.errors[-1], layer.name) for layer in layers if layer.errors]
     if errors:
         worst, name = max(errors)
@@ -196,6 +199,8 @@ def cost_of(report: Report) -> dict[str, tuple[str, str]]:
     if any(seconds.values()):
         parts = ", ".join(f"{spent:.1f} s of {what}" for what, spent in seconds.items() if spent or what == "solving")
         cost["time"] = (_duration(sum(seconds.values())), f"{parts}, without running the model over the data")
+    for device, held in report.peak_memory.items():
+        cost["memory"] = (f"{held / 1e9:.1f} GB", f"the most that the process held on {device}")
     return cost
 
 
@@ -205,7 +210,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _circumstances(report: Report) -> str:
+def _circumstances(report: ReportValues) -> str:
     """Notes, settings, data and versions, of earlier runs as well."""
     parts = []
     notes = [note for run in report.earlier for note in run["notes"]] + report.notes
@@ -224,7 +229,7 @@ def _circumstances(report: Report) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _tables(report: Report) -> list[Table]:
+def _tables(report: ReportValues) -> list[Table]:
     """A row for each layer, for each block, and for each weight that stays dense. Columns without a value are left
     out."""
     layers, blocks, skipped = report.layers, report.blocks, report.skipped
@@ -252,6 +257,13 @@ def _tables(report: Report) -> list[Table]:
     columns["seconds"] = _rounded(block.seconds for block in blocks)
     columns["notes"] = ["; ".join(block.notes) or None for block in blocks]
     tables.append(Table("blocks", "Reconstructed blocks", columns))
+    scores = () if report.tasks is None else report.tasks.scores
+    columns = {key: [getattr(each, key) for each in scores] for key in ("task", "metric")}
+    columns["dense"] = _rounded(each.reference for each in scores)
+    columns["sparse"] = _rounded(each.score for each in scores)
+    columns["% recovery"] = _rounded(None if each.recovery is None else 100 * each.recovery for each in scores)
+    columns |= {key: [getattr(each, key) for each in scores] for key in ("stderr", "shots", "samples")}
+    tables.insert(0, Table("tasks", "Scores on tasks", columns))
     columns = {key: [getattr(weight, key) for weight in skipped] for key in ("name", "reason", "type")}
     columns["shape"] = [" x ".join(map(str, weight.shape)) for weight in skipped]
     tables.append(Table("skipped", "What stays dense", columns))
@@ -270,7 +282,7 @@ def _without_empty(table: Table) -> Table:
 # two runs -------------------------------------------------------------------------------------------------------------
 
 
-def _two_runs(runs: Sequence[tuple[str, Report]]) -> dict[str, str]:
+def _two_runs(runs: Sequence[tuple[str, ReportValues]]) -> dict[str, str]:
     """The page's texts for two runs: costs side by side; settings that differ, and what each run says of itself."""
     costs = [cost_of(report) for _, report in runs]
     names = dict.fromkeys(name for cost in costs for name in cost)
@@ -304,7 +316,7 @@ def _setting(settings: Mapping[str, object], key: str) -> str:
     return _said(settings[key]) if key in settings else ""
 
 
-def _compared_table(runs: Sequence[tuple[str, Report]]) -> Table:
+def _compared_table(runs: Sequence[tuple[str, ReportValues]]) -> Table:
     """A row for each layer of either run."""
     by_name = [{layer.name: layer for layer in report.layers} for _, report in runs]
     names = list({**by_name[0], **by_name[1]})

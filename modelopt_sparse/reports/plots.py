@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
+from modelopt_sparse.reports.values import BlockReport, LayerReport, ReportValues
 
 ROLES = 10  # so many lines are told apart; what further roles there are becomes one
 MAPS = 6  # so many masks are drawn
@@ -46,7 +46,7 @@ class Figure:
         return {"key": self.key, "traces": self.traces, "layout": self.layout, "choices": self.choices}
 
 
-def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
+def figures_of(report: ReportValues, masks: Mapping[str, Tensor]) -> list[Figure]:
     """The figures of one run, in the page's order. ``masks``: bool masks to draw, by parameter name."""
     layers, blocks = report.layers, report.blocks
     stacks = {layer.parameter for layer in layers if len(layer.shape) == 3}
@@ -64,7 +64,7 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
     return [figure for figure in drawn if figure is not None]
 
 
-def compared_figures(runs: Sequence[tuple[str, Report]]) -> list[Figure]:
+def compared_figures(runs: Sequence[tuple[str, ReportValues]]) -> list[Figure]:
     """The figures of two runs beside each other, each with its title."""
     layers = [(title, report.layers) for title, report in runs]
     blocks = [
@@ -82,7 +82,7 @@ def compared_figures(runs: Sequence[tuple[str, Report]]) -> list[Figure]:
     return [figure for figure in drawn if figure is not None]
 
 
-def drawn_masks(report: Report, names: Iterable[str]) -> list[str]:
+def drawn_masks(report: ReportValues, names: Iterable[str]) -> list[str]:
     """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -276,7 +276,7 @@ def _by_run(
     ]
 
 
-def _seconds_of_runs(runs: Sequence[tuple[str, Report]]) -> Figure | None:
+def _seconds_of_runs(runs: Sequence[tuple[str, ReportValues]]) -> Figure | None:
     """Bars beside each other: the seconds that each run took for each block."""
     spent = [(html.escape(title), _seconds_by_block(report.layers, report.blocks)) for title, report in runs]
     names = list(dict.fromkeys(block for _, counts in spent for block in counts))

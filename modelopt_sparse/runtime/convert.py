@@ -15,8 +15,8 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import has_hook
-from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.text import first_few, nearest
+from modelopt_sparse.reports.values import library_versions
 from modelopt_sparse.runtime.backends import Backend, library_version
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
 from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, multiply

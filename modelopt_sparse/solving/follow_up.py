@@ -14,7 +14,7 @@ from modelopt_sparse.methods.polish import polish
 from modelopt_sparse.methods.refine import DAMPING, refine
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.report import StepReport
+from modelopt_sparse.reports.values import StepReport
 
 
 def follow_up(

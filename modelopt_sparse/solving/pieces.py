@@ -22,7 +22,7 @@ from modelopt_sparse.methods.user_masks import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.report import StepReport
+from modelopt_sparse.reports.values import StepReport
 from modelopt_sparse.solving.out_of_memory import PREPARED, no_memory
 
 # The smallest piece of a matrix with C columns has C / SMALLEST rows. What a solver holds for them is then little

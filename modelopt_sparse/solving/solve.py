@@ -19,7 +19,7 @@ from modelopt_sparse.methods.patterns import Pattern, cut
 from modelopt_sparse.methods.polish import DAMPING
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.report import StepReport
+from modelopt_sparse.reports.values import StepReport
 from modelopt_sparse.solving.follow_up import follow_up
 from modelopt_sparse.solving.out_of_memory import COPIED, JOINED, PREPARED, errors_name_layer
 from modelopt_sparse.solving.pieces import ALL_ROWS, WHOLE, Piece, PieceSizes, SolvedPiece, joined

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.weights import learning_rates
+from modelopt_sparse.accuracy.weights import TunedWeights, learning_rates
 from modelopt_sparse.plan.tuning import Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
@@ -441,3 +441,19 @@ def test_what_cannot_work_is_refused_before_any_work(options, message):
 def test_data_is_asked_for_even_if_the_method_needs_none():
     with pytest.raises(ValueError, match=r"'magnitude\+reconstruct' needs calibration data"):
         mts.sparsify(tiny_llama(), "magnitude", reconstruct=True)
+
+
+@pytest.mark.parametrize(("error", "share"), [(4.0, 1.0), (0.01, 1.0), (0.0025, 0.5), (1e-6, 0.01), (0.0, 0.0)])
+def test_small_errors_are_mended_in_small_steps(error, share):
+    """By the root of the error over 0.01, for matrices and vectors alike."""
+    weights = {nn.Parameter(torch.randn(6, 4)): None, nn.Parameter(torch.randn(6)): None}
+    tuned, plain = (TunedWeights(weights, [6, 0], 0.4) for _ in range(2))
+    tuned.slow_down(error)
+    assert [each.rate for each in tuned.each] == pytest.approx([each.rate * share for each in plain.each])
+
+
+def test_the_error_of_the_block_decides(monkeypatch):
+    seen = []
+    monkeypatch.setattr(TunedWeights, "slow_down", lambda self, error: seen.append(error))
+    model = sparsified(reconstruct=1)
+    assert seen == [block.error_before for block in mts.report(model).blocks]

@@ -23,3 +23,12 @@ def test_on_a_pretend_device():
 @pytest.mark.gpu
 def test_on_a_gpu():
     run("gpu")
+
+
+def test_the_peak_of_a_process_stays_when_memory_is_freed():
+    before = peak_bytes(torch.device("cpu"))
+    extra = max(0, before - bytes_in_use(torch.device("cpu"))) + 2**27
+    torch.ones(extra, dtype=torch.uint8)
+    assert peak_bytes(torch.device("cpu")) >= before + 2**26
+    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
+    assert mts.report(model).peak_memory["cpu"] >= before + 2**26
