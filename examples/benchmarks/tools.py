@@ -19,8 +19,17 @@ REQUIREMENTS = {
     # transformers as its extra "hf" bounds it; requests is imported without being declared
     "modelopt": ("nvidia-modelopt==0.47.0", "transformers>=5,<5.15", "accelerate>=1.0.0", "requests"),
     "llmcompressor": ("llmcompressor==0.14.0.1",),
+    "torchao": ("torchao==0.18.0", "transformers==5.23.0", "accelerate"),
 }
-TITLES = {"dense": "dense", "ours": "modelopt_sparse", "modelopt": "ModelOpt", "llmcompressor": "llm-compressor"}
+TITLES = {
+    "dense": "dense",
+    "ours": "modelopt_sparse",
+    "modelopt": "ModelOpt",
+    "llmcompressor": "llm-compressor",
+    "compressed_tensors": "compressed-tensors",
+    "torchao": "torchao",
+}
+HERE_TOO = ("ours", "compressed_tensors")  # tools of the environment that runs this
 
 
 class Failed(Exception):
@@ -37,21 +46,31 @@ class Tools:
         """What a run on calibration windows [n, seq_len] cost. Its folder and log are in ``place``. Raises Failed."""
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        python, data = self._python(tool), place / "windows"
+        data = place / "windows"
         save_file({"windows": windows.contiguous()}, data)
-        script = [python, str(HERE / f"run_{tool}.py"), str(model), str(data), str(place)]
+        self._call(tool, f"run_{tool}.py", place, model, data, place, "--threads", self.threads, *arguments)
+        return json.loads((place / "cost.json").read_text(encoding="utf-8"))
+
+    def quantize(self, tool: str, model: Path, windows: Path, place: Path, scheme: str) -> dict[str, Any]:
+        """Run ``quantize_<tool>.py`` (see quantizing.py) -> {"version": of the tool}. Raises Failed."""
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        self._call(tool, f"quantize_{tool}.py", place, model, windows, place, "--scheme", scheme)
+        return json.loads((place / "cost.json").read_text(encoding="utf-8"))
+
+    def _call(self, tool: str, script: str, place: Path, *arguments: object) -> None:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",  # one of the peers would take a GPU if there were one
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
         }
-        run([*script, "--threads", str(self.threads), *arguments], place / "log.txt", environment)
-        return json.loads((place / "cost.json").read_text(encoding="utf-8"))
+        command = [self._python(tool), str(HERE / script), *map(str, arguments)]
+        run(command, place / "log.txt", environment)
 
     def _python(self, tool: str) -> str:
         """The interpreter of the tool's environment, made if it is not there or was made for other versions."""
-        if tool == "ours":
+        if tool in HERE_TOO:
             return sys.executable
         folder = self.work / f"venv-{tool}"
         python, made_for = str(folder / "bin" / "python"), folder / "made-for.json"

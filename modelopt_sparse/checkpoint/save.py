@@ -28,7 +28,8 @@ from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.masking import dense_class, named_masks
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
-from modelopt_sparse.reports.report import Report, attached_report, library_versions
+from modelopt_sparse.reports.report import Report, attached_report
+from modelopt_sparse.reports.values import library_versions
 
 
 def save(

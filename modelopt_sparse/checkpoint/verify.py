@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.checkpoint.codes import codes_reader
 from modelopt_sparse.checkpoint.format import DESCRIPTION, read_description, read_masks, weight_files, weight_reader
 from modelopt_sparse.methods.magnitude import Magnitude
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -16,6 +17,7 @@ from modelopt_sparse.model.hf import empty_model, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.quantization import quantization_of
 from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
@@ -88,6 +90,9 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     - those in the report;
     - without a report, those that carry masks;
     - without masks either, all layers that `sparsify` prunes by default.
+
+    In a quantized folder the codes are looked at: a pruned weight's must be that of the number 0. Rounding adds zeros,
+    which break no pattern.
 
     All other masks, those of biases and embeddings too, are checked for zeros where they are False.
 
@@ -235,6 +240,9 @@ def _open(
             raise ValueError(f"{str(folder)!r} has damaged masks: {'; '.join(problems)}")
     model = empty_model(folder, trust_remote_code=trust_remote_code)
     names, from_file = weight_reader(folder, weight_files(folder))
+    quantization = quantization_of(getattr(model, "config", None))
+    if quantization is not None:
+        return model, codes_reader(names, from_file, quantization), masks, record
     if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
 
         def read(layer: Layer, /) -> Tensor:
