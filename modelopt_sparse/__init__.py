@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modelopt_sparse.plan.rules import Rule
     from modelopt_sparse.reports.evaluate import Evaluation, evaluate
     from modelopt_sparse.reports.report import Report
+    from modelopt_sparse.reports.tasks import TaskScore, TaskScores, evaluate_tasks
     from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured
     from modelopt_sparse.runtime.speed_report import SpeedReport
 
@@ -42,12 +43,15 @@ __all__ = [
     "SparsifyConfig",
     "SpeedReport",
     "Stats",
+    "TaskScore",
+    "TaskScores",
     "Unstructured",
     "Verification",
     "__version__",
     "apply_masks",
     "attach_optimizer",
     "evaluate",
+    "evaluate_tasks",
     "export",
     "load",
     "make_plan",
@@ -86,6 +90,7 @@ _HOMES = {
     "modelopt_sparse.plan.rules": ("Rule",),
     "modelopt_sparse.reports.evaluate": ("Evaluation", "evaluate"),
     "modelopt_sparse.reports.report": ("Report",),
+    "modelopt_sparse.reports.tasks": ("TaskScore", "TaskScores", "evaluate_tasks"),
     "modelopt_sparse.runtime.convert": ("semi_structured_report", "to_dense", "to_semi_structured"),
     "modelopt_sparse.runtime.speed_report": ("SpeedReport",),
 }

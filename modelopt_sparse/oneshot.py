@@ -20,7 +20,7 @@ from modelopt_sparse.calibration.storage import InMemory, Storage
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.checks import refuse_no_model
-from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.devices import input_device, peak_bytes
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.model.offload import (
     offloaded_after_errors,
@@ -141,6 +141,8 @@ def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Pro
         report.notes.append(f"stopped by {type(error).__name__} after {done} of the plan")
         raise
     finally:
+        device = config.device or input_device(model)
+        report.peak_memory = {str(device): peak_bytes(device)}
         if report.layers:
             earlier = attached_report(model)
             attach_report(model, report if earlier is None else merged_report(earlier, report))

@@ -1,21 +1,21 @@
 """Calibration data in every form that users have it, as calls of the model; and which of its tokens are padding."""
 
 import hashlib
-import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.sources import processed, tokens_of
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.model.nested import flat_tensors, map_tensors
 from modelopt_sparse.plan.config import STEP_TOKENS, SparsifyConfig
 
+IMAGES = 8  # of a batch, if nobody says how many
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 
@@ -35,8 +35,11 @@ def judging(batches: int) -> int:
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are. Where something is
     tuned, a batch of a data_loader is cut into steps."""
-    if config.data is not None:
-        batches: Iterable[Any] = text_windows(config, model)
+    if config.processor is not None:
+        size = config.batch_size or IMAGES
+        batches: Iterable[Any] = processed(config.data, config.processor, config.num_samples, size, config.seed)
+    elif config.data is not None:
+        batches = text_windows(config, model)
     else:
         assert config.data_loader is not None
         batches = config.data_loader
@@ -91,11 +94,10 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
 def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Tensor]]:
     """Text -> batches of ``num_samples`` windows of ``seq_len`` tokens, drawn without replacement by ``seed``.
 
-    The text is tokenized without special tokens, documents are joined by the end-of-text token, and cut into
-    non-overlapping windows, so that no batch needs padding.
+    Windows do not overlap, and no batch needs padding. What the tokens are: see `tokens_of`.
     """
     assert config.data is not None
-    tokens = tokenize(config.tokenizer, read_documents(config.data))
+    tokens = tokens_of(config.data, config.tokenizer)
     seq_len = config.seq_len or default_seq_len(model)
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len) if len(tokens) >= seq_len else tokens[None]
     if tokens.numel() == 0:
@@ -111,47 +113,6 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     chosen = windows[order.sort().values]
     size = config.windows_per_batch(len(chosen), chosen.shape[1], config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
-
-
-def read_documents(data: Path | Sequence[str]) -> list[str]:
-    """A list is its documents, a Path is a .txt file or a .jsonl file with a "text" key."""
-    if isinstance(data, Path):
-        if not data.is_file():
-            raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or a list of texts")
-        try:
-            text = data.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"data {str(data)!r} is no text in UTF-8 (byte {error.start}): give a .txt or .jsonl file"
-            ) from None
-        if data.suffix == ".jsonl":
-            lines = enumerate(text.splitlines(), start=1)
-            return [_text_of(line, f"{str(data)!r} line {number}") for number, line in lines if line.strip()]
-        return [text]
-    documents = list(data)
-    if any(not isinstance(document, str) for document in documents):
-        raise TypeError("data is text: a list of strings or a Path; token tensors go into data_loader")
-    return documents
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):  # a RecursionError: nested too deeply to be read
-        text = None
-    if not isinstance(text, str):
-        raise ValueError(f'{where}: every line must be a JSON object with a "text" key that holds a string')
-    return text
-
-
-def tokenize(tokenizer: Any, documents: Sequence[str]) -> Tensor:
-    """Documents -> one 1-D tensor of token ids, no special tokens added, end-of-text between documents."""
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
-    for document in documents:
-        # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
-        ids += (between if ids else []) + tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)
 
 
 def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ def write_text(
     model: nn.Module,
     file: str | Path,
     *,
-    data: Path | Sequence[str],
+    data: Any,
     tokenizer: Any,
     windows: int = 384,
     num_samples: int = 128,

@@ -40,7 +40,12 @@ Quality = Annotated[
 Pattern = Annotated[
     str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4.")
 ]
-Data = Annotated[Path | None, typer.Option(help="Calibration text: a .txt file, or .jsonl with a text key.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Calibration text: .txt, .jsonl, a folder, or a data set NAME[:CONFIG[:SPLIT]] of the hub."
+    ),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of any options of the API; --set and flags win over it.")
 ]
@@ -107,7 +112,8 @@ def sparsify(
     config: ConfigFile = None,
     options: Options = None,
     eval_data: Annotated[
-        Path | None, typer.Option("--eval", help="Held-out text: perplexity of dense and sparse on it, and KL.")
+        str | None,
+        typer.Option("--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."),
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -172,8 +178,27 @@ def plan(
 def eval_(
     context: typer.Context,
     model: Model,
-    data: Annotated[Path, typer.Option(help="Held-out text: a .txt file, or .jsonl with a text key.")],
-    reference: Annotated[str | None, typer.Option(help="The dense model: its perplexity, and the KL from it.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Held-out text: .txt, .jsonl, a folder, or a data set, such as wikitext2. Perplexity."
+        ),
+    ] = None,
+    reference: Annotated[str | None, typer.Option(help="The dense model: measured too, and the KL from it.")] = None,
+    special_tokens: Annotated[
+        bool, typer.Option("--special-tokens", help="Put the tokenizer's before the text, as papers do.")
+    ] = False,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="YAML files of further tasks, for --tasks.")
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each question. Default: the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask no more questions of a task than this.")] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Ask in the tokenizer's chat template.")
+    ] = False,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -183,7 +208,7 @@ def eval_(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL divergence from it."""
+    """Measure MODEL's perplexity on text, and scores on tasks. With --reference also the dense model's, and the KL."""
     _run("eval_", locals())
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import read_documents
+from modelopt_sparse.calibration.sources import documents_of, opened
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.format import DESCRIPTION
 from modelopt_sparse.checkpoint.streaming.source import local_folder
@@ -21,6 +21,7 @@ from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class
 from modelopt_sparse.model.quantization import quantization_of
+from modelopt_sparse.plan.config import is_data_set
 from modelopt_sparse.plan.yaml_loader import read_yaml
 
 PYTHON_ONLY = (
@@ -28,6 +29,7 @@ PYTHON_ONLY = (
     "collect_func",
     "forward_loop",
     "tokenizer",
+    "processor",
     "masks",
 )  # options that no YAML file can hold
 
@@ -59,13 +61,26 @@ def settings_of(
     settings.update({key: value for key, value in flags.items() if key in known and value is not None})
     settings.setdefault("method", None)
     if "data" in settings:
-        settings["data"] = Path(settings["data"])
-        read_documents(settings["data"])  # raises for wrong text, before weights are read
+        settings["data"] = data_of(settings["data"], "train")
     if settings.get("device") is not None:
         settings["device"] = own_device(settings["device"])
     if check_device and settings.get("device") is not None:
         _check_device(settings["device"])
     return settings
+
+
+def data_of(name: str | Path, split: str) -> Any:
+    """The text that --data or --eval names: a file, or the opened data set of this name or in this folder.
+
+    split: of a data set whose name says none. Raises ValueError for what is none of them, before weights are read.
+    """
+    path = Path(name)
+    if path.is_file() or not (path.is_dir() or is_data_set(str(name))):
+        data: Any = path
+    else:
+        data = opened(path if path.is_dir() else str(name), split)
+    documents_of(data)
+    return data
 
 
 def _check_device(device: str) -> None:
@@ -76,11 +91,18 @@ def _check_device(device: str) -> None:
         raise ValueError(f"--device {device}: {error}") from None
 
 
-def read_evaluation(path: Path) -> mts.Evaluation:
+def read_evaluation(path: Path) -> tuple[mts.Evaluation | None, mts.TaskScores | None]:
     """What `eval --json` printed, from the file that it was written to. Raises ValueError for anything else."""
     try:
-        return mts.Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        tasks = measured.pop("tasks", None)
+        if not measured and tasks is None:
+            raise ValueError("it holds nothing")
+        return (
+            mts.Evaluation.from_dict(measured) if measured else None,
+            None if tasks is None else mts.TaskScores.from_dict(tasks),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"--evaluation {str(path)!r} is not what `eval --json` printed: {error}") from None
 
 

@@ -19,12 +19,12 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from modelopt_sparse.calibration.data import read_documents, tokenize
+from modelopt_sparse.calibration.sources import tokens_of
 from modelopt_sparse.checkpoint.format import read_description, read_mask
 from modelopt_sparse.checkpoint.place import checked_place
 from modelopt_sparse.checkpoint.streaming.workfolder import reserved
 from modelopt_sparse.checkpoint.verify import PatternError
-from modelopt_sparse.cli.inputs import NamedModel, read_evaluation, settings_of, torch_dtype
+from modelopt_sparse.cli.inputs import NamedModel, data_of, read_evaluation, settings_of, torch_dtype
 from modelopt_sparse.cli.names import RANK_LOST, VIOLATION, WRONG_INPUT, complain
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.model.hf import default_seq_len
@@ -54,7 +54,7 @@ def sparsify(
     out: Path,
     config: Path | None,
     options: list[str] | None,
-    eval_data: Path | None,
+    eval_data: str | None,
     dtype: str,
     dequantize: bool,
     revision: str | None,
@@ -108,7 +108,7 @@ def sparsify(
         _show_result(out, sparsity_report, page, as_json)
 
 
-def _check_streaming(stream: bool, spill: bool, eval_data: Path | None) -> None:
+def _check_streaming(stream: bool, spill: bool, eval_data: str | None) -> None:
     if stream and eval_data is not None:
         raise ValueError(
             "--eval holds the whole model, which --stream never does: leave it out, and use eval afterwards"
@@ -131,12 +131,12 @@ def _masks_in(folder: Path, sparsity_report: mts.Report) -> dict[str, torch.Tens
     return {name: read_mask(folder, description, name) for name in drawn_masks(sparsity_report, description.masks)}
 
 
-def _read_texts(source: NamedModel, settings: dict[str, Any], eval_data: Path | None) -> torch.Tensor | None:
+def _read_texts(source: NamedModel, settings: dict[str, Any], eval_data: str | None) -> torch.Tensor | None:
     """The tokens of the held-out text; and the tokenizer, put into the settings of a run with calibration text."""
     tokenizer = source.tokenizer() if "data" in settings or eval_data is not None else None
     if "data" in settings:
         settings["tokenizer"] = tokenizer
-    return None if eval_data is None else tokenize(tokenizer, read_documents(eval_data))
+    return None if eval_data is None else tokens_of(data_of(eval_data, "test"), tokenizer)
 
 
 def _show_result(out: Path, sparsity_report: mts.Report, page: Path | None, as_json: bool) -> None:
@@ -188,8 +188,14 @@ def plan(
 def eval_(
     *,
     model: str,
-    data: Path,
+    data: str | None,
     reference: str | None,
+    special_tokens: bool,
+    tasks: str | None,
+    task_folder: Path | None,
+    shots: int | None,
+    limit: int | None,
+    chat_template: bool,
     seq_len: int | None,
     batch_size: int | None,
     device: str | None,
@@ -199,16 +205,27 @@ def eval_(
     progress: bool | None,
     as_json: bool,
 ) -> None:
+    if data is None and tasks is None:
+        raise ValueError("nothing to measure: give --data FILE, for perplexity, or --tasks A,B")
     settings = settings_of({"seq_len": seq_len, "batch_size": batch_size, "device": device, "progress": progress})
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
-    tokens = tokenize(source.tokenizer(), read_documents(data))
+    tokenizer = source.tokenizer()
+    tokens = None
+    if data is not None:
+        tokens = tokens_of(data_of(data, "test"), tokenizer, special_tokens=special_tokens)
     place = device or "cpu"
-    evaluation = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
+    network, dense = source.load(place), None if beside is None else beside.load(place)
+    evaluation = None if tokens is None else _evaluate(network, dense, tokens, settings)
+    scores = None
+    if tasks is not None:
+        options = {"task_folder": task_folder, "shots": shots, "limit": limit, "chat_template": chat_template}
+        scores = mts.evaluate_tasks(network, tokenizer, tasks, reference=dense, batch_size=batch_size, **options)
     if as_json:
-        _print_json(evaluation.as_dict())
+        shown = {} if evaluation is None else evaluation.as_dict()
+        _print_json(shown if scores is None else {**shown, "tasks": scores.as_dict()})
     else:
-        typer.echo(evaluation)
+        typer.echo("\n\n".join(str(each) for each in (evaluation, scores) if each is not None))
 
 
 def verify(
@@ -241,7 +258,7 @@ def report(
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     sparsity_report = mts.report(folder)
     if evaluation is not None:
-        sparsity_report.evaluation = read_evaluation(evaluation)
+        sparsity_report.evaluation, sparsity_report.tasks = read_evaluation(evaluation)
     if html is not None:
         for place in (folder, compare):
             if place is not None and html.resolve().is_relative_to(place.resolve()):

@@ -1,6 +1,7 @@
 """Every option of `sparsify`, validated once, before any work."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ AUTOCAST = ("bfloat16", "float16")
 COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
+DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
+FILES = (".txt", ".jsonl")
 LEAST_BATCHES = 4  # of text, where something is tuned and nobody says how large batches are
 STEP_TOKENS = 1024  # about as many are in a step, where something is tuned
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
@@ -74,9 +77,11 @@ class SparsifyConfig:
       data_loader: an iterable of batches (tensors, tuples, dicts, BatchEncodings); ``collect_func`` turns a batch into
         the model's input; ``max_batches`` stops early.
       forward_loop: a function of the model that runs it on the data; called several times.
-      data: text (a list of documents, or a Path of a .txt or .jsonl file; never a bare string) with ``tokenizer``; cut
-        into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the model's maximum), drawn by ``seed``, in
-        batches of ``batch_size`` (default: see `windows_per_batch`).
+      data: text with ``tokenizer``, cut into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the
+        model's maximum), drawn by ``seed``, in batches of ``batch_size`` (default: see `windows_per_batch`); or images
+        with ``processor``, ``num_samples`` of them. A list holds documents, chats or images; a Path is a .txt or .jsonl
+        file, or a folder with a data set; a string is the name of a data set, NAME[:CONFIG[:SPLIT]], never a file or a
+        text; a data set of the library datasets, or a column of it, is taken as it is.
       self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
         prompts cut out of the calibration data: 0 (default), a number, or "auto": three for each of the user's, and
         none where the model writes no text. They take part in statistics and in all tuning, and never judge.
@@ -130,8 +135,9 @@ class SparsifyConfig:
     collect_func: Callable[[Any], Any] | None = None
     forward_loop: Callable[[torch.nn.Module], Any] | None = None
     max_batches: int | None = None
-    data: Path | Sequence[str] | None = None
+    data: Any = None
     tokenizer: Any = None
+    processor: Any = None
     num_samples: int = 128
     seq_len: int | None = None
     batch_size: int | None = None
@@ -223,15 +229,25 @@ class SparsifyConfig:
     def settings(self) -> dict[str, Any]:
         """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
         which each layer says by itself, and the data."""
-        names = (*REPORTED, *(REPORTED_OF_TEXT if self.data is not None else ()))
+        names = (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))
         values = {name: getattr(self, name) for name in names}
         tuning = {"reconstruct": self.reconstruct, "distill": self.distill}
         return {**values, **{name: options and asdict(options) for name, options in tuning.items()}}
 
     @property
+    def holds_text(self) -> bool:
+        """Whether ``data`` is text, whose windows are known before it is read."""
+        return self.data is not None and self.processor is None
+
+    @property
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
+
+
+def is_data_set(text: str) -> bool:
+    """Whether a string is the name of a data set, NAME[:CONFIG[:SPLIT]], and not a file's or a text."""
+    return DATA_SET.fullmatch(text) is not None and not text.endswith(FILES) and not Path(text).exists()
 
 
 # what the user writes -> what an option holds -------------------------------------------------------------------------
@@ -331,14 +347,19 @@ def _check_data(config: SparsifyConfig) -> None:
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
-    if isinstance(config.data, str):
+    if isinstance(config.data, str) and not is_data_set(config.data):
         shown = repr(config.data) if len(config.data) <= 60 else "..."
         raise TypeError(
-            f"data={shown} is a string, which may be a file or a text: give Path({shown}) for a file, "
-            f"[{shown}] for text"
+            f"data={shown} is a string, and no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a "
+            f"file, [{shown}] for text"
         )
-    if config.data is not None and config.tokenizer is None:
+    if config.data is not None and config.tokenizer is None and config.processor is None:
         raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
+    if config.processor is not None and (config.data is None or config.tokenizer is not None):
+        raise ValueError(
+            "processor= makes the model's inputs of images, or of chats with images, in data=: give data=, and no "
+            "tokenizer=, which is for text alone"
+        )
     if config.collect_func is not None and config.data_loader is None:
         raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
     fisher = config.reconstruct is not None and config.reconstruct.metric == "fisher"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
-from modelopt_sparse.reports.report import library_versions
+from modelopt_sparse.reports.values import library_versions
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPARED = ("shape", "block", "recipe", "pattern", "options")  # of each layer

@@ -48,11 +48,11 @@ def estimated(
     """
     experts_per_token = getattr(_text_config(model), "num_experts_per_tok", None)
     window = config.seq_len or default_seq_len(model)
-    text_tokens = None if config.data is None else (config.num_samples + _own_windows(model, config)) * window
+    text_tokens = (config.num_samples + _own_windows(model, config)) * window if config.holds_text else None
     beside = beside_the_model(model, planned, config, text_tokens, experts_per_token)
     calibrated = any(layer_plan.calibrated for layer_plan in planned)
-    # how many tokens a data_loader or a forward_loop yields is not known yet
-    known = calibrated and config.data_loader is None and config.forward_loop is None
+    # how many tokens a data_loader, a forward_loop or a processor yields is not known yet
+    known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
     tokens = config.num_samples * window if known else None  # a streamed model writes none
     return beside, _streamed(model, planned, stacks, config, beside, tokens, experts_per_token)
 

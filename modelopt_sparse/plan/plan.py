@@ -13,8 +13,8 @@ from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import table
+from modelopt_sparse.reports.values import Skipped
 
 # library that runs 2:4 weights -> (rows, columns): the shape of a weight must be a multiple of both
 HARDWARE: dict[str, tuple[int, int]] = {"asp": (8, 16), "cusparselt": (16, 16), "cutlass": (32, 64)}

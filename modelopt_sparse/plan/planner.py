@@ -27,8 +27,8 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.plan.resolve import resolve, resolve_method
 from modelopt_sparse.plan.rules import Rule
-from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import nearest
+from modelopt_sparse.reports.values import Skipped
 
 
 def make_plan(

@@ -21,7 +21,7 @@ class Reconstruct:
 
     epochs: passes over the calibration batches.
     learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
-      to 0 as a cosine.
+      to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
     target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
       "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
     parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the

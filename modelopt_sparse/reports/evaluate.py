@@ -6,7 +6,8 @@ log-likelihood of the windows' predictions.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,11 +88,8 @@ def evaluate(
     _check(model, tokens, seq_len, batch_size)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
-    modes = [(module, module.training) for m in (model, reference) if m is not None for module in m.modules()]
     loss = reference_loss = kl = 0.0
-    try:
-        for module, _ in modes:
-            module.training = False
+    with in_eval_mode(model, *([] if reference is None else [reference])):
         batches = windows.split(size)
         with Progress("evaluate", "batch", len(batches), show=progress) as bar:
             for batch in batches:
@@ -107,9 +105,6 @@ def evaluate(
                     reference_loss -= _picked(log_q, batch)
                     kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
                 bar.update()
-    finally:
-        for module, training in modes:
-            module.training = training
     for name, total in (("model", loss), ("reference", reference_loss)):
         if not math.isfinite(total):
             raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
@@ -118,6 +113,19 @@ def evaluate(
     return Evaluation(
         math.exp(loss / count), beside, None if reference is None else kl / count, windows.shape[0], seq_len
     )
+
+
+@contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Within it models are in evaluation mode; afterwards each module is in the mode that it was in."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _check(model: nn.Module, tokens: Tensor, seq_len: int, batch_size: int | None) -> None:

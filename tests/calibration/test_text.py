@@ -101,7 +101,7 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
         (
             [[1, 2, 3]],
             TypeError,
-            "data is text: a list of strings or a Path; token tensors go into data_loader",
+            "token tensors go into data_loader, and images need processor=",
         ),
     ],
 )

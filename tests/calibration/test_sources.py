@@ -1,0 +1,236 @@
+"""Calibration data of every kind: data sets and their columns, names, folders, chats, images."""
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration.data import load_calls
+from modelopt_sparse.calibration.sources import documents_of, tokens_of
+from modelopt_sparse.plan.config import SparsifyConfig, is_data_set
+from tests.helpers import TESTBED, tiny_llama
+
+Dataset = pytest.importorskip("datasets", reason="the extra datasets is not installed").Dataset
+Image = pytest.importorskip("PIL.Image", reason="the extra datasets is not installed")
+
+TEXTS = ["to be or not to be", "that is the question", "whether it is nobler"]
+CHAT = [{"role": "user", "content": "who is there"}, {"role": "assistant", "content": "nay answer me"}]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['tone'] is defined %}!{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def chatting():
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Dataset.from_dict({"text": TEXTS, "author": ["a", "b", "c"]}),
+        Dataset.from_dict({"line": TEXTS}),
+        Dataset.from_dict({"line": TEXTS, "author": ["a", "b", "c"]})["line"],
+    ],
+    ids=["the column text", "the only column", "a column"],
+)
+def test_a_data_set_is_its_texts(tokenizer, data):
+    assert torch.equal(tokens_of(data, tokenizer), tokens_of(TEXTS, tokenizer))
+    expected = ids_of(tokenizer, TEXTS[0])
+    for text in TEXTS[1:]:
+        expected += [tokenizer.eos_token_id, *ids_of(tokenizer, text)]
+    assert tokens_of(data, tokenizer).tolist() == expected
+
+
+def test_a_data_set_whose_column_is_not_known():
+    data = Dataset.from_dict({"line": TEXTS, "author": ["a", "b", "c"]})
+    with pytest.raises(ValueError, match=r"has the columns line; author, .*data=data_set\['name'\]"):
+        documents_of(data)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "saved"])
+def test_a_folder_with_a_data_set(tokenizer, tmp_path, monkeypatch, form):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    if form == "saved":
+        Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    assert torch.equal(tokens_of(folder, tokenizer), tokens_of(TEXTS, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("org/set", ("org/set", None, "train")),
+        ("org/set:en", ("org/set", "en", "train")),
+        ("org/set::validation", ("org/set", None, "validation")),
+        ("org/set:en:train[:1000]", ("org/set", "en", "train[:1000]")),
+    ],
+)
+def test_a_name_is_asked_for_with_config_and_split(tokenizer, monkeypatch, name, asked):
+    seen = []
+
+    def load_dataset(path, config, split):
+        seen.append((path, config, split))
+        return Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert torch.equal(tokens_of(name, tokenizer), tokens_of(TEXTS, tokenizer))
+    assert seen == [asked]
+
+
+def test_wikitext2_is_joined_as_papers_join_it(tokenizer, monkeypatch):
+    """Rows by blank lines, as one text; the tokenizer's own tokens once, at its beginning, if they are asked for."""
+    seen = []
+
+    def load_dataset(path, config, split):
+        seen.append((path, config, split))
+        return Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    joined = "\n\n".join(TEXTS)
+    assert tokens_of("wikitext2", tokenizer, split="test").tolist() == ids_of(tokenizer, joined)
+    assert seen == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
+
+    class Special:
+        eos_token_id = 0
+
+        def __call__(self, text, add_special_tokens, verbose):
+            return {"input_ids": [*([77] if add_special_tokens else []), *ids_of(tokenizer, text)]}
+
+    assert tokens_of("wikitext2", Special(), special_tokens=True).tolist() == [77, *ids_of(tokenizer, joined)]
+    expected = [77, *ids_of(tokenizer, "a"), 0, *ids_of(tokenizer, "b")]
+    assert tokens_of(["a", "b"], Special(), special_tokens=True).tolist() == expected
+
+
+def test_what_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").write_text("text")
+    assert all(map(is_data_set, ("wikitext2", "org/set", "org/set:en:train[:10%]", "org/a.b-c")))
+    others = ("here", "calib.txt", "rows.jsonl", "two words", "", "/abs/path", "./x", "a/b/c", "line\n", "../x")
+    assert not any(map(is_data_set, others))
+    with pytest.raises(TypeError, match=r"no name of a data set .* give Path\('two words'\) for a file"):
+        SparsifyConfig(data="two words", tokenizer=object())
+
+
+def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
+    def load_dataset(*_args, **_options):
+        raise FileNotFoundError("no such set")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="data 'org/set' cannot be had as a data set: no such set"):
+        tokens_of("org/set", tokenizer)
+    with pytest.raises(ValueError, match="is not a file: give a"):
+        tokens_of(tmp_path / "nowhere", tokenizer)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r'not installed: pip install "modelopt-sparse\[datasets\]"'):
+        tokens_of("org/set", tokenizer)
+
+
+# chats ----------------------------------------------------------------------------------------------------------------
+
+
+def test_chats_go_through_the_template(chatting, tmp_path):
+    """With the template's own tokens, and none between; keys that a data set filled with None are not there."""
+    rendered = "<user>who is there\n<assistant>nay answer me\n"
+    toned = [{"role": "user", "content": "stand", "tone": "loud"}]
+    expected = [*ids_of(chatting, rendered), *ids_of(chatting, "<user>stand!\n")]
+    data = Dataset.from_dict({"messages": [CHAT, toned], "id": [1, 2]})
+    assert data[0]["messages"][0].get("tone", None) is None
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (CHAT, toned)))
+    for form in ([CHAT, toned], data, data["messages"], tmp_path / "chats.jsonl"):
+        assert tokens_of(form, chatting).tolist() == expected
+
+
+def test_chats_without_a_template(tokenizer):
+    with pytest.raises(ValueError, match="has no chat template: give that of the chat model"):
+        tokens_of([CHAT], tokenizer)
+
+
+def test_calibration_on_a_data_set_is_calibration_on_its_texts(tokenizer):
+    def sparse(data) -> dict[str, Tensor]:
+        model = tiny_llama(vocab_size=len(tokenizer))
+        mts.sparsify(model, "sparsegpt", data=data, tokenizer=tokenizer, num_samples=6, seq_len=16, progress=False)
+        return model.state_dict()
+
+    texts = (TESTBED / "heldout.txt").read_text(encoding="utf-8")[:4000].split("\n\n")
+    expected, same = sparse(texts), sparse(Dataset.from_dict({"text": texts}))
+    assert all(torch.equal(same[name], tensor) for name, tensor in expected.items())
+
+
+# images ---------------------------------------------------------------------------------------------------------------
+
+
+def pictures(count: int = 6) -> list:
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (count, 12, 12, 3), generator=random, dtype=torch.uint8)
+    return [Image.fromarray(each.numpy()) for each in pixels]
+
+
+@pytest.mark.parametrize("form", ["list", "data set"])
+def test_images_go_through_the_processor(form):
+    images = pictures()
+    data = images if form == "list" else Dataset.from_dict({"image": images, "label": list(range(6))})
+    processor = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
+    config = SparsifyConfig(data=data, processor=processor, num_samples=5, batch_size=2, seed=3)
+    calls = load_calls(config, torch.nn.Linear(1, 1))
+    chosen = torch.randperm(6, generator=torch.Generator().manual_seed(3))[:5].sort().values.tolist()
+    expected = processor(images=[images[i] for i in chosen], return_tensors="pt")["pixel_values"]
+    assert [len(call.kwargs["pixel_values"]) for call in calls] == [2, 2, 1]
+    assert torch.equal(torch.cat([call.kwargs["pixel_values"] for call in calls]), expected)
+
+
+def test_chats_with_images_go_through_the_processor_one_by_one():
+    class Processor:
+        def apply_chat_template(self, chat, tokenize):
+            assert tokenize is False
+            return "".join(part.get("text", "<image>") for message in chat for part in message["content"])
+
+        def __call__(self, text, return_tensors, images=()):
+            assert return_tensors == "pt"
+            return {"input_ids": torch.tensor([[len(text[0]), len(images)]])}
+
+    images = pictures(3)
+    parts = [[{"type": "image"}, {"type": "text", "text": "x" * n}] for n in range(1, 4)]
+    chats = [[{"role": "user", "content": each}] for each in parts]
+    data = Dataset.from_dict({"messages": chats, "images": [[image] for image in images]})
+    config = SparsifyConfig(data=data, processor=Processor())
+    calls = load_calls(config, torch.nn.Linear(1, 1))
+    assert [call.kwargs["input_ids"].tolist() for call in calls] == [[[len("<image>") + n, 1]] for n in range(1, 4)]
+
+
+@pytest.mark.parametrize("options", [{}, {"data": ["x"], "tokenizer": object()}])
+def test_a_processor_goes_with_data_and_without_a_tokenizer(options):
+    with pytest.raises(ValueError, match="processor= makes the model's inputs of images"):
+        SparsifyConfig(processor=object(), **options)
+
+
+def test_a_mapping_of_splits_is_no_text(tokenizer):
+    """load_dataset without a split gives one: its keys are strings, and no documents."""
+    with pytest.raises(TypeError, match=r"data is a mapping of train; test: give one of them, as data=data\['train'\]"):
+        documents_of({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": TEXTS})})
+
+
+@pytest.mark.parametrize("data", [["a text"], [CHAT]])
+def test_text_needs_a_tokenizer(data):
+    with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
+        load_calls(SparsifyConfig(data=data, processor=object()), torch.nn.Linear(1, 1))
