@@ -2,7 +2,7 @@
 # Format, lint, types and tests, with all of their set-up. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash .ci/setup .venv test
+bash .ci/setup .venv test-all
 bash .ci/chromium
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
