@@ -271,7 +271,7 @@ class Group(Sparsity):
     """Algorithms for different parameters of one model.
 
     groups: globs of parameter names, or anything else that ``include`` takes -> algorithm, or None: they stay dense.
-    The first that matches counts; what none matches stays dense.
+      The first that matches counts; what none matches stays dense.
 
     >>> Group({"*.mlp.*": SET(0.9, update=100), "*.self_attn.*weight": Static(0.5)})
     """

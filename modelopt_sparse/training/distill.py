@@ -84,12 +84,12 @@ def distill(
 
     model: gives logits by name, [B, S, V] or [B, V]: a model of transformers, or one whose output is a dict.
     teacher: the dense model, or a larger one with the same vocabulary, on the device where the model runs. It is called
-    with the model's arguments but labels, without gradients and in eval mode, and is moved nowhere.
+      with the model's arguments but labels, without gradients and in eval mode, and is moved nowhere.
     kl: weight of the KL divergence in nats, the mean over the predictions that count, times ``temperature`` ** 2, which
-    keeps gradients as large as at 1 (Hinton et al. 2015, arXiv 1503.02531).
+      keeps gradients as large as at 1 (Hinton et al. 2015, arXiv 1503.02531).
     task: weight of the model's own loss, which takes labels.
     square_head: weight of SquareHead (arXiv 2310.06927), the mean over layers of MSE(model, teacher) / MSE(teacher, 0)
-    of hidden states, on tokens that are no padding. Outputs hold hidden states then.
+      of hidden states, on tokens that are no padding. Outputs hold hidden states then.
     temperature: logits are divided by it.
 
     Predictions count whose label is not -100. Labels stand one to the right of their predictions where transformers

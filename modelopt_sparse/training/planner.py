@@ -13,8 +13,8 @@ from modelopt_sparse.distributed import full
 from modelopt_sparse.model.masking import refuse_what_cannot_be_sparse
 from modelopt_sparse.model.offload import stored
 from modelopt_sparse.model.quantization import holds_codes
-from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import first_few, nearest
+from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training import rules
 from modelopt_sparse.training.weights import DEFAULT, Filter, Row, TrainingPlan, Weight, find_weights, reasons
 

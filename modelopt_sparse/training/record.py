@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report
+from modelopt_sparse.reports.report import Report, attach_report, attached_report
+from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Planned
 from modelopt_sparse.training.weights import Weight
 

@@ -20,7 +20,7 @@ from modelopt_sparse.model.roles import protected_modules
 from modelopt_sparse.plan.config import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.reports.values import Skipped
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.reports.text import table
+from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.weights import Weight
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,7 +37,8 @@ class Replaced:
 class IsoPlan:
     """What Sparse-IFT makes of a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all rows.
 
-    layers: those that are wider or replaced, and sparse. skipped: all other weights, with the reason.
+    layers: those that are wider or replaced, and sparse.
+    skipped: all other weights, with the reason.
     parameters, new_parameters: of the whole model, before and after, pruned ones included.
     other, new_other: multiplications with weights of the other layers (heads, attention that stays), before and after.
     unit: what multiplications are counted for: "a token", or "the example". None: the model has convolutions, and

@@ -46,14 +46,14 @@ def sparse_ift(
 
     model_or_config: a model; a config of transformers for "wide", which then gives a model on the meta device: build
       yours from ``ift.model.config``. A model on meta stays there.
-    sparsity: the level, in [0, 1), which says how much larger layers become:
-    member: - "wide": a new model of the same class, ``sqrt(1 / (1 - level))`` times as wide, with random weights. Of a
-        model of transformers the config is scaled. In any other model Linear, convolutions, embeddings and norms are
-        made wider; what it reads and gives keeps its size, and the layers there stay dense.
-      - "parallel": 1 / (1 - level) layers beside each other, each with its own non-linearity, added up.
-      - "factorized": two layers with a non-linearity between them.
-      - "doped": the layer, sparse, plus two dense ones of low rank.
-      The last three replace layers of the model in place, with new random weights.
+    sparsity: the level, in [0, 1), which says how much larger layers become.
+    member: what becomes larger. All but "wide" replace layers of the model in place, with new random weights:
+      "wide": a new model of the same class, ``sqrt(1 / (1 - level))`` times as wide, with random weights. Of a model
+        of transformers the config is scaled. In any other model Linear, convolutions, embeddings and norms are made
+        wider; what it reads and gives keeps its size, and the layers there stay dense.
+      "parallel": 1 / (1 - level) layers beside each other, each with its own non-linearity, added up.
+      "factorized": two layers with a non-linearity between them.
+      "doped": the layer, sparse, plus two dense ones of low rank.
     rule: level -> sparsity algorithm, for each level that occurs: ``lambda level: SET(level, update=100)``.
     iso: "layers": the level of each layer is solved so that its FLOPs are those of the dense one. "model" (wide): one
       level for all, so that those of the whole model are, its head included.
