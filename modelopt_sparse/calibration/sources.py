@@ -48,7 +48,8 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
     if isinstance(data, (str, Path)):
         data = opened(data, split)
     if isinstance(data, Mapping):
-        raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one of them, as data=data['train']")
+        names = first_few(list(map(str, data)))
+        raise TypeError(f"data is a mapping of {names}: give one of them, as data=data['train']")
     rows = list(_column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
     for row in rows:
         if not isinstance(row, str) and not _is_chat(row):

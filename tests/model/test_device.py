@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.helpers import ROOT
+import modelopt_sparse as mts
+from modelopt_sparse.model.devices import bytes_in_use, peak_bytes
+from tests.helpers import ROOT, tiny_llama
 
 
 def run(marks: str) -> None:
