@@ -148,7 +148,9 @@ def distill(teacher: Teacher, run: Run) -> None:
         _activations_recomputed(model, run.plan.blocks),
         Progress("distill", "step", steps, show=run.config.progress) as bar,
     ):
-        weights = TunedWeights(chosen, [outputs.get(parameter, 0) for parameter in chosen], options.learning_rate)
+        of_each = [outputs.get(parameter, 0) for parameter in chosen]
+        moments = torch.bfloat16 if options.moments == "bfloat16" else None
+        weights = TunedWeights(chosen, of_each, options.learning_rate, moments=moments)
         before = best = _judged(teacher, numbers)
         best_values, best_epoch = weights.copy_on_host(), 0
         try:

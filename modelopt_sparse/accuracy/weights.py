@@ -20,6 +20,7 @@ from modelopt_sparse.model.zeros import dense_gradient
 BETAS = (0.9, 0.95)
 EPSILON = 1e-12  # far below any gradient: the steps do not depend on the scale of the loss
 WARMUP_STEPS = 10
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.Adam names them
 FULL_RATE = 0.01  # the relative squared error from which on the whole learning rate is taken
 
 Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of it
@@ -32,6 +33,7 @@ class TunedWeight:
 
     mask: True = kept; None if it has none. movable: if its mask moves.
     values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
+    moments: the dtype that Adam's two moments are held in between two steps.
     """
 
     parameter: nn.Parameter
@@ -40,13 +42,22 @@ class TunedWeight:
     values: Tensor
     rate: float
     adam: torch.optim.Adam
+    moments: torch.dtype
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, mask: Tensor | None, movable: Movable | None, rate: float) -> "TunedWeight":
+    def of(
+        cls,
+        parameter: nn.Parameter,
+        mask: Tensor | None,
+        movable: Movable | None,
+        rate: float,
+        moments: torch.dtype | None,
+    ) -> "TunedWeight":
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         if mask is not None:
             values = values[mask] if movable is None else movable.start(values, mask)
-        return cls(parameter, mask, movable, values, rate, torch.optim.Adam([values], betas=BETAS, eps=EPSILON))
+        adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON)
+        return cls(parameter, mask, movable, values, rate, adam, moments or values.dtype)
 
     def taken_gradient(self) -> Tensor | None:
         """The gradient of `values`; the parameter has none afterwards."""
@@ -62,12 +73,18 @@ class TunedWeight:
         """One step of Adam; a mask that moves follows. ``schedule``: the share of the rate, from 1 to 0."""
         self.adam.param_groups[0]["lr"] = self.rate * schedule
         self.values.grad = gradient
+        self._hold_moments(self.values.dtype)
         self.adam.step()
+        self._hold_moments(self.moments)
         self.values.grad = None
         if moves and self.movable is not None and self.mask is not None:
             self.values.copy_(shrunk(self.values, self.mask, schedule))
             self.mask = self.movable.mask(self.values)
         self.write(self.values, self.mask)
+
+    def _hold_moments(self, dtype: torch.dtype) -> None:
+        state = self.adam.state[self.values]
+        state.update({name: state[name].to(dtype) for name in MOMENTS if name in state})
 
     @torch.no_grad()
     def write(self, values: Tensor, mask: Tensor | None) -> None:
@@ -90,11 +107,13 @@ class TunedWeights:
         outputs: Sequence[int],
         learning_rate: float,
         movable: Mapping[nn.Parameter, Movable] | None = None,
+        moments: torch.dtype | None = None,
     ) -> None:
-        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors."""
+        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors. ``moments``: the
+        dtype of Adam's; None: that of the values."""
         rates = learning_rates([*masks], [*masks.values()], outputs, learning_rate)
         self.each = [
-            TunedWeight.of(parameter, mask, (movable or {}).get(parameter), rate)
+            TunedWeight.of(parameter, mask, (movable or {}).get(parameter), rate, moments)
             for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 

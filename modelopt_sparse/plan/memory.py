@@ -17,6 +17,7 @@ from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.stacks import Stack
 from modelopt_sparse.plan.config import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.plan.tuning import Distill
 
 HOST = "host"  # the place that is the CPU's memory
 # bytes of a number of a layer's input while statistics are summed up from it: the input is cast to float32 for that
@@ -28,9 +29,8 @@ WORKSPACE_GRAMS = 4
 # copies of a block's weights that reconstruction holds: the optimizer's own, their gradients, its two moments, the best
 # weights so far, and the masked weights of the graph
 RECONSTRUCTION = 6
-# the same for the distillation of the whole model, of what masks keep alone: values and two moments ...
-DISTILLATION = 3
-# ... and copies of the logits of a step: the dense model's and the sparse one's, and the gradients of both and of one
+# copies of the logits of a step of distillation: the dense model's and the sparse one's, and the gradients of both and
+# of one
 LOGITS = 5
 # copies of the statistics with deterministic=True: the sums of one call, those of another process, and the totals,
 # which count twice, as they are in float64
@@ -121,8 +121,9 @@ def beside_the_model(
         memory["reconstruction_of_one_block"] = max(tuned.values())
         if config.reconstruct.metric != "plain":
             memory["fisher_metrics"] = _metrics(planned)
-    if config.distill is not None:
-        memory["distillation"], memory["distillation_on_the_host"] = _distillation(model, planned, config, tokens)
+    if (distill := config.distill) is not None:
+        tuning = _distillation(model, planned, config, distill, tokens)
+        memory["distillation"], memory["distillation_on_the_host"] = tuning
     if routed:
         memory["routed_tokens_of_one_block"] = max(routed.values())
     if tokens is not None and (cached := _activations(model, planned, config, tokens)):
@@ -131,13 +132,13 @@ def beside_the_model(
 
 
 def _distillation(
-    model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int | None
+    model: nn.Module, planned: Sequence[LayerPlan], config: SparsifyConfig, distill: Distill, tokens: int | None
 ) -> tuple[int, int]:
     """Bytes that tuning the whole model takes where the model is: value and two moments of each weight that stays, the
     gradients of one block, the logits of a step; and on the host: the best values so far, and what the dense model's
     output head was called with, if it is known how much that is."""
     remaining = {layer_plan.name: round(layer_plan.size * (1 - layer_plan.pattern.sparsity)) for layer_plan in planned}
-    states = sum(DISTILLATION * bytes_per_number(layer_plan) * remaining[layer_plan.name] for layer_plan in planned)
+    states = sum(_adam(layer_plan, distill) * remaining[layer_plan.name] for layer_plan in planned)
     best = sum(layer_plan.layer.parameter.element_size() * remaining[layer_plan.name] for layer_plan in planned)
     gradients = _by_block(planned, lambda layer_plan: layer_plan.size * layer_plan.layer.parameter.element_size())
     size = next(model.parameters()).element_size()
@@ -145,6 +146,12 @@ def _distillation(
     logits = LOGITS * step * getattr(_text_config(model), "vocab_size", 0) * size
     answers = (tokens or 0) * (_hidden(model) or 0) * size
     return states + max(gradients.values()) + logits, best + answers
+
+
+def _adam(layer_plan: LayerPlan, options: Distill) -> int:
+    """Bytes of a value that is tuned and its two moments."""
+    value = bytes_per_number(layer_plan)
+    return value + 2 * (2 if options.moments == "bfloat16" else value)
 
 
 def _metrics(planned: Sequence[LayerPlan]) -> int:

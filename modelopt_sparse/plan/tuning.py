@@ -13,6 +13,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "masks": ("frozen", "move", "auto"),
     "metric": ("plain", "fisher", "auto"),
 }
+MOMENTS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,18 @@ class Distill:
 
     epochs: passes over the calibration batches.
     learning_rate: as in `Reconstruct`, and an order of magnitude smaller: all blocks move together.
+    moments: the dtype that the optimizer holds its two moments in, "float32" or "bfloat16": with bfloat16 a weight that
+      stays takes 8 bytes instead of 12. Steps are computed in float32.
     """
 
     epochs: int = 2
     learning_rate: float = 0.03
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
         _check_epochs_and_rate("distill", self.epochs, self.learning_rate)
+        if self.moments not in MOMENTS:
+            raise ValueError(f"distill: moments={self.moments!r}: allowed are {', '.join(map(repr, MOMENTS))}")
 
 
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
