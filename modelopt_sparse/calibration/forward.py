@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
 from modelopt_sparse.calibration.hooks import InputHooks, See, SharingChanged
-from modelopt_sparse.calibration.own_text import own_calls, why_none_is_written
+from modelopt_sparse.calibration.own_text import calls_from_nothing, own_calls, why_none_is_written
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.storage import Unreadable
@@ -49,7 +49,9 @@ class CalibrationData:
                     "the model writes no text itself: a forward_loop calls it, and no prompts are known"
                 )
             return cls(run, None)
-        if calls is None:
+        if run.config.writes_its_data:
+            calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
+        elif calls is None:
             calls = load_calls(run.config, run.model)
         own = _own(calls, run)
         calls = [*own, *calls]
@@ -143,9 +145,14 @@ def _own(calls: list[Call], run: Run) -> list[Call]:
     if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
         run.report.notes.append(f"the model writes no text itself: {why}")
         return []
+    return _written(run, lambda: own_calls(run.model, calls, judging(len(calls)), run.config, run.processes))
+
+
+def _written(run: Run, write: Callable[[], tuple[list[Call], str | None]]) -> list[Call]:
+    """Text that ``write`` lets the model write, with a note of it in the report."""
     began = time.perf_counter()
     with forward_context(run):
-        own, problem = own_calls(run.model, calls, judging(len(calls)), run.config, run.processes)
+        own, problem = write()
     seconds = time.perf_counter() - began
     windows = sum(len(batch.kwargs["input_ids"]) for batch in own)
     run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")

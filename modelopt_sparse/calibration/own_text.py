@@ -20,9 +20,9 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.hf import writes_text
+from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.wrappers import unwrapped
-from modelopt_sparse.plan.config import OWN_WINDOWS, SparsifyConfig
+from modelopt_sparse.plan.config import OWN_WINDOWS, SELF, SparsifyConfig
 
 BATCH = 32  # windows that are written at a time: what they are depends on it, if only in the last bits
 PROMPT = 32  # tokens at most
@@ -42,8 +42,9 @@ def write_text(
     """Let a causal language model write text, to a .jsonl file with a "text" key in each line -> its path.
 
     ``windows`` texts of ``seq_len`` tokens, which begin with random cuts of min(32, seq_len / 4) tokens of the user's
-    text. ``data``, ``tokenizer``, ``num_samples``, ``seq_len`` and ``seed`` are as for `sparsify`. Tokens are drawn at
-    temperature 1 from all of the vocabulary, where the model is; an end-of-text token is text like any other.
+    text, or with data="self" with the beginning-of-text token alone. ``data``, ``tokenizer``, ``num_samples``,
+    ``seq_len`` and ``seed`` are as for `sparsify`. Tokens are drawn at temperature 1 from all of the vocabulary, where
+    the model is; an end-of-text token is text like any other.
     `sparsify_checkpoint` takes the file as ``data``; for `sparsify` there is ``self_data=``, which needs no file.
 
     Raises ValueError for a model that writes no text, with no file written.
@@ -54,9 +55,13 @@ def write_text(
     config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len, seed=seed)
     network, path = unwrapped(model), Path(file)
     refuse_to_write(network, "write_text")
-    rows = rows_of([Call((), batch) for batch in text_windows(config, network)])
     with calibrating(network):
-        written = write_windows(network, rows, windows, max(map(len, rows)), seed)
+        if config.writes_its_data:
+            length = seq_len or default_seq_len(network)
+            written = write_windows(network, [begin_of_text(network)], windows, length, seed, prompt=1)
+        else:
+            rows = rows_of([Call((), batch) for batch in text_windows(config, network)])
+            written = write_windows(network, rows, windows, max(map(len, rows)), seed)
     if problem := monotonous(written):
         warnings.warn(problem, stacklevel=2)
     lines = (json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written)
@@ -76,9 +81,36 @@ def own_calls(
     rows = rows_of(calls)
     prompting = rows_of(calls[: len(calls) - held_back]) or rows
     windows = OWN_WINDOWS * len(rows) if config.self_data == "auto" else int(config.self_data)
-    written = write_windows(model, prompting, windows, max(map(len, rows)), config.seed, processes)
+    first = len(rows) if config.writes_its_data else 0  # those before have been written
+    written = write_windows(model, prompting, windows, max(map(len, rows)), config.seed, processes, first=first)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
     return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+
+
+def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Processes) -> tuple[list[Call], str | None]:
+    """The calibration data that ``data="self"`` stands for; and what is worth a warning.
+
+    Each of ``num_samples`` windows begins with the model's beginning-of-text token.
+    """
+    refuse_to_write(model, f"data={SELF!r}")
+    length = config.seq_len or default_seq_len(model)
+    written = write_windows(model, [begin_of_text(model)], config.num_samples, length, config.seed, processes, prompt=1)
+    size = config.windows_per_batch(len(written), length, config.device or input_device(model))
+    return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+
+
+def begin_of_text(model: nn.Module) -> Tensor:
+    """The token [1] that texts begin with, or the one that ends them where models are trained without the former."""
+    configs = [getattr(model, "generation_config", None), model.config.get_text_config()]  # type: ignore[union-attr,operator]  # of transformers
+    for name in ("bos_token_id", "eos_token_id"):
+        for config in configs:
+            token = getattr(config, name, None)
+            if token is not None:
+                return torch.tensor([token[0] if isinstance(token, list) else token])
+    raise ValueError(
+        f"data={SELF!r}: the config of this {type(model).__name__} names no bos_token_id and no eos_token_id to begin "
+        "with: set model.generation_config.bos_token_id, or give text"
+    )
 
 
 def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
@@ -123,11 +155,22 @@ def _tokens_of(call: Call) -> Tensor | None:
 
 
 def write_windows(
-    model: nn.Module, rows: Sequence[Tensor], count: int, length: int, seed: int, processes: Processes | None = None
+    model: nn.Module,
+    rows: Sequence[Tensor],
+    count: int,
+    length: int,
+    seed: int,
+    processes: Processes | None = None,
+    *,
+    prompt: int | None = None,
+    first: int = 0,
 ) -> Tensor:
     """``count`` windows [count, length] of token ids, on the CPU. Window i depends on (seed, i), and not on how many
-    others there are, but for what batches do to the last bits of logits."""
-    size = min(PROMPT, max(1, length // 4))
+    others there are, but for what batches do to the last bits of logits.
+
+    prompt: how many tokens of a row a window begins with. first: the number of the first window.
+    """
+    size = min(PROMPT, max(1, length // 4)) if prompt is None else prompt
     long_enough = [row.cpu() for row in rows if len(row) >= size]
     if not long_enough:
         raise ValueError(f"own text begins with {size} tokens of the calibration data, and no row of it is so long")
@@ -135,7 +178,7 @@ def write_windows(
     own: dict[int, Tensor] = {}
     for number, begin in enumerate(range(0, count, BATCH)):
         if number % ranks == rank:
-            draws = [_Draws(seed, i, length) for i in range(begin, min(begin + BATCH, count))]
+            draws = [_Draws(seed, first + i, length) for i in range(begin, min(begin + BATCH, count))]
             prompts = torch.stack([draw.prompt(long_enough, size) for draw in draws])
             own[number] = _continued(model, prompts, torch.stack([draw.uniforms for draw in draws]))
     of_ranks = [own] if processes is None else processes.all_gather("text that the model writes", own)

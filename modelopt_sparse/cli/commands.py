@@ -43,7 +43,7 @@ Pattern = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="Calibration text: .txt, .jsonl, a folder, or a data set NAME[:CONFIG[:SPLIT]] of the hub."
+        metavar="FILE", help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self."
     ),
 ]
 ConfigFile = Annotated[

@@ -21,7 +21,7 @@ from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class
 from modelopt_sparse.model.quantization import quantization_of
-from modelopt_sparse.plan.config import is_data_set
+from modelopt_sparse.plan.config import SELF, is_data_set
 from modelopt_sparse.plan.yaml_loader import read_yaml
 
 PYTHON_ONLY = (
@@ -60,7 +60,7 @@ def settings_of(
     known = {"method", *mts.SparsifyConfig.names()}
     settings.update({key: value for key, value in flags.items() if key in known and value is not None})
     settings.setdefault("method", None)
-    if "data" in settings:
+    if settings.get("data", SELF) != SELF:
         settings["data"] = data_of(settings["data"], "train")
     if settings.get("device") is not None:
         settings["device"] = own_device(settings["device"])

@@ -33,6 +33,7 @@ DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CON
 FILES = (".txt", ".jsonl")
 LEAST_BATCHES = 4  # of text, where something is tuned and nobody says how large batches are
 STEP_TOKENS = 1024  # about as many are in a step, where something is tuned
+SELF = "self"  # as data: text that the model writes, all of it
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # what a report says of a run's options; those that follow only where the data is text
 REPORTED = (
@@ -81,7 +82,8 @@ class SparsifyConfig:
         model's maximum), drawn by ``seed``, in batches of ``batch_size`` (default: see `windows_per_batch`); or images
         with ``processor``, ``num_samples`` of them. A list holds documents, chats or images; a Path is a .txt or .jsonl
         file, or a folder with a data set; a string is the name of a data set, NAME[:CONFIG[:SPLIT]], never a file or a
-        text; a data set of the library datasets, or a column of it, is taken as it is.
+        text; a data set of the library datasets, or a column of it, is taken as it is. "self" is text that a causal
+        language model writes itself, from nothing but its beginning-of-text token; it needs no tokenizer.
       self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
         prompts cut out of the calibration data: 0 (default), a number, or "auto": three for each of the user's, and
         none where the model writes no text. They take part in statistics and in all tuning, and never judge.
@@ -240,6 +242,11 @@ class SparsifyConfig:
         return self.data is not None and self.processor is None
 
     @property
+    def writes_its_data(self) -> bool:
+        """Whether the model writes all of the calibration data."""
+        return isinstance(self.data, str) and self.data == SELF
+
+    @property
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
@@ -353,7 +360,11 @@ def _check_data(config: SparsifyConfig) -> None:
             f"data={shown} is a string, and no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a "
             f"file, [{shown}] for text"
         )
-    if config.data is not None and config.tokenizer is None and config.processor is None:
+    if config.writes_its_data and (config.processor is not None or not config.split_data):
+        other = "processor=" if config.processor is not None else "split_data=False"
+        raise ValueError(f"data='self' is text that the model writes, the same in all processes: leave {other} out")
+    needs_tokenizer = config.data is not None and not config.writes_its_data
+    if needs_tokenizer and config.tokenizer is None and config.processor is None:
         raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
     if config.processor is not None and (config.data is None or config.tokenizer is not None):
         raise ValueError(

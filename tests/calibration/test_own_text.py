@@ -31,13 +31,13 @@ LENGTH = ROWS[0].numel()
 
 
 @torch.no_grad()
-def written_slowly(model, rows, number, length, seed):
+def written_slowly(model, rows, number, length, seed, prompt=None):
     """One window by itself, each token from a forward over all of the text before it, drawn by walking along the
     probabilities."""
     random = torch.Generator().manual_seed(seed * 1_000_003 + number)
     row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
     uniforms = torch.rand(length, generator=random, dtype=torch.float64).tolist()
-    size = min(32, length // 4)
+    size = prompt or min(32, length // 4)
     row = rows[int(row_place * len(rows))]
     begin = int(begin_place * (len(row) - size + 1))
     ids = row[begin : begin + size].tolist()
@@ -279,6 +279,74 @@ def test_streaming_takes_a_file_instead(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="let write_text write a file"):
         mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", data_loader=batches(2), self_data=4)
+    assert not (tmp_path / "out").exists()
+
+
+# from nothing --------------------------------------------------------------------------------------------------------
+
+NOTHING = {"data": "self", "num_samples": 8, "seq_len": 12, "progress": False}
+
+
+def beginning(model, **tokens):
+    """The model, whose config names these tokens alone."""
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id = tokens.get("bos"), tokens.get("eos")
+    return model
+
+
+def test_the_model_writes_all_of_the_data():
+    """Each window begins with the beginning-of-text token; the run is that on these windows, given by hand."""
+    start = [torch.tensor([7])]
+    written = [written_slowly(beginning(tiny_llama().eval(), bos=7), start, i, 12, 5, prompt=1) for i in range(8)]
+    assert {window[0] for window in written} == {7}
+    ours = mts.sparsify(beginning(tiny_llama(), bos=7, eos=3), "sparsegpt", seed=5, **NOTHING)
+    by_hand = mts.sparsify(tiny_llama(), "sparsegpt", data_loader=[torch.tensor(written)], seed=5, progress=False)
+    assert_same_state(ours, state_of(by_hand))
+    assert mts.report(ours).calibration["sha256"] == mts.report(by_hand).calibration["sha256"]
+    (note,) = [note for note in mts.report(ours).notes if "wrote" in note]
+    assert note.startswith("the dense model wrote 8 windows of text itself, in ")
+
+
+@pytest.mark.parametrize(("tokens", "first"), [({"bos": 7, "eos": 3}, 7), ({"eos": 3}, 3), ({"eos": [5, 3]}, 5)])
+def test_what_texts_begin_with(tokens, first):
+    assert own_text.begin_of_text(beginning(tiny_llama(), **tokens)).tolist() == [first]
+
+
+def test_more_of_it_is_other_text():
+    """With self_data windows go on counting, so that none is drawn by the numbers of another."""
+    numbers = []
+    real = own_text._Draws.__init__
+
+    def counting(self, seed, number, length):
+        numbers.append(number)
+        real(self, seed, number, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_text._Draws, "__init__", counting)
+        mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
+    assert numbers == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "part"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "data='self': a Sequential writes no text"),
+        (lambda: beginning(tiny_llama()), {}, "names no bos_token_id and no eos_token_id to begin with"),
+        (tiny_llama, {"processor": print}, "data='self' is text that the model writes, the same in all processes"),
+        (tiny_llama, {"split_data": False}, "leave split_data=False out"),
+    ],
+)
+def test_what_cannot_be_from_nothing(model, options, part):
+    refused(mts.sparsify, model(), "wanda", **{**NOTHING, **options}, parts=[part])
+
+
+def test_from_nothing_into_a_file_for_streaming(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+    path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
+    assert len(path.read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match="data='self': each token that a model writes takes a pass"):
+        mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", data="self", seq_len=64)
     assert not (tmp_path / "out").exists()
 
 

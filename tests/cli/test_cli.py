@@ -324,6 +324,14 @@ def test_the_plan_is_checked_before_weights_are_read(run, work, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_data_that_the_model_writes(run, work, tmp_path):
+    own = ("--data", "self", "--num-samples", 6, "--seq-len", 32, "--no-progress")
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "wanda", *own)
+    assert done.code == 0, done.err
+    assert "the dense model wrote 6 windows of text itself" in done.out
+    assert mts.verify(tmp_path / "out", "2:4").layers
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_one_line(run, work, tmp_path):
     command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "held.txt", "--seq-len", "64")

@@ -170,9 +170,10 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
             + ", which streaming never holds: leave it out (quality='best' is without it), or load the model and call "
             "sparsify"
         )
-    if config.self_data not in (0, "auto"):
+    if config.self_data not in (0, "auto") or config.writes_its_data:
+        asked = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
         raise ValueError(
-            f"self_data={config.self_data}: each token that a model writes takes a pass over all of its weights, which "
+            f"{asked}: each token that a model writes takes a pass over all of its weights, which "
             "streaming reads from disk: let write_text write a file where the model fits, and give that as data="
         )
     if config.forward_loop is not None:
