@@ -7,6 +7,7 @@ from collections.abc import Callable
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 
 import pytest
 import torch
@@ -30,13 +31,13 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed_and_threads(request):
+def _fixed_seed_and_threads():
     """Every test starts from the same random state, so that its order in the suite does not matter.
 
-    Matrices this small are fastest on one thread: on a busy machine two of them wait for each other.
+    One thread: there is a process for each core, and where there are more threads than cores they wait for each other.
     """
     torch.manual_seed(0)
-    torch.set_num_threads(min(2, os.cpu_count() or 1) if request.node.get_closest_marker("slow") else 1)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

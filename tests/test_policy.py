@@ -19,8 +19,6 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from tests.helpers import run_python, tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
-
 PACKAGE = Path(mts.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]

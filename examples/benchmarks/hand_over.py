@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--schemes", type=lambda text: text.split(","), help="of these alone. Default: all of a tool's")
     parser.add_argument("--windows", type=int, default=32, help="of calibration, 512 tokens each")
     parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--characters", type=int, default=60_000, help="of held-out text")
     options = parser.parse_args()
     work: Path = (options.work / "hand-over").resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def main() -> int:
     run("sparsify", options.model, "--out", sparse, "--overwrite", *calibration, "--dtype", "bfloat16", "--quiet")
     heldout = (TESTBED / "heldout.txt").read_text(encoding="utf-8")
     write_task(work / "tasks", heldout, options.questions)
-    (work / "held.txt").write_text(heldout[:60_000], encoding="utf-8")
+    (work / "held.txt").write_text(heldout[: options.characters], encoding="utf-8")
     measure = ["--data", work / "held.txt", "--seq-len", 512, "--tasks", "next_words", "--task-folder", work / "tasks"]
     print(run("eval", sparse, "--reference", options.model, *measure))
 

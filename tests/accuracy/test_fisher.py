@@ -17,7 +17,6 @@ from modelopt_sparse.plan.tuning import Reconstruct
 from modelopt_sparse.reports.report import Report
 from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
 BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
 

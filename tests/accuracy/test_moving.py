@@ -13,7 +13,6 @@ from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
 BATCHES = 9
 MOVE = {"epochs": 3, "masks": "move"}
 

@@ -16,8 +16,6 @@ from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 
-pytestmark = pytest.mark.core
-
 FOLDABLE = sorted(
     set(ARCHITECTURES) - {"mixtral", "albert", "resnet_basic", "resnet_bottleneck"}
 )  # fused experts, no block by itself, convolutions

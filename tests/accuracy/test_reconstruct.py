@@ -14,8 +14,6 @@ from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, 
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.layer_problem import exact_refit, objective
 
-pytestmark = pytest.mark.core
-
 BATCHES = 9  # eight to tune on, one held back
 BLOCKS = ["model.layers.0", "model.layers.1"]
 

@@ -10,8 +10,6 @@ from tests.helpers import refused, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES, texts
 from tests.models.stacked import Stacked, Unused, vectors
 
-pytestmark = pytest.mark.core
-
 
 def _used_up() -> object:
     batches = (batch for batch in token_batches())

@@ -30,8 +30,6 @@ from tests.models.stacked import (
 )
 from tests.oracles.brute_force import assert_stats, brute_force
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
 def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():

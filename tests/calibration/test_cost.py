@@ -14,8 +14,6 @@ from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import STACKED, Routed, Stacked, vectors
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize(
     ("sequential", "begun", "ended", "last"),

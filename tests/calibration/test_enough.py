@@ -20,8 +20,6 @@ from tests.models.expert_models import MODELS
 from tests.models.stacked import Routed, Stacked, vectors
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 DEAD = range(8, 16)
 CALIBRATED = ["wanda", "ria", "sparsegpt", "alps"]
 every_calibrated_method = pytest.mark.parametrize("method", CALIBRATED)

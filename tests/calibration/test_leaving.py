@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from tests.helpers import tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

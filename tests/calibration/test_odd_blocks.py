@@ -14,8 +14,6 @@ from tests.models.odd_blocks import Again, SameTwice, Sometimes, TwinBlock, Twin
 from tests.models.stacked import STACKED, Between, Interleaved, Nested, Stacked, vectors
 from tests.oracles.brute_force import Recording, Seen, Steps, assert_stats, brute_force, matrices_of, stepwise
 
-pytestmark = pytest.mark.core
-
 
 def added(expected: Seen, name: str, twin: str) -> None:
     """What ``twin`` sees counts for ``name``."""

@@ -16,8 +16,6 @@ from modelopt_sparse.model.nested import flat_tensors
 from modelopt_sparse.model.stacks import Stack
 from tests.models.architectures import ARCHITECTURES
 
-pytestmark = pytest.mark.core
-
 
 def varied(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Each batch, one of its shape with other values and other padding, one without padding, and the first again."""

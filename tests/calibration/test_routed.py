@@ -11,8 +11,6 @@ from tests.calibration.collecting import assert_calibrated, collected
 from tests.helpers import refused
 from tests.models.stacked import STACKED, Block, Routed, Stacked, vectors
 
-pytestmark = pytest.mark.core
-
 
 def rows_of_experts(model: Any, batches: list[Tensor]) -> list[Tensor]:
     """What the experts of the last block are given when the whole model runs, as plain hooks see it."""

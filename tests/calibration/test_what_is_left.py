@@ -13,8 +13,6 @@ from tests.helpers import Snapshot, refused, tiny_llama, token_batches
 from tests.models.stacked import STACKED, Between, NanAtPadding, Stacked, vectors
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(value):

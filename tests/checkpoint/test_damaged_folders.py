@@ -15,8 +15,6 @@ from tests.helpers import assert_bits, assert_same_state, refused, state_of, tin
 from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
 
-pytestmark = pytest.mark.core
-
 
 def test_restore_onto_another_class(saved):
     torch.manual_seed(0)

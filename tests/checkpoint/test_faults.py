@@ -29,7 +29,6 @@ from tests.faults.faulty import Runs
 from tests.helpers import TESTBED, assert_bits, state_of, tiny_llama, token_batches
 
 pytestmark = [
-    pytest.mark.core,
     pytest.mark.skipif(not hasattr(os, "fork") or not Path("/proc/self").exists(), reason="needs fork and /proc"),
 ]
 

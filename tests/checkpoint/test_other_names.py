@@ -12,8 +12,6 @@ from tests.checkpoint.folders import relist
 from tests.helpers import assert_bits, assert_same_state, refused, state_of, token_batches
 from tests.models.tiny import tiny_mixtral
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture
 def mixtral(tmp_path) -> tuple[nn.Module, Path]:

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from modelopt_sparse.checkpoint.format import pack_mask, unpack_mask
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize(
     ("mask", "packed"),

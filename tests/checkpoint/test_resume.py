@@ -16,8 +16,6 @@ from modelopt_sparse.methods.wanda import Wanda
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
-
 
 def assert_incomplete(target: Path) -> None:
     """Nothing can take what is there for a model."""

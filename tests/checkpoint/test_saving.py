@@ -17,8 +17,6 @@ from tests.checkpoint.folders import outputs, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
 from tests.models.net import Net, net
 
-pytestmark = pytest.mark.core
-
 
 def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     """One file over shards and back: nothing of the old model is read again, other people's files stay."""

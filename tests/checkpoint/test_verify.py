@@ -10,8 +10,6 @@ from tests.checkpoint.folders import PRUNED, WEIGHT, sparse
 from tests.helpers import tiny_llama
 from tests.models.tiny import tiny_gpt2
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(params=["model", "folder"])
 def judged(request, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import modelopt_sparse as mts
 from tests.reports.pages import figures, tables, visible
 
-pytestmark = pytest.mark.core
 pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
 
 

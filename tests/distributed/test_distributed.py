@@ -98,7 +98,6 @@ SCENARIOS = [
     ("two", ranks.more_in_order),
 ]
 NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
-pytestmark = pytest.mark.core
 slow = pytest.mark.slow
 
 

@@ -10,8 +10,6 @@ from tests.oracles.layer_problem import damped, exact_refit, objective, problem,
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("seed", range(3))

@@ -14,8 +14,6 @@ from modelopt_sparse.methods.refine import refine
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 DEAD = [1, 2, 8, 9, 10, 11, 30]  # part of the first and of the last group of 4, and all of the third one
 CALIBRATED = [name for name, method in METHODS.items() if method.needs != "nothing"]
 PATTERNS = ["2:4", "1:4", "50% per row", "50% per matrix"]

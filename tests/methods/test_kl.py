@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelopt_sparse.methods import kl
 from modelopt_sparse.methods.kl import kl_divergence
 
-pytestmark = pytest.mark.core
-
 ROWS, COLUMNS = 7, 11
 
 

@@ -14,8 +14,6 @@ from modelopt_sparse.methods.patterns import NM, parse_pattern
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 # method -> (options, kept weights stay as they were)
 METHOD_CASES = {
     "magnitude": ({}, True),

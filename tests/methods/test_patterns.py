@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from modelopt_sparse.methods.patterns import NM, Unstructured, count_zeros, keep_largest, parse_pattern
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 ANY_SPARSITY = st.floats(0, 1, exclude_max=True, allow_subnormal=False)
 ANY_PATTERN = st.one_of(
     st.integers(1, 32).flatmap(lambda m: st.builds(NM, st.integers(1, m), st.just(m))),

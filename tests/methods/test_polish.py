@@ -13,8 +13,6 @@ from modelopt_sparse.methods.polish import polish
 from tests.helpers import assert_bits, tiny_llama, token_batches
 from tests.oracles.layer_problem import DAMPING, damped, exact_refit, objective, problem, solved
 
-pytestmark = pytest.mark.core
-
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
 ITERATIONS = 30
 

@@ -17,8 +17,6 @@ PATTERNS = ["2:4", "4:8", "50% per row", "70% per matrix"]
 STARTS = ["random", "magnitude", "wanda", "sparsegpt"]
 UNTIL_NONE_IMPROVES = 10**9  # sweeps; a test that does not end says that refine does not stop
 
-pytestmark = pytest.mark.core
-
 
 def problem(seed: int, rows: int = 16, columns: int = 64) -> tuple[Tensor, Stats]:
     """A random weight and the statistics of correlated inputs, in float64."""

@@ -12,7 +12,6 @@ from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pa
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
 SPARSEGPT = METHODS["sparsegpt"]
 
 

@@ -10,8 +10,6 @@ from modelopt_sparse.model.layers import Layer, find_layers
 from modelopt_sparse.model.masking import set_mask
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 
 def only_layer(module: nn.Module) -> Layer:
     layers, others = find_layers(module)

@@ -22,8 +22,6 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture
 def _fresh_compiler():

@@ -23,8 +23,6 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.core
-
 
 @every_case
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "functional_call"])

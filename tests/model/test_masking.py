@@ -25,8 +25,6 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.core
-
 
 @every_case
 def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):

@@ -28,8 +28,6 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.core
-
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(11))
 
 

@@ -18,7 +18,6 @@ from modelopt_sparse.plan.resolve import resolve_method
 from modelopt_sparse.plan.rules import Rule, parse_rules
 from modelopt_sparse.plan.tuning import Reconstruct
 
-pytestmark = pytest.mark.core
 SPARSEGPT = METHODS["sparsegpt"]
 
 

@@ -15,8 +15,6 @@ from modelopt_sparse.plan.resolve import resolve
 from modelopt_sparse.plan.tuning import Distill, Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
-
 OFF = {
     "self_data": 0,
     "permute": False,

@@ -5,8 +5,6 @@ import yaml
 
 from modelopt_sparse.plan.yaml_loader import Yaml
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize(
     ("text", "value"),

@@ -10,8 +10,6 @@ import modelopt_sparse as mts
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
 
-pytestmark = pytest.mark.core
-
 RULES = {
     "*o_proj": {"method": "wanda"},
     "*.down_proj": {"method": "magnitude"},

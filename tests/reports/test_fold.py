@@ -21,8 +21,6 @@ from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_n
 from modelopt_sparse.reports.text import table
 from tests.helpers import tiny_llama, token_batches
 
-pytestmark = pytest.mark.core
-
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

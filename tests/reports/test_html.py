@@ -19,7 +19,6 @@ from modelopt_sparse.reports.values import BlockReport, Distilled, Skipped
 from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, large_report, layer, tables, unpacked, visible
 
-pytestmark = pytest.mark.core
 plotly = pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
 
 MEGABYTES = 1e6

@@ -27,8 +27,6 @@ NAMES = [
     for part in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
 ]
 
-pytestmark = pytest.mark.core
-
 
 # wrong arguments ----------------------------------------------------------------------------------------------------
 

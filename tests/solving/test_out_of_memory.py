@@ -20,8 +20,6 @@ from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_bat
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
 
-pytestmark = pytest.mark.core
-
 tiny_mixtral = MODELS["mixtral"]  # gate_up_proj [4, 48, 32]
 EXPERTS: dict[str, Any] = {
     "pattern": "2:4",

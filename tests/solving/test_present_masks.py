@@ -16,8 +16,6 @@ from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles import reference
 from tests.oracles.layer_problem import problem
 
-pytestmark = pytest.mark.core
-
 DATA: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
 LAYER = "model.layers.0.mlp.up_proj"
 

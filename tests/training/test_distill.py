@@ -340,7 +340,7 @@ def test_a_compiled_model():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # two minutes on a quiet machine
+@pytest.mark.timeout(1500)  # a minute on a quiet machine
 def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
     """The benchmark in a shorter form: half of the tokens, less to calibrate on and to measure on. It leaves 49 % and
     62 % where the full one leaves 45 % and 59 %, whose bars are 50 % and 65 %."""

@@ -10,8 +10,6 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.layers import rebuilt
 from tests.helpers import Snapshot
 
-pytestmark = pytest.mark.core
-
 
 class Block(nn.Module):
     def __init__(self, inputs, outputs, stride):

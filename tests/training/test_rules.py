@@ -19,8 +19,6 @@ from modelopt_sparse.training.rules import (
     largest_magnitudes,
 )
 
-pytestmark = pytest.mark.core
-
 W = torch.tensor([[0.0, 1, 0, -1.5, 0, 8, -2, 0]])
 G = torch.tensor([[9.0, 1, 4, 1, 5, 8, 2, 3]])
 

@@ -16,8 +16,6 @@ from modelopt_sparse.training.schedules import (
     parse_update,
 )
 
-pytestmark = pytest.mark.core
-
 TABLE = [  # schedule, the same as a mapping, values at t = 0, 1, 4
     (Constant(0.9), {"type": "constant", "value": 0.9}, (0.9, 0.9, 0.9)),
     (Linear(0.1, 0.2), {"type": "linear", "init": 0.1, "slope": 0.2}, (0.1, 0.3, 0.9)),
