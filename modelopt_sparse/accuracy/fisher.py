@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.writing import drawn
 from modelopt_sparse.model.nested import flat_tensors
 
 SAMPLES = 32  # rows of calibration data in all processes, at least one call of each

@@ -4,12 +4,13 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.sources import processed, tokens_of
+from modelopt_sparse.calibration.sources import documents_of, processed, prompt_of, tokens_of
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.model.nested import flat_tensors, map_tensors
@@ -109,10 +110,33 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
             "for; all are used",
             stacklevel=2,
         )
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed))[: config.num_samples]
-    chosen = windows[order.sort().values]
+    chosen = windows[_drawn(len(windows), config)]
     size = config.windows_per_batch(len(chosen), chosen.shape[1], config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
+
+
+def _drawn(windows: int, config: SparsifyConfig) -> Tensor:
+    """Which of so many windows are drawn, in their order."""
+    return (
+        torch.randperm(windows, generator=torch.Generator().manual_seed(config.seed))[: config.num_samples]
+        .sort()
+        .values
+    )
+
+
+def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges: int) -> list[Tensor]:
+    """The user's chats up to the model's last turn, as tokens [n], but for those that reach into the last ``judges`` of
+    the ``windows`` that they gave; none if the data holds other text."""
+    documents = documents_of(config.data)
+    if any(isinstance(document, str) for document in documents):
+        return []
+    sizes = [len(tokens_of([chat], config.tokenizer)) for chat in documents]
+    seq_len = config.seq_len or default_seq_len(model)
+    drawn = _drawn(max(1, sum(sizes) // seq_len), config)[:windows]
+    limit = int(drawn[-judges]) * seq_len if judges else sum(sizes)
+    before = [chat for chat, end in zip(documents, accumulate(sizes)) if end <= limit] or documents
+    prompts = [prompt_of(chat, config.tokenizer) for chat in before]
+    return [prompt for prompt in prompts if prompt is not None]
 
 
 def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:

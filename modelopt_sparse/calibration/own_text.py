@@ -4,7 +4,6 @@ What is tuned on little data fits that data better than any other. A language mo
 1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888).
 """
 
-import inspect
 import json
 import warnings
 from collections.abc import Sequence
@@ -14,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, text_windows
+from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.writing import Prompts, monotonous, write_windows
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.checks import refuse_no_model
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.plan.config import OWN_WINDOWS, SELF, SparsifyConfig
-
-BATCH = 32  # windows that are written at a time: what they are depends on it, if only in the last bits
-PROMPT = 32  # tokens at most
 
 
 def write_text(
@@ -57,11 +54,10 @@ def write_text(
     refuse_to_write(network, "write_text")
     with calibrating(network):
         if config.writes_its_data:
-            length = seq_len or default_seq_len(network)
-            written = write_windows(network, [begin_of_text(network)], windows, length, seed, prompt=1)
+            prompts, length = Prompts([begin_of_text(network)], 1), seq_len or default_seq_len(network)
         else:
-            rows = rows_of([Call((), batch) for batch in text_windows(config, network)])
-            written = write_windows(network, rows, windows, max(map(len, rows)), seed)
+            prompts, length = _prompts([Call((), batch) for batch in text_windows(config, network)], 0, config, network)
+        written = write_windows(network, prompts, windows, length, seed).rows()
     if problem := monotonous(written):
         warnings.warn(problem, stacklevel=2)
     lines = (json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written)
@@ -78,13 +74,41 @@ def own_calls(
     the same text: batch b is written by process b mod n, and sent to all.
     """
     refuse_to_write(model, f"self_data={config.self_data}")
-    rows = rows_of(calls)
-    prompting = rows_of(calls[: len(calls) - held_back]) or rows
-    windows = OWN_WINDOWS * len(rows) if config.self_data == "auto" else int(config.self_data)
-    first = len(rows) if config.writes_its_data else 0  # those before have been written
-    written = write_windows(model, prompting, windows, max(map(len, rows)), config.seed, processes, first=first)
+    windows = OWN_WINDOWS * len(rows_of(calls)) if config.self_data == "auto" else int(config.self_data)
+    prompts, length = _prompts(calls, held_back, config, model)
+    written = write_windows(model, prompts, windows, length, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
-    return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+    return written.calls(size), monotonous(written.rows())
+
+
+def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
+    """What texts begin with, and how many tokens they may have: the user's chats up to the model's turn, or else cuts
+    of the user's tokens; not of what the last ``held_back`` calls judge by."""
+    rows = rows_of(calls)
+    length = max(map(len, rows))
+    judges = len(rows_of(calls[len(calls) - held_back :])) if held_back else 0
+    if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
+        return Prompts(_short_enough(turns, length), None, end_tokens(model, config.tokenizer)), length
+    first = len(rows) if config.writes_its_data else 0  # those before have been written
+    return Prompts.cuts(rows[: len(rows) - judges] or rows, length, first), length
+
+
+def _short_enough(turns: Sequence[Tensor], length: int) -> list[Tensor]:
+    """Prompts that leave the model at least a quarter of the window. Raises ValueError if there is none."""
+    short = [turn for turn in turns if len(turn) <= length * 3 // 4]
+    if not short:
+        raise ValueError(
+            f"own text begins with the user's chats up to the model's turn, and none of {len(turns)} leaves a quarter "
+            f"of a window of {length} tokens to the model: give a larger seq_len, shorter chats, or leave self_data out"
+        )
+    return short
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the model's generation_config, and the tokenizer's end of text."""
+    of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
+    return tuple(sorted(ends))
 
 
 def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Processes) -> tuple[list[Call], str | None]:
@@ -94,9 +118,10 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
     """
     refuse_to_write(model, f"data={SELF!r}")
     length = config.seq_len or default_seq_len(model)
-    written = write_windows(model, [begin_of_text(model)], config.num_samples, length, config.seed, processes, prompt=1)
-    size = config.windows_per_batch(len(written), length, config.device or input_device(model))
-    return [Call((), {"input_ids": batch}) for batch in written.split(size)], monotonous(written)
+    prompts = Prompts([begin_of_text(model)], 1)
+    written = write_windows(model, prompts, config.num_samples, length, config.seed, processes)
+    size = config.windows_per_batch(config.num_samples, length, config.device or input_device(model))
+    return written.calls(size), monotonous(written.rows())
 
 
 def begin_of_text(model: nn.Module) -> Tensor:
@@ -152,84 +177,3 @@ def rows_of(calls: Sequence[Call]) -> list[Tensor]:
 def _tokens_of(call: Call) -> Tensor | None:
     ids = call.kwargs.get("input_ids", call.args[0] if call.args else None)
     return ids if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2 else None
-
-
-def write_windows(
-    model: nn.Module,
-    rows: Sequence[Tensor],
-    count: int,
-    length: int,
-    seed: int,
-    processes: Processes | None = None,
-    *,
-    prompt: int | None = None,
-    first: int = 0,
-) -> Tensor:
-    """``count`` windows [count, length] of token ids, on the CPU. Window i depends on (seed, i), and not on how many
-    others there are, but for what batches do to the last bits of logits.
-
-    prompt: how many tokens of a row a window begins with. first: the number of the first window.
-    """
-    size = min(PROMPT, max(1, length // 4)) if prompt is None else prompt
-    long_enough = [row.cpu() for row in rows if len(row) >= size]
-    if not long_enough:
-        raise ValueError(f"own text begins with {size} tokens of the calibration data, and no row of it is so long")
-    rank, ranks = (0, 1) if processes is None else (processes.rank, processes.size)
-    own: dict[int, Tensor] = {}
-    for number, begin in enumerate(range(0, count, BATCH)):
-        if number % ranks == rank:
-            draws = [_Draws(seed, first + i, length) for i in range(begin, min(begin + BATCH, count))]
-            prompts = torch.stack([draw.prompt(long_enough, size) for draw in draws])
-            own[number] = _continued(model, prompts, torch.stack([draw.uniforms for draw in draws]))
-    of_ranks = [own] if processes is None else processes.all_gather("text that the model writes", own)
-    return torch.cat([batch for _, batch in sorted(pair for written in of_ranks for pair in written.items())])
-
-
-class _Draws:
-    """All random numbers of one window: where its prompt begins, and one in [0, 1) for each token."""
-
-    def __init__(self, seed: int, number: int, length: int) -> None:
-        random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
-        self._place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-        self.uniforms = torch.rand(length, generator=random, dtype=torch.float64)
-
-    def prompt(self, rows: Sequence[Tensor], size: int) -> Tensor:
-        row = rows[int(self._place[0] * len(rows))]
-        begin = int(self._place[1] * (len(row) - size + 1))
-        return row[begin : begin + size]
-
-
-def _continued(model: nn.Module, prompts: Tensor, uniforms: Tensor) -> Tensor:
-    """Prompts [n, p] continued to the length of ``uniforms`` [n, length], token by token.
-
-    With a KV cache each token is run once; a model without one runs all of them again for each new one.
-    """
-    device, past = input_device(model), None
-    ids, uniforms = prompts.to(device), uniforms.to(device)
-    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    while (length := ids.shape[1]) < uniforms.shape[1]:
-        if has_cache:
-            output = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
-            past = output.past_key_values
-        else:
-            output = model(input_ids=ids)
-        ids = torch.cat([ids, drawn(output.logits[:, -1], uniforms[:, length])[:, None]], dim=1)
-    return ids.cpu()
-
-
-def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """One token for each row of logits [n, vocabulary], by inverting the cumulative distribution at uniforms [n]."""
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    if not torch.isfinite(cumulative).all():
-        raise ValueError("the dense model's logits are not finite, so that it cannot write text: repair the checkpoint")
-    chosen = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-    return chosen.clamp(max=logits.shape[-1] - 1)
-
-
-def monotonous(windows: Tensor) -> str | None:
-    """What to say if most windows go on with one token alone."""
-    written = windows[:, min(PROMPT, max(1, windows.shape[1] // 4)) :]
-    same = int((written == written[:, :1]).all(1).sum()) if written.shape[1] > 1 else 0
-    if same * 2 <= len(windows):
-        return None
-    return f"{same} of {len(windows)} texts that the model wrote repeat one token: they teach nothing, give real text"

@@ -37,6 +37,16 @@ def tokens_of(data: Any, tokenizer: Any, *, split: str = "train", special_tokens
     return torch.tensor(ids, dtype=torch.long)
 
 
+def prompt_of(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> Tensor | None:
+    """A chat up to its last user turn and to where the template lets the model begin, as tokens [n]; None if no user
+    says anything in it."""
+    turns = [number for number, message in enumerate(chat) if message["role"] == "user"]
+    if not turns:
+        return None
+    text = _chat_text(chat[: turns[-1] + 1], tokenizer, add_generation_prompt=True)
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
 def documents_of(data: Any, split: str = "train") -> list[Any]:
     """The texts (str) and chats (lists of messages) of data. Raises ValueError and TypeError for what is neither.
 
@@ -163,16 +173,16 @@ def _is_chat(row: Any) -> bool:
     return isinstance(row, list) and bool(row) and all(isinstance(each, Mapping) and "role" in each for each in row)
 
 
-def _chat_text(chat: list[Mapping[str, Any]], tokenizer: Any) -> str:
+def _chat_text(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"data holds chats, and the tokenizer ({type(tokenizer).__name__}) has no chat template: give that of the "
             "chat model, or set tokenizer.chat_template"
         )
-    return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False)
+    return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False, **options)
 
 
-def _without_nones(chat: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _without_nones(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A data set fills keys that a message does not have with None, which templates take for a value."""
 
     def plain(value: Any) -> Any:

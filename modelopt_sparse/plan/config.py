@@ -1,7 +1,7 @@
 """Every option of `sparsify`, validated once, before any work."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,9 @@ class SparsifyConfig:
         text; a data set of the library datasets, or a column of it, is taken as it is. "self" is text that a causal
         language model writes itself, from nothing but its beginning-of-text token; it needs no tokenizer.
       self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
-        prompts cut out of the calibration data: 0 (default), a number, or "auto": three for each of the user's, and
-        none where the model writes no text. They take part in statistics and in all tuning, and never judge.
+        prompts cut out of the calibration data, or as answers to its chats: 0 (default), a number, or "auto": three for
+        each of the user's, and none where the model writes no text. They take part in statistics and in all tuning, and
+        never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
@@ -315,6 +316,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "allocation": lambda value: "uniform" if value is None else value,
     "memory_limit": _bytes,
     "masks": _masks,
+    "data": lambda value: list(value) if isinstance(value, Iterator) else value,  # it may be read twice
     "include": lambda value: _globs("include", value),
     "exclude": lambda value: _globs("exclude", value) or (),
     "autocast": lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,

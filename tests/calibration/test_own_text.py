@@ -19,9 +19,11 @@ from transformers import (
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
-from modelopt_sparse.calibration import own_text
-from modelopt_sparse.calibration.data import Call
-from modelopt_sparse.calibration.own_text import drawn, monotonous, own_calls, rows_of, write_windows
+from modelopt_sparse.calibration import own_text, writing
+from modelopt_sparse.calibration.data import Call, load_calls
+from modelopt_sparse.calibration.own_text import own_calls, rows_of
+from modelopt_sparse.calibration.sources import tokens_of
+from modelopt_sparse.calibration.writing import Prompts, drawn, monotonous, write_windows
 from modelopt_sparse.distributed import Processes
 from tests.helpers import TESTBED, Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 
@@ -52,9 +54,15 @@ def written_slowly(model, rows, number, length, seed, prompt=None):
     return ids
 
 
+def windows_of(model, rows, count, length, seed, processes=None):
+    written = write_windows(model, Prompts.cuts(rows, length), count, length, seed, processes)
+    assert set(written.sizes.tolist()) == {length}
+    return written.ids
+
+
 def test_windows_are_what_the_model_says_token_by_token():
     model = tiny_llama().eval()
-    windows = write_windows(model, ROWS, 5, LENGTH, seed=3)
+    windows = windows_of(model, ROWS, 5, LENGTH, seed=3)
     assert windows.shape == (5, LENGTH)
     assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
 
@@ -71,11 +79,11 @@ def test_draws_follow_the_distribution():
 
 def test_a_window_depends_on_its_number_alone(monkeypatch):
     model = tiny_llama().eval()
-    windows = write_windows(model, ROWS, 7, LENGTH, seed=1)
-    assert torch.equal(write_windows(model, ROWS, 3, LENGTH, seed=1), windows[:3])
-    monkeypatch.setattr(own_text, "BATCH", 2)
-    assert torch.equal(write_windows(model, ROWS, 7, LENGTH, seed=1), windows)
-    assert not torch.equal(write_windows(model, ROWS, 7, LENGTH, seed=2), windows)
+    windows = windows_of(model, ROWS, 7, LENGTH, seed=1)
+    assert torch.equal(windows_of(model, ROWS, 3, LENGTH, seed=1), windows[:3])
+    monkeypatch.setattr(writing, "BATCH", 2)
+    assert torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=1), windows)
+    assert not torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=2), windows)
     assert len({tuple(window) for window in windows.tolist()}) == 7
 
 
@@ -92,14 +100,14 @@ class Ranks(Processes):
 
 
 def test_any_number_of_processes_writes_the_same_text(monkeypatch):
-    monkeypatch.setattr(own_text, "BATCH", 2)
+    monkeypatch.setattr(writing, "BATCH", 2)
     model = tiny_llama().eval()
-    alone = write_windows(model, ROWS, 7, LENGTH, seed=1)
+    alone = windows_of(model, ROWS, 7, LENGTH, seed=1)
     second = Ranks(1)
-    write_windows(model, ROWS, 7, LENGTH, 1, second)
+    windows_of(model, ROWS, 7, LENGTH, 1, second)
     assert set(second.own) == {1, 3}
     first = Ranks(0, [second.own])
-    assert torch.equal(write_windows(model, ROWS, 7, LENGTH, 1, first), alone)
+    assert torch.equal(windows_of(model, ROWS, 7, LENGTH, 1, first), alone)
     assert set(first.own) == {0, 2}
 
 
@@ -108,12 +116,12 @@ def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
     config = MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
     model = MambaForCausalLM(config).eval()
     with torch.no_grad():
-        windows = write_windows(model, [row[:16] for row in ROWS], 2, 16, seed=0)
+        windows = windows_of(model, [row[:16] for row in ROWS], 2, 16, seed=0)
     assert windows.tolist() == [written_slowly(model, [row[:16] for row in ROWS], i, 16, 0) for i in range(2)]
 
 
 def test_a_bfloat16_model_writes():
-    windows = write_windows(tiny_llama().bfloat16().eval(), ROWS, 2, LENGTH, seed=0)
+    windows = windows_of(tiny_llama().bfloat16().eval(), ROWS, 2, LENGTH, seed=0)
     assert windows.dtype == torch.int64
     assert windows.max() < 97
 
@@ -282,6 +290,106 @@ def test_streaming_takes_a_file_instead(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+# chats ---------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting():
+    """(model, tokenizer with a template, chats, each of which asks something else)."""
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer.chat_template = TEMPLATE
+    lines = (TESTBED / "calibration.txt").read_text(encoding="utf-8").splitlines()
+    said = [line for line in lines if len(line) > 20][:60]
+    chats = [
+        [{"role": "user", "content": said[i]}, {"role": "assistant", "content": said[i + 1]}]
+        + ([{"role": "user", "content": said[i + 2]}, {"role": "assistant", "content": "no"}] if i % 2 else [])
+        for i in range(40)
+    ]
+    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
+
+
+@torch.no_grad()
+def answered_slowly(model, prompts, number, length, ends):
+    """One answer by itself: the prompt that its number draws, and what the model says from there to an end."""
+    random = torch.Generator().manual_seed(number)
+    place, _ = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    uniforms = torch.rand(length, generator=random, dtype=torch.float64)
+    ids = prompts[int(place * len(prompts))].tolist()
+    while len(ids) < length:
+        ids.append(int(drawn(model(torch.tensor([ids])).logits[:, -1], uniforms[len(ids)][None])))
+        if ids[-1] in ends:
+            break
+    return ids
+
+
+def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
+    """Up to the last thing that the user says; answers end where the model ends them, and what follows is masked."""
+    model, tokenizer, chats = chatting
+    model = model.double()
+    config = mts.SparsifyConfig(data=chats, tokenizer=tokenizer, num_samples=10, seq_len=64, batch_size=2, self_data=6)
+    calls = load_calls(config, model)
+    ends = tuple(range(100, 400))  # the model ends no text by itself
+    model.generation_config.eos_token_id = list(ends)
+    own, _ = own_calls(model, calls, 1, config, Processes())
+    texts = [
+        "".join(f"<{m['role']}>{m['content']}" for m in (chat[:3] if len(chat) > 2 else chat[:1])) + "<model>"
+        for chat in chats
+    ]
+    prompts = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    sizes = [len(tokens_of([chat], tokenizer)) for chat in chats]
+    windows = torch.randperm(sum(sizes) // 64, generator=torch.Generator().manual_seed(0))[:10].sort().values
+    judge = int(windows[-2]) * 64  # where the last batch of two windows begins
+    free = [prompt for i, prompt in enumerate(prompts) if sum(sizes[: i + 1]) <= judge and len(prompt) <= 48]
+    assert 2 < len(free) < len(prompts)
+    rows = [row for call in own for row in rows_of([call])]
+    assert [len(call.kwargs["input_ids"]) for call in own] == [2, 2, 2]
+    expected = [answered_slowly(model, free, i, 64, {*ends, tokenizer.eos_token_id}) for i in range(6)]
+    assert [row.tolist() for row in rows] == expected
+    assert len({len(row) for row in rows}) > 2
+    assert any(len(row) < 64 for row in rows)
+
+
+def test_a_run_on_chats(chatting):
+    """Only real tokens are counted, in statistics and in all tuning."""
+    model, tokenizer, chats = chatting
+    model.generation_config.eos_token_id = list(range(100, 400))
+    data = {"data": iter(chats), "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64, "batch_size": 2}
+    tuning = {"reconstruct": {"epochs": 1, "metric": "fisher"}, "distill": 1}
+    mts.sparsify(model, "wanda", self_data=6, progress=False, **data, **tuning)
+    report = mts.report(model)
+    (tokens,) = {layer.tokens for layer in report.layers}
+    assert 6 * 64 < tokens < 12 * 64
+    assert mts.verify(model, "2:4")
+
+
+def test_chats_that_leave_no_room(chatting):
+    model, tokenizer, chats = chatting
+    data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 8}
+    refused(mts.sparsify, model, "wanda", self_data=2, **data, parts=["none of", "leaves a quarter of a window of 8"])
+
+
+def test_chats_without_a_user_are_text_like_other(chatting):
+    model, tokenizer, chats = chatting
+    alone = [[{"role": "assistant", "content": chat[0]["content"]}] for chat in chats]
+    config = mts.SparsifyConfig(data=alone, tokenizer=tokenizer, num_samples=4, seq_len=64, self_data=2)
+    own, _ = own_calls(model, load_calls(config, model), 1, config, Processes())
+    assert [call.kwargs.keys() for call in own] == [{"input_ids"}]
+
+
+def test_answers_into_a_file(chatting, tmp_path):
+    model, tokenizer, chats = chatting
+    model.generation_config.eos_token_id = list(range(100, 400))
+    data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64}
+    path = mts.write_text(model, tmp_path / "own.jsonl", windows=5, **data)
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(texts) == 5
+    assert all("<user>" in text and "<model>" in text for text in texts)
+
+
 # from nothing --------------------------------------------------------------------------------------------------------
 
 NOTHING = {"data": "self", "num_samples": 8, "seq_len": 12, "progress": False}
@@ -315,14 +423,14 @@ def test_what_texts_begin_with(tokens, first):
 def test_more_of_it_is_other_text():
     """With self_data windows go on counting, so that none is drawn by the numbers of another."""
     numbers = []
-    real = own_text._Draws.__init__
+    real = writing._Draws.__init__
 
     def counting(self, seed, number, length):
         numbers.append(number)
         real(self, seed, number, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_text._Draws, "__init__", counting)
+        patch.setattr(writing._Draws, "__init__", counting)
         mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
     assert numbers == list(range(12))
 
