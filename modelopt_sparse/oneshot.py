@@ -91,24 +91,30 @@ def prune(
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.allocation != "uniform" or any(layer_plan.calibrated for layer_plan in plan.layers)
         wanted = wanted or config.distill is not None
-        data = CalibrationData.load(run, calls) if wanted else None
+        with report.timed("calibration data"):
+            data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.allocation != "uniform":
-            data = replace(data, run=allocated(data))
+            with report.timed("allocation"):
+                data = replace(data, run=allocated(data))
             run = data.run
-        data = None if data is None else with_metrics(data)
-        teacher = None if data is None or config.distill is None else Teacher.of(data)
+        with report.timed("metrics"):
+            data = None if data is None else with_metrics(data)
+        with report.timed("dense predictions"):
+            teacher = None if data is None or config.distill is None else Teacher.of(data)
         later = []
-        blocks = blocks_in_call_order(run, data)
-        with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
-            for block in blocks:
-                bar.say(block.name, *run.so_far())
-                later += sparsify_block(block, run)
-                bar.update()
-        for write in later:
-            write()
+        with report.timed("blocks"):
+            blocks = blocks_in_call_order(run, data)
+            with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
+                for block in blocks:
+                    bar.say(block.name, *run.so_far())
+                    later += sparsify_block(block, run)
+                    bar.update()
+            for write in later:
+                write()
         del blocks, data  # what they hold is not needed any more
         if teacher is not None:
-            distill(teacher, run)
+            with report.timed("distillation"):
+                distill(teacher, run)
         processes.barrier()
     return report
 

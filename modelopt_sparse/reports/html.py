@@ -194,11 +194,9 @@ def cost_of(report: ReportValues) -> dict[str, tuple[str, str]]:
     if (tuned := report.distillation) is not None:
         value = f"{tuned.kl_before:.4f} \N{RIGHTWARDS ARROW} {tuned.kl_after:.4f}"
         cost["KL by distillation"] = (value, "nats, on calibration batches that it was not tuned on")
-    seconds = {"solving": sum(layer.seconds for layer in layers), "reconstruction": sum(b.seconds for b in blocks)}
-    seconds["distillation"] = 0.0 if tuned is None else tuned.seconds
-    if any(seconds.values()):
-        parts = ", ".join(f"{spent:.1f} s of {what}" for what, spent in seconds.items() if spent or what == "solving")
-        cost["time"] = (_duration(sum(seconds.values())), f"{parts}, without running the model over the data")
+    if spent := report.time_by_part():
+        parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
+        cost["time"] = (_duration(sum(spent.values())), parts)
     for device, held in report.peak_memory.items():
         cost["memory"] = (f"{held / 1e9:.1f} GB", f"the most that the process held on {device}")
     return cost

@@ -23,8 +23,8 @@ class Report(ReportValues):
     Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
     each with the names of its layers that still stand. ``skipped`` are the weights that stay dense, as in the plan.
     ``peak_memory`` is the most that the process of the last run held in its life, on the device that blocks ran on, in
-    bytes. ``evaluation`` and ``tasks`` are what was measured of the whole model after the last
-    run, if that was put there.
+    bytes; ``seconds`` is how long its parts took, by the clock. ``evaluation`` and ``tasks`` are what was measured of
+    the whole model after the last run, if that was put there.
     """
 
     def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:

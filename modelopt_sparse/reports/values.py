@@ -3,7 +3,9 @@
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -131,6 +133,7 @@ class ReportValues:
     earlier: list[dict[str, Any]] = field(default_factory=list)
     distillation: Distilled | None = None
     peak_memory: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     tasks: TaskScores | None = None
 
@@ -149,6 +152,27 @@ class ReportValues:
         """Fraction pruned, over the pruned layers."""
         size = sum(layer.size for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / size if size else 0.0
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count what is done within as time of this part of the run."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if spent := round(time.perf_counter() - began, 3):
+                self.seconds[part] = spent
+
+    def time_by_part(self) -> dict[str, float]:
+        """Part of the run -> its seconds. Of one process what blocks took is told apart; of several processes, which
+        solve at the same time, it is not."""
+        solving, tuning = sum(layer.seconds for layer in self.layers), sum(block.seconds for block in self.blocks)
+        distilling = 0.0 if self.distillation is None else self.distillation.seconds
+        parts = dict(self.seconds) or {"distillation": distilling}
+        if "processes" not in self.settings:
+            running = parts.pop("blocks", solving + tuning) - solving - tuning
+            parts |= {"forwards and statistics": running, "solving": solving, "reconstruction": tuning}
+        return {part: spent for part, spent in parts.items() if spent > 0}
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
