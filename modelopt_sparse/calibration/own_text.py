@@ -39,10 +39,11 @@ def write_text(
     """Let a causal language model write text, to a .jsonl file with a "text" key in each line -> its path.
 
     ``windows`` texts of ``seq_len`` tokens, which begin with random cuts of min(32, seq_len / 4) tokens of the user's
-    text, or with data="self" with the beginning-of-text token alone. ``data``, ``tokenizer``, ``num_samples``,
-    ``seq_len`` and ``seed`` are as for `sparsify`. Tokens are drawn at temperature 1 from all of the vocabulary, where
-    the model is; an end-of-text token is text like any other.
-    `sparsify_checkpoint` takes the file as ``data``; for `sparsify` there is ``self_data=``, which needs no file.
+    text, or with data="self" with the beginning-of-text token alone; an end-of-text token is text like any other. Where
+    the data is chats, texts are chats up to what the user says last, with the model's answer. ``data``, ``tokenizer``,
+    ``num_samples``, ``seq_len`` and ``seed`` are as for `sparsify`. Tokens are drawn at temperature 1 from all of the
+    vocabulary, where the model is. `sparsify_checkpoint` takes the file as ``data``; for `sparsify` there is
+    ``self_data=``, which needs no file.
 
     Raises ValueError for a model that writes no text, with no file written.
 
@@ -121,7 +122,7 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
     prompts = Prompts([begin_of_text(model)], 1)
     written = write_windows(model, prompts, config.num_samples, length, config.seed, processes)
     size = config.windows_per_batch(config.num_samples, length, config.device or input_device(model))
-    return written.calls(size), monotonous(written.rows())
+    return written.calls(size)[: config.max_batches], monotonous(written.rows())
 
 
 def begin_of_text(model: nn.Module) -> Tensor:

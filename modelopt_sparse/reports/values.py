@@ -161,7 +161,7 @@ class ReportValues:
             yield
         finally:
             if spent := round(time.perf_counter() - began, 3):
-                self.seconds[part] = spent
+                self.seconds[part] = round(self.seconds.get(part, 0.0) + spent, 3)
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. Of one process what blocks took is told apart; of several processes, which
@@ -169,9 +169,11 @@ class ReportValues:
         solving, tuning = sum(layer.seconds for layer in self.layers), sum(block.seconds for block in self.blocks)
         distilling = 0.0 if self.distillation is None else self.distillation.seconds
         parts = dict(self.seconds) or {"distillation": distilling}
+        permuting = parts.pop("permutation", 0.0)  # in "blocks" as well
         if "processes" not in self.settings:
-            running = parts.pop("blocks", solving + tuning) - solving - tuning
-            parts |= {"forwards and statistics": running, "solving": solving, "reconstruction": tuning}
+            running = parts.pop("blocks", solving + tuning) - permuting - solving - tuning
+            parts |= {"forwards and statistics": running, "permutation": permuting, "solving": solving}
+            parts["reconstruction"] = tuning
         return {part: spent for part, spent in parts.items() if spent > 0}
 
     def summary(self) -> str:

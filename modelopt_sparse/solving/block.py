@@ -32,7 +32,8 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
     movable: dict[nn.Parameter, Movable] = {}
     later: list[Callable[[], object]] = []
     with run.storage.open(block.block, run.report) as stored, inputs.on_device(), ExitStack() as undo:
-        permuted = permute(block, inputs, run, undo) if config.permute else {}
+        with run.report.timed("permutation"):
+            permuted = permute(block, inputs, run, undo) if config.permute else {}
         tuned = dense_goals(block, inputs, run) if config.reconstruct else []
         if reused := stored.write_sparse_weights is not None:  # only what the block puts out is needed
             if dense_goes_on:

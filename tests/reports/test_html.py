@@ -66,6 +66,15 @@ def test_the_parts_of_a_run_are_all_of_its_time():
     assert report.time_by_part() == report.seconds
 
 
+def test_permutation_is_a_part_of_what_blocks_take():
+    model = mts.sparsify(tiny_llama(), "wanda", permute=True, data_loader=token_batches(4), progress=False)
+    report = mts.report(model)
+    assert 0 < report.seconds["permutation"] < report.seconds["blocks"]
+    parts = report.time_by_part()
+    assert parts["permutation"] == report.seconds["permutation"]
+    assert sum(parts.values()) == pytest.approx(sum(report.seconds.values()) - report.seconds["permutation"])
+
+
 # what it says ---------------------------------------------------------------------------------------------------------
 
 
