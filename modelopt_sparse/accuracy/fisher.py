@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.recompute import blocks_recomputed
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.writing import drawn
@@ -32,8 +33,7 @@ def with_metrics(data: CalibrationData) -> CalibrationData:
     options = run.config.reconstruct
     if options is None or options.metric == "plain":
         return data
-    why = "streaming never holds the whole model" if not run.storage.resident else None
-    why = "a forward_loop calls the model in its own way" if data.calls is None else why
+    why = "a forward_loop calls the model in its own way" if data.calls is None else None
     sums = {} if why else _informations(data)
     if not (why or sums):
         why = f"the output of a {type(run.model).__name__} has no logits"
@@ -70,6 +70,7 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
 
     with ExitStack() as hooks:
         hooks.enter_context(_without_gradients_of_parameters(run.model))
+        hooks.enter_context(blocks_recomputed(run))
         for block in run.plan.blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
         hooks.enter_context(run.model.register_forward_hook(after_model))

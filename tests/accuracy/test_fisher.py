@@ -1,10 +1,13 @@
 """The Fisher metric against gradients written out token by token, and what it changes in reconstruction."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.accuracy import recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.modes import calibrating
@@ -139,35 +142,24 @@ def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
-def test_what_is_refused(tmp_path):
+def test_what_is_refused():
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = [torch.randn(4, 8) for _ in range(3)]
     with pytest.raises(ValueError, match="the output of a Sequential has no logits: leave it out"):
         sparsified(plain, data_loader=x, include="*")
     refused(sparsified, tiny_llama(), reconstruct={"metric": "fish"}, parts=["metric='fish': allowed are 'plain'"])
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match="which streaming never holds"):
-        mts.sparsify_checkpoint(
-            tmp_path / "dense", tmp_path / "out", "wanda", data_loader=token_batches(2), reconstruct=FISHER
-        )
     with pytest.raises(ValueError, match="forward_loop does so in its own way"):
         mts.SparsifyConfig(forward_loop=print, reconstruct=FISHER)
     assert Reconstruct().metric == "plain"
 
 
-def test_auto_says_where_errors_are_plain(tmp_path):
+def test_auto_says_where_errors_are_plain():
     def errors(report):
         return [(block.error_before, block.error_after) for block in report.blocks]
 
     fisher, plain, auto = ({"epochs": 2, "metric": metric} for metric in ("fisher", "plain", "auto"))
     assert_same_state(sparsified(reconstruct=auto), state_of(sparsified(reconstruct=fisher)))
     note = "reconstruct's metric is the plain squared error: "
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    streamed = mts.sparsify_checkpoint(
-        tmp_path / "dense", tmp_path / "out", "wanda", data_loader=token_batches(BATCHES), reconstruct=auto
-    )
-    assert note + "streaming never holds the whole model" in streamed.notes
-    assert errors(streamed) == errors(mts.report(sparsified(reconstruct=plain)))
 
     def loop(model):
         for batch in token_batches(BATCHES):
@@ -175,11 +167,47 @@ def test_auto_says_where_errors_are_plain(tmp_path):
 
     looped = mts.sparsify(tiny_llama(), "wanda", forward_loop=loop, reconstruct=auto, progress=False)
     assert note + "a forward_loop calls the model in its own way" in mts.report(looped).notes
+    assert errors(mts.report(looped)) == errors(mts.report(sparsified(reconstruct=plain)))
     x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     sparsified(model, data_loader=x, include="*", reconstruct=auto)
     assert note + "the output of a Sequential has no logits" in mts.report(model).notes
+
+
+def test_the_backward_pass_holds_one_block(monkeypatch):
+    """Blocks run again in it, each when the one behind it is done."""
+    order, real = [], recompute._Onloaded.leave_for
+    monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: order.append(block) or real(self, block))
+    model = tiny_llama(num_hidden_layers=4)
+    with calibrating(model):
+        with_metrics(data_of(model, token_batches(1)))
+    blocks = list(model.model.layers)
+    assert order == [*blocks, *reversed(blocks[1:])], "nothing before the first block's output asks for gradients"
+
+
+class Moving(nn.Linear):
+    """Notes where it is to go, and stays."""
+
+    def to(self, device):
+        self.moves = [*getattr(self, "moves", []), str(device)]
+        return self
+
+
+def test_with_device_a_block_stays_there_until_the_next_one_runs():
+    """For its own backward pass."""
+    first, second = Moving(2, 2), Moving(2, 2)
+    config = mts.SparsifyConfig(device="meta")
+    weights = recompute._Onloaded(SimpleNamespace(config=config, storage=InMemory()))
+    weights.leave_for(first)
+    assert first.moves == ["meta"]
+    weights.leave_for(second)
+    assert (first.moves, second.moves) == (["meta", "cpu"], ["meta"])
+    weights.come_back()
+    weights.come_back()
+    assert second.moves == ["meta", "cpu"]
+    recompute._Onloaded(SimpleNamespace(config=mts.SparsifyConfig(), storage=InMemory())).leave_for(first)
+    assert first.moves == ["meta", "cpu"]
 
 
 def test_the_plan_counts_the_metrics():

@@ -38,6 +38,7 @@ WAYS = {
     "alps": ("alps", {}),
     "permuted, refined and polished": ("wanda", {"permute": True, "polish": True, "refine": True}),
     "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),
+    "reconstructed by the Fisher metric": ("sparsegpt", {"reconstruct": {"metric": "fisher", "epochs": 2}}),
     "reconstructed to the dense model": ("sparsegpt", {"reconstruct": {"target": "dense", "epochs": 2}}),
 }
 
@@ -88,6 +89,8 @@ def test_the_pretend_device_is_none_of_the_cpu(device):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_sparsify(way, name, place):
     """In float64, so that no rounding decides about a mask."""
+    if (way, name) == ("reconstructed by the Fisher metric", "pretend"):
+        pytest.skip("torch's autograd engine refuses this backward pass on a device that is written in Python")
     method, options = WAYS[way]
     model, data = tiny_llama(attn_implementation="eager").double(), token_batches(4)
     expected = sparse(copy.deepcopy(model), data, method, **options)

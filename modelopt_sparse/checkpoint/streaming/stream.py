@@ -158,11 +158,6 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
             f"allocation={config.allocation!r} measures the whole dense model before any of it is pruned, which "
             "streaming never holds: give allocation='uniform' or rules, or load the model and call sparsify"
         )
-    if config.reconstruct is not None and config.reconstruct.metric == "fisher":
-        raise ValueError(
-            "reconstruct's metric='fisher' takes a backward pass through the whole dense model, which streaming never "
-            "holds: leave it out, or load the model and call sparsify"
-        )
     if config.distill is not None:
         raise ValueError(
             "distill tunes the whole model at once"
