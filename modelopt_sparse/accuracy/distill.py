@@ -4,20 +4,18 @@ No second model is held. What the dense model's output head was called with is k
 goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss).
 """
 
-import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy.batches import BatchNumbers
+from modelopt_sparse.accuracy.recompute import blocks_recomputed
 from modelopt_sparse.accuracy.weights import TunedWeight, TunedWeights, only_these_require_grad, schedule, tunable
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -145,7 +143,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     order, notes = torch.Generator().manual_seed(run.config.seed), []
     with (
         only_these_require_grad(model, chosen),
-        _activations_recomputed(model, run.plan.blocks),
+        blocks_recomputed(run),
         Progress("distill", "step", steps, show=run.config.progress) as bar,
     ):
         of_each = [outputs.get(parameter, 0) for parameter in chosen]
@@ -228,29 +226,3 @@ def _without_loss(model: nn.Module, call: Call) -> Call:
     if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
         kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]  # models that take labels have it
     return Call(call.args, kwargs)
-
-
-@contextmanager
-def _activations_recomputed(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """While entered, blocks keep their inputs alone for the backward pass, and run once more in it.
-
-    As sparse modules do, they get a class whose forward is the base class's, called in another way.
-    """
-    classes = [(block, type(block)) for block in blocks if block is not model]
-    try:
-        for block, cls in classes:
-            block.__class__ = type(cls.__name__, (cls,), {"forward": _checkpointed_forward(cls)})
-        yield
-    finally:
-        for block, cls in classes:
-            block.__class__ = cls
-
-
-def _checkpointed_forward(cls: type[nn.Module]) -> Any:
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return cls.forward(self, *args, **kwargs)
-        return checkpoint(cls.forward, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return forward

@@ -194,6 +194,8 @@ def _streamed(
     if "routed_tokens_of_one_block" in beside:
         solving["routed_tokens_of_one_block"] = beside["routed_tokens_of_one_block"]
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
+    if "fisher_metrics" in beside:
+        host["fisher_metrics"] = beside["fisher_metrics"]
     held = {} if tokens is None else {"activations": _activations(model, planned, config, tokens)}
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}

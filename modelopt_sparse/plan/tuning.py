@@ -13,7 +13,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "masks": ("frozen", "move", "auto"),
     "metric": ("plain", "fisher", "auto"),
 }
-MOMENTS = ("float32", "bfloat16")
+MOMENTS = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,13 @@ class Distill:
 
     epochs: passes over the calibration batches.
     learning_rate: as in `Reconstruct`, and an order of magnitude smaller: all blocks move together.
-    moments: the dtype that the optimizer holds its two moments in, "float32" or "bfloat16": with bfloat16 a weight that
-      stays takes 8 bytes instead of 12. Steps are computed in float32.
+    moments: the dtype that the optimizer holds its two moments in between steps, "bfloat16" or "float32", with which a
+      weight that stays takes 12 bytes instead of 8. Steps are computed in float32.
     """
 
     epochs: int = 2
     learning_rate: float = 0.03
-    moments: str = "float32"
+    moments: str = "bfloat16"
 
     def __post_init__(self) -> None:
         _check_epochs_and_rate("distill", self.epochs, self.learning_rate)
