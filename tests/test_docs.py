@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 SET_UP = ["bash examples/run.sh", "bash tests/run.sh"]  # they install things; tested by what they run
+TUNES = ["docs/accuracy.md"]  # pages whose snippets take more than ten seconds
 NEEDS = {  # libraries that are not there with the oldest versions
     "docs/data.md": ["datasets", "PIL"],
     "docs/evaluate.md": ["lm_eval"],
@@ -75,7 +76,8 @@ def _page(page: Path):
     runs_commands = any(
         re.search("modelopt[-_]sparse", text) for language, text, _ in _blocks(page) if language == "sh"
     )
-    return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if runs_commands else [])
+    slow = runs_commands or _name(page) in TUNES
+    return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if slow else [])
 
 
 # snippets ---------------------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ class TunedWeight:
         """Values and mask into the model; what the mask prunes is +0.0."""
         parameter, values = self.parameter, values.to(self.parameter.device)
         if self.movable is not None and mask is not None:
-            self.movable.set_mask(mask)
             parameter.copy_(written(values, mask, parameter.dtype))
+            self.movable.set_mask(mask)  # last, so that the next forward finds zeros that nothing has written to since
             return
         values = written(values, torch.ones_like(values, dtype=torch.bool), parameter.dtype)
         parameter.copy_(values if mask is None else torch.zeros_like(parameter).masked_scatter_(mask, values))
