@@ -58,6 +58,8 @@ def rows(pattern: str) -> Iterator[Row]:
         yield Row("ours", method, pattern)
     if pattern == "2:4":
         yield Row("ours", "reconstruct", pattern, masks_of=peer)
+        for method in ("sparsegpt data=self", "quality=balanced data=self"):
+            yield Row("ours", method, pattern)
 
 
 def offered(row: Row) -> bool:

@@ -1,4 +1,5 @@
-"""One run of modelopt_sparse: --method NAME, quality=LEVEL, or reconstruct with --masks-of FOLDER. See worker.py."""
+"""One run of modelopt_sparse: --method NAME or quality=LEVEL, each with data=self behind it or not, or reconstruct with
+--masks-of FOLDER. See worker.py."""
 
 import torch
 import worker
@@ -6,17 +7,24 @@ from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
 
+OWN_DATA = " data=self"  # behind a method: as many windows as the others get, written by the model
+
 
 def sparsify(model, batches, options):
-    given = {"pattern": options.pattern, "data_loader": batches, "progress": False}
+    method = options.method.removesuffix(OWN_DATA)
+    data = {"data_loader": batches}
+    if method != options.method:
+        count, length = torch.cat(batches).shape
+        data = {"data": "self", "num_samples": count, "seq_len": length}
+    given = {**data, "pattern": options.pattern, "progress": False}
     given |= {"autocast": options.autocast, "sequential": options.sequential}
     if options.masks_of is not None:
         masks = nonzeros(options.masks_of, mts.make_plan(model, "magnitude", pattern=options.pattern))
         mts.sparsify(model, masks=masks, polish=True, reconstruct=True, **given)
-    elif options.method.startswith("quality="):
-        mts.sparsify(model, quality=options.method.removeprefix("quality="), **given)
+    elif method.startswith("quality="):
+        mts.sparsify(model, quality=method.removeprefix("quality="), **given)
     else:
-        mts.sparsify(model, options.method, **given)
+        mts.sparsify(model, method, **given)
     return mts.export(model)
 
 
