@@ -213,4 +213,6 @@ def test_with_device_a_block_stays_there_until_the_next_one_runs():
 def test_the_plan_counts_the_metrics():
     more = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER).memory
     assert more["fisher_metrics"] == 2 * 4 * 32**2
+    streamed = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER).streamed
+    assert streamed["host"]["fisher_metrics"] == more["fisher_metrics"]
     assert "fisher_metrics" not in mts.make_plan(tiny_llama(), "wanda", reconstruct=2).memory

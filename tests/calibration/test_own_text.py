@@ -415,6 +415,12 @@ def test_the_model_writes_all_of_the_data():
     assert note.startswith("the dense model wrote 8 windows of text itself, in ")
 
 
+def test_max_batches_counts_batches_of_it():
+    model = beginning(tiny_llama(), bos=7)
+    mts.sparsify(model, "wanda", batch_size=2, max_batches=3, **NOTHING)
+    assert {layer.tokens for layer in mts.report(model).layers} == {3 * 2 * 12}
+
+
 @pytest.mark.parametrize(("tokens", "first"), [({"bos": 7, "eos": 3}, 7), ({"eos": 3}, 3), ({"eos": [5, 3]}, 5)])
 def test_what_texts_begin_with(tokens, first):
     assert own_text.begin_of_text(beginning(tiny_llama(), **tokens)).tolist() == [first]
