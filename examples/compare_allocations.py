@@ -11,7 +11,7 @@ import transformers
 from compare_methods import SEQ_LEN, load, windows
 
 import modelopt_sparse as mts
-from modelopt_sparse.plan.config import CHOICES
+from modelopt_sparse.plan.options import CHOICES
 
 RECIPES = {
     "`sparsegpt`": {"method": "sparsegpt"},

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.plan.quality import QUALITIES
+from modelopt_sparse.plan.options import QUALITIES
 
 TESTBED = Path(__file__).parent / "testbed"
 SEQ_LEN = 512

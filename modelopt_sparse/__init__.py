@@ -11,24 +11,21 @@ from modelopt_sparse.version import __version__
 if TYPE_CHECKING:
     from modelopt_sparse import training as training
     from modelopt_sparse.calibration.own_text import write_text
-    from modelopt_sparse.checkpoint.restore import load, report, restore
-    from modelopt_sparse.checkpoint.save import save
-    from modelopt_sparse.checkpoint.streaming.stream import sparsify_checkpoint
+    from modelopt_sparse.checkpoint.save import load, report, restore, save
+    from modelopt_sparse.checkpoint.stream import sparsify_checkpoint
     from modelopt_sparse.checkpoint.verify import PatternError, Verification, verify
     from modelopt_sparse.distributed import RankError
     from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
     from modelopt_sparse.methods.patterns import NM, Unstructured
     from modelopt_sparse.model.masking import apply_masks, attach_optimizer, named_masks, observe_gradient, set_mask
     from modelopt_sparse.oneshot import export, sparsify
-    from modelopt_sparse.plan.config import SparsifyConfig
+    from modelopt_sparse.plan.names import Rule
+    from modelopt_sparse.plan.options import SparsifyConfig
     from modelopt_sparse.plan.plan import Plan
     from modelopt_sparse.plan.planner import make_plan
-    from modelopt_sparse.plan.rules import Rule
-    from modelopt_sparse.reports.evaluate import Evaluation, evaluate
+    from modelopt_sparse.reports.evaluate import Evaluation, TaskScore, TaskScores, evaluate, evaluate_tasks
     from modelopt_sparse.reports.report import Report
-    from modelopt_sparse.reports.tasks import TaskScore, TaskScores, evaluate_tasks
-    from modelopt_sparse.runtime.convert import semi_structured_report, to_dense, to_semi_structured
-    from modelopt_sparse.runtime.speed_report import SpeedReport
+    from modelopt_sparse.runtime.convert import SpeedReport, semi_structured_report, to_dense, to_semi_structured
 
 __all__ = [
     "NM",
@@ -75,24 +72,21 @@ __all__ = [
 # the same names as above, by the modules that define them
 _HOMES = {
     "modelopt_sparse.calibration.own_text": ("write_text",),
-    "modelopt_sparse.checkpoint.restore": ("load", "report", "restore"),
-    "modelopt_sparse.checkpoint.save": ("save",),
-    "modelopt_sparse.checkpoint.streaming.stream": ("sparsify_checkpoint",),
+    "modelopt_sparse.checkpoint.save": ("load", "report", "restore", "save"),
+    "modelopt_sparse.checkpoint.stream": ("sparsify_checkpoint",),
     "modelopt_sparse.checkpoint.verify": ("PatternError", "Verification", "verify"),
     "modelopt_sparse.distributed": ("RankError",),
     "modelopt_sparse.methods.base": ("Method", "Solution", "Stats", "masked_solution", "relative_error"),
     "modelopt_sparse.methods.patterns": ("NM", "Unstructured"),
     "modelopt_sparse.model.masking": ("apply_masks", "attach_optimizer", "named_masks", "observe_gradient", "set_mask"),
     "modelopt_sparse.oneshot": ("export", "sparsify"),
-    "modelopt_sparse.plan.config": ("SparsifyConfig",),
+    "modelopt_sparse.plan.names": ("Rule",),
+    "modelopt_sparse.plan.options": ("SparsifyConfig",),
     "modelopt_sparse.plan.plan": ("Plan",),
     "modelopt_sparse.plan.planner": ("make_plan",),
-    "modelopt_sparse.plan.rules": ("Rule",),
-    "modelopt_sparse.reports.evaluate": ("Evaluation", "evaluate"),
+    "modelopt_sparse.reports.evaluate": ("Evaluation", "TaskScore", "TaskScores", "evaluate", "evaluate_tasks"),
     "modelopt_sparse.reports.report": ("Report",),
-    "modelopt_sparse.reports.tasks": ("TaskScore", "TaskScores", "evaluate_tasks"),
-    "modelopt_sparse.runtime.convert": ("semi_structured_report", "to_dense", "to_semi_structured"),
-    "modelopt_sparse.runtime.speed_report": ("SpeedReport",),
+    "modelopt_sparse.runtime.convert": ("SpeedReport", "semi_structured_report", "to_dense", "to_semi_structured"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,26 +13,22 @@ from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.order import blocks_in_call_order
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.storage import InMemory, Storage
+from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
-from modelopt_sparse.model.checks import refuse_no_model
-from modelopt_sparse.model.devices import input_device, peak_bytes
-from modelopt_sparse.model.masking import remove_masks
-from modelopt_sparse.model.offload import (
+from modelopt_sparse.model.devices import (
+    input_device,
     offloaded_after_errors,
+    peak_bytes,
     refuse_to_tune_offloaded,
     refuse_what_cannot_be_written,
 )
-from modelopt_sparse.model.wrappers import run_eagerly, unwrapped
-from modelopt_sparse.plan.config import SparsifyConfig
-from modelopt_sparse.plan.identity import common_to_processes
-from modelopt_sparse.plan.plan import Plan
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.resolve import distributed_in, resolve
+from modelopt_sparse.model.hf import refuse_no_model, run_eagerly, unwrapped
+from modelopt_sparse.model.masking import remove_masks
+from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.plan import Plan, common_to_processes
+from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.block import sparsify_block

@@ -17,11 +17,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.storage import InMemory
+from modelopt_sparse.calibration.run import InMemory, Run
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
 
 ROOT = Path(__file__).parent.parent

@@ -24,9 +24,8 @@ import modelopt_sparse as mts
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.cli import names
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.plan.config import CHOICES
-from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
-from modelopt_sparse.plan.quality import QUALITIES
+from modelopt_sparse.plan.names import REFUSED, RENAMED
+from modelopt_sparse.plan.options import CHOICES, QUALITIES
 from tests.helpers import TESTBED, run_python, tiny_llama, token_batches
 
 ROOT = Path(__file__).parent.parent

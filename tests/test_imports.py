@@ -9,8 +9,8 @@ import typer
 import modelopt_sparse as mts
 from modelopt_sparse.cli import commands, names, run
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.plan.quality import QUALITIES
-from modelopt_sparse.training.iso_flop.transform import MEMBERS
+from modelopt_sparse.plan.options import QUALITIES
+from modelopt_sparse.training.sparse_ift.recipe import MEMBERS
 from tests.helpers import run_python
 
 pytestmark = pytest.mark.core

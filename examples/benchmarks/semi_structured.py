@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import modelopt_sparse as mts
 from modelopt_sparse.reports.values import library_versions
-from modelopt_sparse.runtime.quantize import quantize_rows
+from modelopt_sparse.runtime.kernels import quantize_rows
 from modelopt_sparse.runtime.timing import TIMERS, Timer
 
 HERE = Path(__file__).resolve().parent

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from modelopt_sparse.accuracy.batches import BatchNumbers
-from modelopt_sparse.accuracy.recompute import blocks_recomputed
-from modelopt_sparse.accuracy.weights import TunedWeight, TunedWeights, only_these_require_grad, schedule, tunable
+from modelopt_sparse.accuracy.fisher import blocks_recomputed
+from modelopt_sparse.accuracy.tuning import (
+    BatchNumbers,
+    TunedWeight,
+    TunedWeights,
+    only_these_require_grad,
+    schedule,
+    tunable,
+)
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks

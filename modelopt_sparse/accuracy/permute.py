@@ -20,14 +20,14 @@ from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import Inputs, Replay
 from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.statistics import Collector
+from modelopt_sparse.calibration.sums import Collector
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
+from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX
-from modelopt_sparse.model.offload import stored
 from modelopt_sparse.plan.plan import LayerPlan
 
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the

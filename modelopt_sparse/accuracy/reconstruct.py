@@ -13,16 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.batches import BatchNumbers
-from modelopt_sparse.accuracy.moving import Movable
-from modelopt_sparse.accuracy.weights import TunedWeights, only_these_require_grad, tunable
+from modelopt_sparse.accuracy.tuning import BatchNumbers, Movable, TunedWeights, only_these_require_grad, tunable
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import Inputs, Replay
 from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.tuning import Reconstruct
+from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.reports.values import BlockReport
 
 

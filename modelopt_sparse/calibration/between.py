@@ -18,8 +18,8 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.recorder import Problem, StackRecorder
 from modelopt_sparse.calibration.replay import close
 from modelopt_sparse.calibration.templates import Addend, Between, FromPrevious, previous_output
-from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_tensors, version
-from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.model.layers import Stack
 
 
 def look_between(data: CalibrationData, recorder: StackRecorder) -> bool:

@@ -5,20 +5,24 @@ from typing import Any
 
 import torch
 
-from modelopt_sparse.calibration.enough import says_nothing, warn_of_few_tokens, without_data
-from modelopt_sparse.calibration.hooks import SharingChanged
+from modelopt_sparse.calibration.forward import SharingChanged
 from modelopt_sparse.calibration.inputs import Inputs
-from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
-from modelopt_sparse.calibration.routed import (
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import (
+    Collector,
     DeferredStats,
+    Groups,
+    SharedInput,
+    SumsOfAllProcesses,
     few,
     filled,
     filled_modules,
     pooled,
+    says_nothing,
+    warn_of_few_tokens,
+    without_data,
     without_silent_experts,
 )
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.statistics import Collector, Groups, SharedInput
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan.plan import LayerPlan
 

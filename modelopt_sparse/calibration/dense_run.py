@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.between import look_between
-from modelopt_sparse.calibration.forward import CalibrationData, stop_call
-from modelopt_sparse.calibration.hooks import input_key
+from modelopt_sparse.calibration.forward import CalibrationData, input_key, stop_call
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.recorder import StackRecorder
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import inputs_that_reach, tower_of
-from modelopt_sparse.model.layers import Layer
-from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.reports.progress import Progress
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelopt_sparse.model.offload import has_hook
+from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.plan.plan import LayerPlan
 
 

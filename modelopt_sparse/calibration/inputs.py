@@ -13,15 +13,16 @@ from modelopt_sparse.calibration.dense_run import whole_runs_because
 from modelopt_sparse.calibration.early_exit import EarlyExits
 from modelopt_sparse.calibration.forward import (
     CalibrationData,
+    See,
     forward_context,
     has_room,
     on_execution_device,
     stop_call,
+    watched_outputs,
 )
-from modelopt_sparse.calibration.hooks import See, watched_outputs
 from modelopt_sparse.calibration.recorder import Recording, StackRecorder
-from modelopt_sparse.calibration.reduce import SumsOfAllProcesses
 from modelopt_sparse.calibration.replay import StackReplay
+from modelopt_sparse.calibration.sums import SumsOfAllProcesses
 from modelopt_sparse.plan.memory import activation_copies
 from modelopt_sparse.plan.plan import LayerPlan
 

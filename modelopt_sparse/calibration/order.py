@@ -9,7 +9,7 @@ from modelopt_sparse.calibration.dense_run import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import Inputs, NoData, StackInputs, WholeModel
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 
 

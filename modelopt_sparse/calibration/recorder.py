@@ -29,8 +29,8 @@ from modelopt_sparse.calibration.templates import (
     previous_output,
     template_of,
 )
-from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_leaves, version
-from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_leaves, version
+from modelopt_sparse.model.layers import Stack
 
 CANDIDATES = 4  # stored tensors of one shape that a new one is compared with, newest first
 # what a call may hold beside tensors: anything else (a cache, an iterator) may change from one run to the next

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelopt_sparse.calibration.recorder import Recording
 from modelopt_sparse.calibration.templates import FromPrevious
-from modelopt_sparse.model.nested import flat_tensors, leaves_of, map_leaves, version
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_leaves, version
 
 # of a block that is called with what it cannot take; not those of reading files
 FAILURES = (

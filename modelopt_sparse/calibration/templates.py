@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.model.nested import leaves_of, map_leaves, version
+from modelopt_sparse.model.devices import leaves_of, map_leaves, version
 
 RecordedCall = tuple[tuple, dict[str, Any]]  # positional and keyword arguments of one block
 # for each leaf of what a block was called with: the id of a tensor, None for anything else

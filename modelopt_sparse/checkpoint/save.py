@@ -1,35 +1,48 @@
 """Writing a folder of a sparse model. The files in it are described in format.py."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
-from modelopt_sparse.checkpoint.files import size_and_hash
-from modelopt_sparse.checkpoint.format import (
+from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
     FORMAT_VERSION,
     MASKS,
     WEIGHTS,
+    Description,
+    Read,
+    checked_path,
+    checked_place,
     checksum,
+    damaged_files,
     pack_mask,
+    read_description,
+    read_masks,
+    remember_source,
+    size_and_hash,
+    sources_of,
+    staged,
     weight_files,
     weight_reader,
 )
-from modelopt_sparse.checkpoint.place import checked_place, sources_of
-from modelopt_sparse.checkpoint.staging import staged
 from modelopt_sparse.distributed import rank
-from modelopt_sparse.model.checks import refuse_no_model
-from modelopt_sparse.model.masking import dense_class, named_masks
-from modelopt_sparse.model.offload import stored
-from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
-from modelopt_sparse.reports.report import Report, attached_report
+from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.hf import model_class, refuse_no_model, refuse_wrapped_parts, unloaded, unwrapped
+from modelopt_sparse.model.layers import refuse_packed
+from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
+from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.reports.values import library_versions
+from modelopt_sparse.runtime.convert import loading_place, pack_onto
+
+# save -----------------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -173,3 +186,228 @@ def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
         if first.setdefault(key, name) != name:
             tied[name] = first[key]
     return tied
+
+
+# restore --------------------------------------------------------------------------------------------------------------
+# Reading a folder of a sparse model: `restore`, `load`, and `report`. The files in a folder are read in format.py.
+
+
+SHOWN = 20  # how many problems an error names
+
+
+def restore(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Load weights, masks and report of a folder into a model of the same architecture, in place, and return it.
+
+    Everything is checked first:
+
+    - files against their sizes and hashes;
+    - names, shapes and dtypes against the model;
+    - that every weight is zero where its mask is False.
+
+    Raises one ValueError that lists everything that is wrong, with the model untouched. Masks that the model has are
+    replaced by those of the folder.
+    """
+    refuse_no_model(model)
+    folder = checked_path(folder)
+    _restore(unwrapped(model), folder)
+    return model
+
+
+def _restore(model: nn.Module, folder: Path) -> None:
+    """`restore` into a model without wrappers."""
+    refuse_packed(model, "restored into")
+    refuse_wrapped_parts(model, "restored into")
+    description = read_description(folder)
+    problems = []
+    if description.model_class != dense_class(model).__name__:
+        problems.append(f"it holds a {description.model_class}, the model is a {dense_class(model).__name__}")
+    damaged = damaged_files(folder, description)
+    problems += damaged.values()
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
+    slots = list(_slots(model))
+    known = {name for names, _ in slots for name in names}
+    problems += [f"mask {name!r} fits no parameter of the model" for name in masks if name not in known]
+    filled: list[tuple[Tensor, Tensor]] = []
+    if damaged.keys() <= {MASKS}:
+        read = _reader(model, slots, folder, description, masks, problems)
+        dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+        filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems, dtypes)) is not None]
+        problems += [
+            f"{names[0]!r} is {there} there and {here} in the model"
+            + (f", and so are {len(names) - 1} others" if len(names) > 1 else "")
+            + f": convert the model first, with model.to({there})"
+            for (there, here), names in dtypes.items()
+        ]
+    if problems:
+        raise ValueError(
+            _listed(f"{str(folder)!r} cannot be restored into this {dense_class(model).__name__}", problems)
+        )
+    remove_masks(model)
+    with torch.no_grad():
+        for values, tensor in filled:
+            values.copy_(tensor)
+    _attach(model, masks, description)
+    remember_source(model, folder)
+
+
+def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
+    """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
+
+    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
+    class is the one named in config.json.
+
+    ``semi_structured=True``, or a mapping of options of `to_semi_structured`, packs the layers for 2:4 kernels on the
+    one CUDA device that ``device_map`` names (default: the current one). They are packed one by one on their way to the
+    device, so that the dense model is never in the device's memory. Packed layers carry no masks.
+
+    Raises ValueError with a list of everything that is wrong with the folder.
+
+    >>> model = mts.load("sparse-model")
+    >>> len(list(mts.named_masks(model)))
+    14
+    """
+    folder = checked_path(folder)
+    packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
+    description = read_description(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds no config.json to build its {description.model_class} from: build the model "
+            "yourself and call restore(model, folder)"
+        )
+    head = f"{str(folder)!r} cannot be loaded"
+    damaged = damaged_files(folder, description)
+    problems = list(damaged.values())
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
+    if problems:
+        raise ValueError(_listed(head, problems))
+    remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
+    model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
+    problems += unloaded(info)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, mask in masks.items():
+        if name not in parameters or parameters[name].shape != mask.shape:
+            problems.append(f"mask {name!r} fits no parameter of {type(model).__name__}")
+        elif parameters[name].device.type != "meta":
+            problems += _breaches(name, parameters[name].detach(), mask)
+    if problems:
+        raise ValueError(_listed(head, problems))
+    if packing is not None:
+        attach_report(model, description.report)
+        return pack_onto(model, *packing)
+    _attach(model, masks, description)
+    remember_source(model, folder)
+    return model
+
+
+def report(model: nn.Module | str | Path) -> Report:
+    """The report of a model that `sparsify`, `restore` or `load` gave back, or of a folder that `save` wrote.
+
+    Raises ValueError if there is none.
+    """
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+        attached, subject = attached_report(model), f"this {type(model).__name__}"
+    else:
+        attached, subject = read_description(model).report, f"the model in {str(model)!r}"
+    if attached is None:
+        raise ValueError(f"{subject} carries no report: sparsify did not make it sparse")
+    return attached
+
+
+def _reader(
+    model: nn.Module,
+    slots: Iterable[tuple[list[str], Tensor]],
+    folder: Path,
+    description: Description,
+    masks: Mapping[str, Tensor],
+    problems: list[str],
+) -> Read:
+    """A function that reads the folder's tensor for one of the model's names. ``slots`` are those of `_slots`.
+
+    transformers stores some models under other names than they have in memory. For these it loads the folder into a
+    second model, which takes the memory of the weights once more.
+    """
+    try:
+        names, read = weight_reader(folder, weight_files(folder))
+    except SafetensorError as error:
+        problems.append(f"the weights cannot be read: {error}")
+        return lambda name: None
+    same_class = description.model_class == dense_class(model).__name__
+    if isinstance(model, PreTrainedModel) and same_class and any(names.isdisjoint(alike) for alike, _ in slots):
+        fresh, info = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        problems += unloaded(info)
+        return fresh.state_dict().get
+    known = {name for alike, _ in slots for name in alike}
+    for name in sorted(names - known):
+        mask, other = masks.get(name.removesuffix(SUFFIX)), read(name)
+        if mask is None or other is None or not name.endswith(SUFFIX):
+            problems.append(f"{name!r} has no place in the model")
+        elif not torch.equal(mask, other):  # Trainer saves masks of plain modules with the weights
+            problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
+    return lambda name: read(description.aliases.get(name, name))
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """(all names of a tensor, the tensor to write to), for everything in the model's state dict except for masks."""
+    masks = {id(mask) for _, mask in named_masks(model)}
+    slots: dict[int, tuple[list[str], Tensor]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{path}.{name}".removeprefix(".")
+            slots.setdefault(id(tensor), ([], stored(module, name)))[0].append(full)
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            full = f"{path}.{name}".removeprefix(".")
+            if id(tensor) not in masks and name not in module._non_persistent_buffers_set:
+                slots.setdefault(id(tensor), ([], tensor))[0].append(full)
+    yield from slots.values()
+
+
+def _fill(
+    names: list[str],
+    values: Tensor,
+    read: Read,
+    masks: Mapping[str, Tensor],
+    problems: list[str],
+    dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]],
+) -> tuple[Tensor, Tensor] | None:
+    """(a tensor of the model, the folder's tensor for it); None if the folder has none.
+
+    ``names`` are all names of the model's tensor ``values``. What is wrong is appended to ``problems``; the names of
+    tensors of another dtype go into ``dtypes``, under (the dtype there, the dtype in the model).
+    """
+    stored_tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
+    if not stored_tensors:
+        problems.append(f"{names[0]!r} of the model is not in the folder")
+        return None
+    tensor = next(iter(stored_tensors.values()))
+    for name, other in stored_tensors.items():
+        if other.shape != values.shape:
+            problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
+        elif other.dtype != values.dtype:
+            dtypes.setdefault((other.dtype, values.dtype), []).append(name)
+        elif other is not tensor and not torch.equal(other, tensor):
+            problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
+        elif name in masks and masks[name].shape != other.shape:
+            problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
+        elif name in masks:
+            problems += _breaches(name, other, masks[name])
+    return values, tensor
+
+
+def _breaches(name: str, weight: Tensor, mask: Tensor) -> list[str]:
+    """What is wrong with a weight that is not zero where its mask is False; [] if nothing is."""
+    count = int(weight[~mask.to(weight.device)].count_nonzero())
+    return [f"weight {name!r} is not zero in {count} places where its mask is False"] if count else []
+
+
+def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Description) -> None:
+    for name, mask in masks.items():
+        set_mask(model, name, mask)
+    attach_report(model, description.report)
+
+
+def _listed(head: str, problems: list[str]) -> str:
+    """The text of an error: ``head``, and the first SHOWN of the problems."""
+    shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
+    return f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown])

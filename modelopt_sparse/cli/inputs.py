@@ -13,16 +13,15 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.sources import documents_of, opened
+from modelopt_sparse.calibration.data import documents_of, opened
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
-from modelopt_sparse.checkpoint.format import DESCRIPTION
-from modelopt_sparse.checkpoint.streaming.source import local_folder
+from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
-from modelopt_sparse.model.hf import empty_model, model_class
-from modelopt_sparse.model.quantization import quantization_of
-from modelopt_sparse.plan.config import SELF, is_data_set
-from modelopt_sparse.plan.yaml_loader import read_yaml
+from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
+from modelopt_sparse.plan.names import read_yaml
+from modelopt_sparse.plan.options import SELF, is_data_set
 
 PYTHON_ONLY = (
     "data_loader",

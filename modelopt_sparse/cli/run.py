@@ -19,18 +19,16 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from modelopt_sparse.calibration.sources import tokens_of
-from modelopt_sparse.checkpoint.format import read_description, read_mask
-from modelopt_sparse.checkpoint.place import checked_place
-from modelopt_sparse.checkpoint.streaming.workfolder import reserved
+from modelopt_sparse.calibration.data import tokens_of
+from modelopt_sparse.checkpoint.folder import checked_place, read_description, read_mask
 from modelopt_sparse.checkpoint.verify import PatternError
+from modelopt_sparse.checkpoint.workfolder import reserved
 from modelopt_sparse.cli.inputs import NamedModel, data_of, read_evaluation, settings_of, torch_dtype
 from modelopt_sparse.cli.names import RANK_LOST, VIOLATION, WRONG_INPUT, complain
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.model.hf import default_seq_len
-from modelopt_sparse.reports.html import checked_page
-from modelopt_sparse.reports.plots import drawn_masks
-from modelopt_sparse.training.iso_flop.recipe import sparse_ift_files
+from modelopt_sparse.reports.page import checked_page, drawn_masks
+from modelopt_sparse.training.sparse_ift.recipe import sparse_ift_files
 
 
 @contextmanager

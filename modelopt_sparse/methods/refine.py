@@ -24,7 +24,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, keep_largest
 
 # the `damping` with which `sparsify` calls `refine`, relative to the diagonal of the Gram matrix: without it swaps
 # overfit to the calibration data
-DAMPING = 0.3
+REFINE_DAMPING = 0.3
 BLOCK = 128  # columns whose correlations z H are computed in one product, for N:M patterns
 # a row chooses among this many kept columns to prune, and as many pruned ones to restore; it makes at most this many
 # swaps in a round

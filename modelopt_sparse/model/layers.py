@@ -1,11 +1,12 @@
 """Which parameters of a model are prunable layers, and why the others are not."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
 from modelopt_sparse.model.adapters import (
@@ -16,12 +17,17 @@ from modelopt_sparse.model.adapters import (
     OUT_PROJ,
     SEPARATE_PROJ,
     Adapter,
+    Mixture,
     RowAdapter,
+    expert_adapter,
+    find_mixtures,
 )
-from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
-from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.offload import stored
-from modelopt_sparse.model.reparametrized import reparametrization
+from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.hf import REASON as TUNER
+from modelopt_sparse.model.hf import reparametrization, tuner_modules
+from modelopt_sparse.model.masking import dense_class, named_masks
+
+# layers ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -215,3 +221,160 @@ def _classify(
     if "router" in type(module).__name__.lower():
         return "MoE router"
     return reparametrization(module, param) or f"no adapter for {type(module).__name__}.{param}"
+
+
+# roles ----------------------------------------------------------------------------------------------------------------
+# Layers that stay dense for what they do in the model: heads, routers, adapters, weights that are read, not called.
+
+
+OUTPUT_HEAD, MOE_ROUTER, ROUTER = "output head", "MoE router", "router"
+# names of a model's own child that turns features into its output
+HEAD_NAMES = ("lm_head", "classifier", "head", "fc")
+
+
+def protected_modules(model: nn.Module, prunable: Collection[nn.Module], *, one_block: bool) -> dict[nn.Module, str]:
+    """Modules whose weights stay dense unless they are named in full -> the reason.
+
+    ``prunable`` are the modules of prunable layers. ``one_block``: the model has no stack, so that its heads do not lie
+    outside of its blocks.
+    """
+    reasons = {**dict.fromkeys(tuner_modules(model), TUNER), **dict(_within_blocks(model))}
+    heads = [*_output_embeddings(model), *(_heads(model, set(prunable)) if one_block else ())]
+    for name, module in model.named_children():
+        if name == "lm_head":
+            heads += module.modules()
+    for head in heads:
+        reasons.setdefault(head, OUTPUT_HEAD)
+    return reasons
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+            yield head
+
+
+def _heads(model: nn.Module, prunable: set[nn.Module]) -> list[nn.Module]:
+    """What a model without a stack puts on top of its features.
+
+    Of transformers' models that is all that lies outside of their base model. Of any other model it is its last layer,
+    if the child that holds it has a head's name, and something is left beside it.
+    """
+    if isinstance(model, PreTrainedModel):
+        body = set(model.base_model.modules())
+        outside = [module for module in model.modules() if module not in body and module in prunable]
+        return outside if prunable & body else []
+    layers = [module for module in model.modules() if module in prunable]
+    named = [child for name, child in model.named_children() if name in HEAD_NAMES]
+    last = [layers[-1]] if len(layers) > 1 else []
+    return [layer for layer in last if any(layer in set(child.modules()) for child in named)]
+
+
+def _within_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Routers, by the class or the name, or by the experts beside them; and what a parent reads without calling it."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            has_experts = any(
+                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
+                for other, beside in module.named_children()
+            )
+            is_gate = name in ("gate", "router", "wg") and has_experts
+            if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
+                yield from ((inner, MOE_ROUTER) for inner in child.modules())
+            elif name == "router" or name.endswith("_router"):
+                yield from ((inner, ROUTER) for inner in child.modules())
+            if name == "dt_proj" and "mamba" in type(module).__name__.lower():
+                yield child, f"{type(module).__name__} reads the weight without calling the module"
+
+
+# stacks ---------------------------------------------------------------------------------------------------------------
+# A model's layer stacks: the lists of blocks that run one after the other.
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One list of blocks. ``name`` is the module path of the list, ``names[i]`` that of ``blocks[i]``."""
+
+    name: str
+    names: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+
+
+def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack]:
+    """The stacks of a model, in module order; a model without one is a single stack with a single block.
+
+    ``prunable`` are the modules of the prunable layers. A stack is an nn.ModuleList or nn.Sequential of blocks, and its
+    blocks are those of its children that hold prunable layers. At least one of them holds two or more (a whole
+    attention, MLP or residual branch), and all of them are of one class. Two more rules:
+
+    - A list of mixed classes counts if each block holds two prunable layers or more, and no list of one class encloses
+      it (hybrids of attention and state space layers).
+    - Of nested stacks the inner ones count if they hold every prunable layer of the outer one (the stages of a ResNet).
+      Otherwise the outer one counts (a mixture of experts, whose experts are a list as well).
+    """
+    held = _Held(prunable)
+    stacks = _search(model, "", held, mixed_allowed=True)
+    if stacks or held.count(model) == 0:
+        return stacks
+    return [Stack("", ("",), (model,))]
+
+
+OUTSIDE = "outside the model's blocks"
+
+
+def why_outside(model: nn.Module, name: str, prunable: Collection[nn.Module]) -> str:
+    """Why a layer is in no block of the model, as the plan shows it.
+
+    For a layer in a list that is no stack it says why the list is none, and how its layers are pruned all the same.
+    """
+    held = _Held(prunable)
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        module = model.get_submodule(path)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        counts = [count for child in module.children() if (count := held.count(child))]
+        if len(counts) < 2:
+            continue
+        single = max(counts) == 1
+        why = "its members hold one layer each" if single else "its members are of several classes, some with one layer"
+        return f"{OUTSIDE}: {path!r} is no stack, for {why}; name '{path}.*' in include to prune them"
+    return OUTSIDE
+
+
+class _Held:
+    """How many prunable layers a module holds."""
+
+    def __init__(self, prunable: Collection[nn.Module]) -> None:
+        self._prunable = set(prunable)
+
+    def count(self, module: nn.Module) -> int:
+        return sum(child in self._prunable for child in module.modules())
+
+
+def _search(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> list[Stack]:
+    """The stacks in and below a module that lies at ``path``."""
+    own = _as_stack(module, path, held, mixed_allowed=mixed_allowed)
+    inside: list[Stack] = []
+    for name, child in module.named_children():
+        inside += _search(child, f"{path}.{name}".removeprefix("."), held, mixed_allowed=mixed_allowed and own is None)
+    if own is None:
+        return inside
+    inner = sum(held.count(block) for stack in inside for block in stack.blocks)
+    return inside if inner == held.count(module) else [own]
+
+
+def _as_stack(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> Stack | None:
+    """A module as a stack, or None if it is none."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return None
+    counts = {name: held.count(child) for name, child in module.named_children()}
+    members = {name: child for name, child in module.named_children() if counts[name]}
+    if not members or max(counts.values()) < 2:
+        return None
+    one_class = len({type(child) for child in members.values()}) == 1
+    if not one_class and not (mixed_allowed and min(counts[name] for name in members) >= 2):
+        return None
+    names = tuple(f"{path}.{name}".removeprefix(".") for name in members)
+    return Stack(path, names, tuple(members.values()))

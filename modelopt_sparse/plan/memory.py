@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modelopt_sparse.model.adapters import UP, RoutedAdapter
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.experts import UP, RoutedAdapter
 from modelopt_sparse.model.hf import default_seq_len, writes_text
-from modelopt_sparse.model.stacks import Stack
-from modelopt_sparse.plan.config import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, Distill, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.plan.tuning import Distill
 
 HOST = "host"  # the place that is the CPU's memory
 # bytes of a number of a layer's input while statistics are summed up from it: the input is cast to float32 for that

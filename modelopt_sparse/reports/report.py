@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
-from modelopt_sparse.reports.html import write_page
+from modelopt_sparse.reports.page import write_page
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, ReportValues
 
 ATTRIBUTE = "sparsity_report"

@@ -1,8 +1,9 @@
 """`to_semi_structured` and `to_dense`: packing a model's layers for 2:4 kernels, one by one, and the way back."""
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,296 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.offload import has_hook
-from modelopt_sparse.reports.text import first_few, nearest
+from modelopt_sparse.reports.fold import first_few, nearest, table
 from modelopt_sparse.reports.values import library_versions
-from modelopt_sparse.runtime.backends import Backend, library_version
+from modelopt_sparse.runtime.kernels import (
+    ALWAYS_SPARSE,
+    BACKENDS,
+    DTYPES,
+    FORMATS,
+    Backend,
+    NotPackable,
+    choose_backend,
+    library_version,
+    misfit,
+    multiply,
+    pack,
+    quantize_rows,
+    relative_squared_error,
+    shape_misfit,
+)
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
-from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, multiply
-from modelopt_sparse.runtime.packing import DTYPES, NotPackable, misfit, pack, shape_misfit
-from modelopt_sparse.runtime.quantize import quantize_rows, relative_squared_error
-from modelopt_sparse.runtime.settings import Place, Settings
-from modelopt_sparse.runtime.speed_report import ATTRIBUTE, BOTH, DENSE, SPARSE, LayerSpeed, SpeedReport
-from modelopt_sparse.runtime.timing import Timing, TimingCache, decide, time_layer, timing_key
+from modelopt_sparse.runtime.timing import LIBRARIES, TIMERS, Timer, Timing, TimingCache, decide, time_layer, timing_key
+
+# settings -------------------------------------------------------------------------------------------------------------
+# The options of `to_semi_structured`, checked, and the device that layers are packed for.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `to_semi_structured`, with their defaults. Raises ValueError for values that are not allowed."""
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    strict: bool = False
+    tune: tuple[int, ...] | None = None
+    timing: str = "eager"
+    min_speedup: float = 1.05
+    keep_both: bool = False
+    quantize: str | None = None
+    backend: str | None = None
+    cache: str | Path | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Settings":
+        """Options as users write them: one glob or token count may stand for a tuple of them."""
+        known = [option.name for option in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(
+                    f"option {key!r} of to_semi_structured is not known{nearest(key, known)}; "
+                    f"allowed are {', '.join(known)}"
+                )
+        values = dict(options)
+        for key in ("include", "exclude"):
+            if isinstance(values.get(key), str):
+                values[key] = (values[key],)
+            if values.get(key) is not None:
+                values[key] = tuple(values[key])
+        if isinstance(values.get("tune"), int) and not isinstance(values["tune"], bool):
+            values["tune"] = (values["tune"],)
+        if values.get("tune") is not None:
+            values["tune"] = _token_counts(values["tune"])
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        if self.timing not in TIMERS:
+            raise ValueError(f"timing {self.timing!r} is not known: allowed are {', '.join(TIMERS)}")
+        if not self.min_speedup > 0:
+            raise ValueError(f"min_speedup {self.min_speedup}: it must be above 0; 1.05 asks for 5 % more speed")
+        if self.quantize is not None and self.quantize not in FORMATS:
+            raise ValueError(f"quantize {self.quantize!r} is not known: allowed are {', '.join(FORMATS)}, or None")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is not known: allowed are {', '.join(BACKENDS)}, or None")
+        if self.tune is None:
+            for key in ("keep_both", "cache"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
+        if self.keep_both and self.quantize:
+            raise ValueError("keep_both with quantize would give one token other values than two: choose one of them")
+
+    @property
+    def packed_dtype(self) -> torch.dtype | None:
+        """The 8-bit dtype that packed weights are quantized to, or None."""
+        return None if self.quantize is None else FORMATS[self.quantize]
+
+
+def _token_counts(tune: Any) -> tuple[int, ...]:
+    counts: tuple[Any, ...] = tuple(tune) if isinstance(tune, Sequence) and not isinstance(tune, str) else (tune,)
+    wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
+    if wrong or not counts:
+        raise ValueError(f"tune {tune!r}: give token counts from 1, for example tune=(1, 64, 2048)")
+    return tuple(sorted(set(counts)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that layers are packed for.
+
+    backend: the library that multiplies there.
+    title: the device's name, for the report and for the cache of timings.
+    timer: how a layer is timed there.
+    cache_bytes: size of the L2 cache.
+    libraries: the libraries that dense products are timed with.
+    """
+
+    device: torch.device
+    backend: Backend
+    title: str
+    timer: Timer
+    cache_bytes: int
+    libraries: Sequence[str] = LIBRARIES
+
+    @classmethod
+    def of(cls, device: torch.device, settings: Settings) -> "Place":
+        backend = choose_backend(device, settings.backend)
+        properties = torch.cuda.get_device_properties(device)
+        if settings.quantize == "fp8" and (reason := _no_fp8(device, backend)):
+            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
+        return cls(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
+
+
+def _no_fp8(device: torch.device, backend: Backend) -> str:
+    if torch.float8_e4m3fn not in backend.dtypes:
+        return f'{backend.name} has no fp8; quantize="int8" runs with it'
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
+    return ""
+
+
+def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
+    """`load`'s ``semi_structured`` as settings, and the one CUDA device that its ``device_map`` names as a place.
+
+    A ``device_map`` of None is the current CUDA device. Raises ValueError for anything that cannot work, before any
+    weight is read.
+    """
+    settings = Settings.of({} if isinstance(semi_structured, bool) else semi_structured)
+    named = (
+        list(device_map.values()) if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
+    )
+    try:
+        (device,) = {torch.device(name) for name in named}
+    except (RuntimeError, TypeError, ValueError):  # "auto", or several
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(
+            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; to spread a "
+            "model over several, load it dense with that device_map, export it and call to_semi_structured on it"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return settings, Place.of(device, settings)
+
+
+# speed report ---------------------------------------------------------------------------------------------------------
+# The report of `to_semi_structured`: which layers run 2:4, their bytes and times, and why the others stay dense.
+
+
+ATTRIBUTE = "semi_structured_report"  # where a model holds its report
+SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """One weight of two or more dimensions, and how its layer runs.
+
+    name, shape, dtype: of the dense weight; the dtype as a name, "bfloat16".
+    runs: "2:4", "2:4 and dense" or "dense".
+    bytes, dense_bytes: what the weight takes now, and what it takes dense.
+    reason: why the layer is dense, or "".
+    backend, packed_dtype: the library that it is packed for, and the dtype of the packed values; "" if it is dense.
+    timings: one for each token count; empty if the layer was not timed.
+    weight_error, output_error: relative squared errors of a quantized layer against the unquantized one; the outputs
+      are those of normally distributed inputs. None for other layers.
+    notes: sentences on what did not go the usual way.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    runs: str
+    bytes: int
+    dense_bytes: int
+    reason: str = ""
+    backend: str = ""
+    packed_dtype: str = ""
+    timings: tuple[Timing, ...] = ()
+    weight_error: float | None = None
+    output_error: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerSpeed":
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**{**values, "timings": tuple(Timing.from_dict(timing) for timing in data["timings"])})
+
+
+@dataclass
+class SpeedReport:
+    """What `to_semi_structured` made of a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
+
+    layers: every weight of two or more dimensions, packed or dense.
+    settings: the options, by name.
+    device: the name of the GPU.
+    versions: library -> its version.
+    """
+
+    layers: list[LayerSpeed] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> list[LayerSpeed]:
+        """The layers that run 2:4, those that also keep their dense weight included."""
+        return [layer for layer in self.layers if layer.runs != DENSE]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights in the report, as they are now."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all weights in the report, if they were dense."""
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "SpeedReport":
+        return cls(**{**data, "layers": [LayerSpeed.from_dict(layer) for layer in data["layers"]]})
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        shown = [layer for layer in self.layers if layer.runs != DENSE or layer.timings]
+        counts = sorted({timing.tokens for layer in shown for timing in layer.timings})
+        quantized = any(layer.weight_error is not None for layer in shown)
+        head = ["layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts)]
+        head += ["weight error", "output error"] if quantized else []
+        parts = []
+        if shown:
+            rows = [_row(layer, counts, quantized) for layer in shown]
+            parts.append(table((*head, "notes"), rows))
+        by_reason: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.runs == DENSE:
+                by_reason.setdefault(layer.reason, []).append(layer.name)
+        if by_reason:
+            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
+        ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4 on {self.device}, "
+        ending += f"weights {_mib(self.dense_bytes)} -> {_mib(self.bytes)} MiB."
+        if counts:
+            ending += (
+                "\nus: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm; "
+                f"timed {self.settings.get('timing', '')}."
+            )
+        elif self.packed:
+            ending += "\nNot timed: 2:4 may be slower here. Name the token counts that matter with tune=."
+        if quantized:
+            ending += "\nErrors: ||A - B||^2 / ||B||^2 against the unquantized layer; outputs on normal inputs."
+        parts.append(ending)
+        return "\n\n".join(parts)
+
+
+def _row(layer: LayerSpeed, counts: list[int], quantized: bool) -> tuple[str, ...]:
+    timed = {timing.tokens: timing for timing in layer.timings}
+    cells = [layer.name, " x ".join(map(str, layer.shape)), layer.runs]
+    if layer.packed_dtype and layer.packed_dtype != layer.dtype:
+        cells[-1] += f" {layer.packed_dtype}"
+    cells.append(f"{_mib(layer.dense_bytes)} -> {_mib(layer.bytes)}" if layer.runs != DENSE else _mib(layer.bytes))
+    for count in counts:
+        timing = timed.get(count)
+        cells.append(f"{timing.dense * 1e6:.1f} -> {timing.sparse * 1e6:.1f}" if timing else "")
+    if quantized:
+        cells += ["" if error is None else f"{error:.2e}" for error in (layer.weight_error, layer.output_error)]
+    return (*cells, "; ".join(layer.notes))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+# convert --------------------------------------------------------------------------------------------------------------
+
 
 ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
 ERROR_SEED = 20_240_813  # of those inputs; an unusual one, so that test weights are not drawn with the same seed

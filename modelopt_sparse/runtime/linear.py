@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.model.devices import without_hook
 from modelopt_sparse.model.layers import PackedLayer
 from modelopt_sparse.model.masking import drop_bound_forward
-from modelopt_sparse.model.offload import without_hook
-from modelopt_sparse.runtime.backends import BACKENDS, Backend
-from modelopt_sparse.runtime.matmul import ALWAYS_SPARSE, Choice, as_numbers, multiply, register_operators
+from modelopt_sparse.runtime.kernels import (
+    ALWAYS_SPARSE,
+    BACKENDS,
+    Backend,
+    Choice,
+    as_numbers,
+    multiply,
+    register_operators,
+)
 
 PACKED = ("packed", "metadata", "scales")  # the buffers of a packed layer
 

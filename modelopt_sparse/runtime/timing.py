@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.runtime.backends import Algorithm, Backend, library_version
-from modelopt_sparse.runtime.matmul import Choice, multiply
-from modelopt_sparse.runtime.quantize import SUMS, quantize_rows
+from modelopt_sparse.runtime.kernels import SUMS, Algorithm, Backend, Choice, library_version, multiply, quantize_rows
 
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.moving import Movable
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
+from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.collect import collect
 from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.plan.config import SparsifyConfig
+from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.solving.attach import attach
 from modelopt_sparse.solving.solve import Solved, solve_layers
 

@@ -9,19 +9,15 @@ from modelopt_sparse.training.algorithms import (
     SparsityAlgorithm,
     Static,
 )
-from modelopt_sparse.training.callback import SparsityCallback
-from modelopt_sparse.training.configure import configure
+from modelopt_sparse.training.configure import SparsityCallback, configure, finalize, from_sentinel, to_sentinel
 from modelopt_sparse.training.cost import Cost, cost
 from modelopt_sparse.training.distill import distill
-from modelopt_sparse.training.iso_flop.members import Doped, Factorized, Parallel
-from modelopt_sparse.training.iso_flop.plan import IsoPlan
-from modelopt_sparse.training.iso_flop.recipe import configure_sparse_ift
-from modelopt_sparse.training.iso_flop.replace import fold
-from modelopt_sparse.training.iso_flop.transform import SparseIFT, sparse_ift
+from modelopt_sparse.training.planner import TrainingPlan
 from modelopt_sparse.training.schedules import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
-from modelopt_sparse.training.sentinel import finalize, from_sentinel, to_sentinel
+from modelopt_sparse.training.sparse_ift.members import Doped, Factorized, Parallel
+from modelopt_sparse.training.sparse_ift.recipe import SparseIFT, configure_sparse_ift, fold, sparse_ift
+from modelopt_sparse.training.sparse_ift.wide import IsoPlan
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.weights import TrainingPlan
 
 __all__ = [
     "GMP",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
-from modelopt_sparse.reports.text import nearest
-from modelopt_sparse.training import rules
-from modelopt_sparse.training.rules import INIT_METHODS, InitMethod, Scope
+from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.training import updates as rules
+from modelopt_sparse.training.planner import Filter, parse_filter
 from modelopt_sparse.training.schedules import Constant, Cycling, parse_schedule, parse_update
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.weights import Filter, parse_filter
+from modelopt_sparse.training.updates import INIT_METHODS, InitMethod, Scope
 
 DISTRIBUTIONS = ("uniform", "erk")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from modelopt_sparse.reports.text import nearest
+from modelopt_sparse.reports.fold import nearest
 
 # values ---------------------------------------------------------------------------------------------------------------
 

@@ -3,23 +3,222 @@
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from modelopt_sparse.distributed import first_difference
-from modelopt_sparse.model.checks import refuse_no_model
+from modelopt_sparse.distributed import first_difference, full
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.hf import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.model.layers import refuse_packed
-from modelopt_sparse.model.masking import let_gradients_through, set_mask
-from modelopt_sparse.model.wrappers import refuse_wrapped_parts, unwrapped
+from modelopt_sparse.model.masking import (
+    apply_masks,
+    dense_gradient,
+    let_gradients_through,
+    named_masks,
+    set_mask,
+    update_mask,
+    zero_state,
+)
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.training.optimizers import Steps, checked, held_by
-from modelopt_sparse.training.parameters import SparseParameter
-from modelopt_sparse.training.planner import Planned, initial_masks, plan_training, zero_sentinels
-from modelopt_sparse.training.record import entries, record_of, remember_step
-from modelopt_sparse.training.rules import digest
-from modelopt_sparse.training.weights import Filter, TrainingPlan
+from modelopt_sparse.reports.values import LayerReport
+from modelopt_sparse.training.planner import (
+    Filter,
+    Planned,
+    TrainingPlan,
+    Weight,
+    initial_masks,
+    plan_training,
+    zero_sentinels,
+)
+from modelopt_sparse.training.updates import digest
+
+# parameters -----------------------------------------------------------------------------------------------------------
+# One parameter while it is trained sparse: its values, its mask, its gradient, its optimizers' state.
+
+
+class SparseParameter:
+    """A parameter that carries a mask. The model holds it, its mask and its gradient; nothing is held here.
+
+    name: its first name in ``model.named_parameters()``.
+    """
+
+    def __init__(self, weight: Weight, algorithm: Any, model: nn.Module) -> None:
+        self.name = weight.name
+        self.weight = weight
+        self._algorithm, self._model = algorithm, model  # for the report's entry
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The Parameter itself, as it is at present: `fully_shard` puts another in its place."""
+        return self.weight.parameter
+
+    @property
+    def data(self) -> Tensor:
+        """Its values. They share its memory, unless it is sharded: then they are gathered from all processes."""
+        module, name = self.weight.holders[0]
+        return full(stored(module, name).detach())
+
+    @property
+    def mask(self) -> Tensor:
+        """Its mask (bool, True = kept), whole on every process. Assigning one changes it in place, in every module that
+        holds the parameter, and zeroes the weight and its optimizers' state where it is False."""
+        module, name = self.weight.holders[0]
+        return module.get_buffer(f"{name}_mask")
+
+    @mask.setter
+    def mask(self, mask: Tensor) -> None:
+        for module, name in self.weight.holders:
+            update_mask(module, name, mask)
+        self.zero_states()
+        self.write_report()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Its gradient in all places, on steps that let gradients through; gathered if it is sharded."""
+        gradient = self.parameter.grad
+        return None if gradient is None else dense_gradient(full(gradient.detach()), self.mask)
+
+    def write_report(self) -> None:
+        """Bring its entry in the model's report up to date."""
+        rewrite(self._model, self.weight, self._algorithm, self.mask)
+
+    def zero(self) -> None:
+        """Write +0.0 to pruned places of the weight and of its optimizers' state, whatever has written there."""
+        for module, _ in self.weight.holders:
+            apply_masks(module, recurse=False)
+        self.zero_states()
+
+    def zero_states(self) -> None:
+        """The optimizers' half of `zero`."""
+        for optimizer in self.optimizers:
+            zero_state(optimizer, self.parameter, self.mask)
+
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+# Optimizers that train a sparse model: which of them can, and when they have made a step.
+
+
+class Steps:
+    """One optimizer, the sparse parameters that it holds, and how many steps it has made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, held: list[SparseParameter], count: int) -> None:
+        self.optimizer, self.held, self.count = optimizer, held, count
+
+    def was_skipped(self) -> bool:
+        """Whether a GradScaler told a fused optimizer, inside of its step, that gradients overflowed."""
+        overflow = getattr(self.optimizer, "found_inf", None)
+        return isinstance(overflow, Tensor) and bool(overflow.item())
+
+
+def checked(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside of accelerate's wrapper. Raises ValueError for one that cannot train sparse models."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        if any(base.__name__.startswith("DeepSpeed") for base in type(optimizer).__mro__):
+            break
+        optimizer = optimizer.optimizer
+    if any("deepspeed" in f"{base.__module__}.{base.__name__}".lower() for base in type(optimizer).__mro__):
+        raise ValueError(
+            "DeepSpeed keeps weights and gradients in buffers of its own, where masks do not reach them: train with "
+            "DistributedDataParallel or fully_shard (FSDP2)"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer, so it has no hooks to hold masks with: give the "
+            "optimizer that it wraps"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS calls its closure several times in a step and mixes all parameters, pruned ones too: use SGD, Adam, "
+            "AdamW, Adafactor or Muon"
+        )
+    return optimizer
+
+
+def held_by(optimizer: torch.optim.Optimizer, sparse_params: Iterable[SparseParameter]) -> list[SparseParameter]:
+    """Those of the sparse parameters that an optimizer holds."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [sparse for sparse in sparse_params if id(sparse.parameter) in held]
+
+
+# record ---------------------------------------------------------------------------------------------------------------
+# What a report says of sparse training: an entry for each parameter, and the step to go on from.
+
+
+SETTING = "training"  # in the settings of a report
+
+
+def entries(planned: Planned, masks: Mapping[str, Tensor], step: int) -> Report:
+    """A report of all parameters that an algorithm has made sparse. ``masks``: theirs, by name."""
+    settings = {SETTING: {"step": step, **planned.description}}
+    report = Report.begin(planned.plan.skipped, planned.plan.notes, settings)
+    report.layers = [_entry(weight, algorithm, masks[weight.name]) for weight, algorithm in planned.chosen]
+    return report
+
+
+def _entry(weight: Weight, algorithm: Any, mask: Tensor) -> LayerReport:
+    return LayerReport(
+        name=weight.layer.name,
+        parameter=weight.name,
+        type=weight.type,
+        shape=list(weight.layer.matrix(mask).shape),
+        recipe=type(algorithm).__name__.lower(),
+        options=algorithm.describe(),
+        size=mask.numel(),
+        error=None,
+        error_from="weights",
+        tokens=0,
+        seconds=0.0,
+        notes=[],
+        **counted(weight, algorithm, mask),
+    )
+
+
+def counted(weight: Weight, algorithm: Any, mask: Tensor) -> dict[str, Any]:
+    """The zeros of a mask, and the pattern that it can be held to: N:M, or the level that all rows or matrices have."""
+    matrix = weight.layer.matrix(mask)
+    zeros = int((~mask).sum())
+    if algorithm.pattern is not None and not algorithm.pattern.count_nonzero_wrong(matrix):
+        return {"zeros": zeros, "pattern": str(NM(algorithm.pattern.n, algorithm.pattern.m))}
+    scope = "row" if algorithm.scope.kind == "row" else "matrix"
+    scopes = matrix if scope == "row" else matrix.flatten(-2)
+    fewest, size = int((~scopes).sum(-1).min()), scopes.shape[-1]
+    return {"zeros": zeros, "pattern": str(Unstructured(min(fewest / size, 1 - 2**-40), scope))}
+
+
+def rewrite(model: nn.Module, weight: Weight, algorithm: Any, mask: Tensor) -> None:
+    """Bring the entry of one parameter in the model's report up to date."""
+    report = attached_report(model)
+    if report is not None:
+        now = counted(weight, algorithm, mask)
+        layers = [replace(layer, **now) if layer.parameter == weight.name else layer for layer in report.layers]
+        attach_report(model, replace(report, layers=layers))
+
+
+def remember_step(model: nn.Module, step: int) -> None:
+    """Write the number of finished steps into the model's report."""
+    report = attached_report(model)
+    if report is not None and SETTING in report.settings:
+        report.settings[SETTING]["step"] = step
+
+
+def record_of(model: nn.Module, planned: Planned) -> int | None:
+    """The step to go on from, if the same algorithm has trained the model before; else None."""
+    report = attached_report(model)
+    record = None if report is None else report.settings.get(SETTING)
+    if not record or {key: record.get(key) for key in planned.description} != planned.description:
+        return None
+    masked = dict(named_masks(model))
+    return int(record["step"]) if all(weight.name in masked for weight, _ in planned.chosen) else None
+
+
+# sparsity -------------------------------------------------------------------------------------------------------------
 
 
 class Sparsity(ABC):

@@ -16,14 +16,19 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import allocate as allocation
-from modelopt_sparse.accuracy import divergence
-from modelopt_sparse.accuracy.allocate import allocate, allocation_for, block_sparsities, owl_sparsities, search_plan
-from modelopt_sparse.accuracy.divergence import masked
+from modelopt_sparse.accuracy import allocate as divergence
+from modelopt_sparse.accuracy.allocate import (
+    allocate,
+    allocation_for,
+    block_sparsities,
+    masked,
+    owl_sparsities,
+    search_plan,
+)
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros
 from modelopt_sparse.plan.plan import Plan
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.resolve import resolve
+from modelopt_sparse.plan.planner import plan_for, resolve
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 
 

@@ -10,10 +10,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaModel, ViTConfig,
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import distill as distillation
-from modelopt_sparse.accuracy import recompute
+from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.distill import Teacher
-from modelopt_sparse.accuracy.weights import TunedWeights, learning_rates, schedule
-from modelopt_sparse.calibration.modes import calibrating
+from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
+from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.reports.report import Report
 from tests.helpers import (
     LiveBytes,

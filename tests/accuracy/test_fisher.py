@@ -7,16 +7,13 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import recompute
+from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.modes import calibrating
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.storage import InMemory
+from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.resolve import resolve
-from modelopt_sparse.plan.tuning import Reconstruct
+from modelopt_sparse.plan.options import Reconstruct
+from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
 from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.calibration.inputs import Replay
-from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.order import blocks_in_call_order
+from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES

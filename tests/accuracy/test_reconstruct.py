@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.weights import TunedWeights, learning_rates
-from modelopt_sparse.plan.tuning import Reconstruct
+from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
+from modelopt_sparse.plan.options import Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.layer_problem import exact_refit, objective

@@ -8,7 +8,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.recorder import StackRecorder
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.model.nested import flat_tensors
+from modelopt_sparse.model.devices import flat_tensors
 from tests.calibration.collecting import collected
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES

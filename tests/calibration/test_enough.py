@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.divergence import statistics
-from modelopt_sparse.calibration.modes import calibrating
-from modelopt_sparse.methods.wanda import Wanda
-from modelopt_sparse.solving import pieces
+from modelopt_sparse.accuracy.allocate import statistics
+from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.methods.scores import Wanda
+from modelopt_sparse.solving import solve as pieces
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed
 from tests.helpers import calibrated_run, correlated_inputs, refused, tiny_llama, token_batches
 from tests.models.expert_models import MODELS

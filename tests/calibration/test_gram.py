@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration import gram as grams
-from modelopt_sparse.calibration.gram import add_product, add_upper, completed, mirror, on_tensor_cores
+from modelopt_sparse.calibration import sums as grams
+from modelopt_sparse.calibration.sums import add_product, add_upper, completed, mirror, on_tensor_cores
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 

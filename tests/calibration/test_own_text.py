@@ -19,11 +19,10 @@ from transformers import (
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
-from modelopt_sparse.calibration import own_text, writing
-from modelopt_sparse.calibration.data import Call, load_calls
-from modelopt_sparse.calibration.own_text import own_calls, rows_of
-from modelopt_sparse.calibration.sources import tokens_of
-from modelopt_sparse.calibration.writing import Prompts, drawn, monotonous, write_windows
+from modelopt_sparse.calibration import own_text
+from modelopt_sparse.calibration import own_text as writing
+from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
+from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, rows_of, write_windows
 from modelopt_sparse.distributed import Processes
 from tests.helpers import TESTBED, Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 

@@ -12,8 +12,8 @@ import modelopt_sparse as mts
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.recorder import StackRecorder
 from modelopt_sparse.calibration.replay import StackReplay
-from modelopt_sparse.model.nested import flat_tensors
-from modelopt_sparse.model.stacks import Stack
+from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.layers import Stack
 from tests.models.architectures import ARCHITECTURES
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import load_calls
-from modelopt_sparse.calibration.sources import documents_of, tokens_of
-from modelopt_sparse.plan.config import SparsifyConfig, is_data_set
+from modelopt_sparse.calibration.data import documents_of, load_calls, tokens_of
+from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
 from tests.helpers import TESTBED, tiny_llama
 
 Dataset = pytest.importorskip("datasets", reason="the extra datasets is not installed").Dataset

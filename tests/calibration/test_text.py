@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import load_calls
+from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.hf import default_seq_len
-from modelopt_sparse.model.nested import flat_tensors
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import TESTBED, refused, tiny_llama
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.methods.wanda import Wanda
+from modelopt_sparse.methods.scores import Wanda
 from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import format
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint import folder as format
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.helpers import tiny_llama, token_batches
 from tests.models.net import net
 from tests.models.tiny import tiny_gpt2

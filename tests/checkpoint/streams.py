@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse.methods.wanda import Wanda
+from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.model.hf import model_class
 from tests.helpers import token_batches
 from tests.models.tiny import VOCAB

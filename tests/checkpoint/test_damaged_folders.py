@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import format
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint import folder as format
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama
 from tests.models.net import net

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.files import file_hash, is_full
+from modelopt_sparse.checkpoint.folder import file_hash, is_full
 from tests.checkpoint.streams import assert_same_folders, saved
 from tests.faults import faulty
 from tests.faults.faulty import Runs

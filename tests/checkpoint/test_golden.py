@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.format import MASKS
+from modelopt_sparse.checkpoint.folder import MASKS
 from tests.checkpoint.folders import describe
 from tests.helpers import assert_bits
 

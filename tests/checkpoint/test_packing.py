@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelopt_sparse.checkpoint.format import pack_mask, unpack_mask
+from modelopt_sparse.checkpoint.folder import pack_mask, unpack_mask
 
 
 @pytest.mark.parametrize(

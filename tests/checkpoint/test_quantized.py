@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils.quantization_config import Mxfp4Config
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.streaming import stream
+from modelopt_sparse.checkpoint import stream
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
 from tests.helpers import assert_bits, tiny_llama, token_batches
 

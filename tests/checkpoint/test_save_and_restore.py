@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import MODELS, PRUNED, describe, outputs, scrambled, sparse
 from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
 

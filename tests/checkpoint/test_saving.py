@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
-from modelopt_sparse.checkpoint.format import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import outputs, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
 from tests.models.net import Net, net

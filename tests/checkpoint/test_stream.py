@@ -14,10 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.format import pack_mask
-from modelopt_sparse.checkpoint.streaming import storage as blocks
-from modelopt_sparse.checkpoint.streaming.shards import concatenate, write_index
-from modelopt_sparse.checkpoint.streaming.spill import spilled
+from modelopt_sparse.checkpoint import streamed as blocks
+from modelopt_sparse.checkpoint.folder import pack_mask
+from modelopt_sparse.checkpoint.streamed import concatenate, spilled, write_index
 from modelopt_sparse.model import hf
 from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed, weights
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.format import MASKS
+from modelopt_sparse.checkpoint.folder import MASKS
 from tests.checkpoint.folders import PRUNED, WEIGHT, sparse
 from tests.helpers import tiny_llama
 from tests.models.tiny import tiny_gpt2

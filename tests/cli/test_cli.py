@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.cli import inputs as cli_input
-from modelopt_sparse.runtime.settings import Settings
+from modelopt_sparse.runtime.convert import Settings
 from tests.cli.conftest import TEMPLATE
 from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
 from tests.runtime.unpacking import installed, place_for

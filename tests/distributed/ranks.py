@@ -26,11 +26,11 @@ from torch.distributed.fsdp import fully_shard
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
 from modelopt_sparse.calibration.collect import collect
-from modelopt_sparse.calibration.modes import calibrating
 from modelopt_sparse.calibration.order import blocks_in_call_order
+from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
-from modelopt_sparse.methods.magnitude import Magnitude
+from modelopt_sparse.methods.scores import Magnitude
 from tests.helpers import calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES

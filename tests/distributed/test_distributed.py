@@ -21,10 +21,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
 from modelopt_sparse.distributed import Processes, count_processes
-from modelopt_sparse.plan.identity import checksum
-from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.sharing import WorkShares
+from modelopt_sparse.solving.solve import WorkShares
 from tests.distributed import ranks
 from tests.helpers import TESTBED, calibrated_run, run_python, tiny_llama, token_batches, trained_model
 

@@ -12,11 +12,11 @@ from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import restore as checkpoint
-from modelopt_sparse.checkpoint.streaming import storage as blocks
-from modelopt_sparse.checkpoint.streaming.spill import spilled
-from modelopt_sparse.model.offload import stored
-from modelopt_sparse.runtime.settings import Settings
+from modelopt_sparse.checkpoint import save as checkpoint
+from modelopt_sparse.checkpoint import streamed as blocks
+from modelopt_sparse.checkpoint.streamed import spilled
+from modelopt_sparse.model.devices import stored
+from modelopt_sparse.runtime.convert import Settings
 from modelopt_sparse.training import distill
 from tests.checkpoint.streams import Stopping
 from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, NAME, Pretended, pretend_device

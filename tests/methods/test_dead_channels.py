@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.alps import Scaled, polish
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
-from modelopt_sparse.methods.conjugate_gradients import Scaled
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.methods.polish import polish
 from modelopt_sparse.methods.refine import refine
 from tests.helpers import correlated_inputs
 from tests.oracles import reference

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods import sweep as eliminate
+from modelopt_sparse.methods import sparsegpt as eliminate
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.methods.sweep import takes
+from modelopt_sparse.methods.sparsegpt import takes
 from tests.helpers import correlated_inputs, run_python
 from tests.oracles import reference
 

@@ -6,10 +6,9 @@ from torch import Tensor
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.alps import Scaled, polish, refit, squared_error
 from modelopt_sparse.methods.base import Solution, Stats, relative_error
-from modelopt_sparse.methods.conjugate_gradients import Scaled, refit, squared_error
 from modelopt_sparse.methods.patterns import parse_pattern
-from modelopt_sparse.methods.polish import polish
 from tests.helpers import assert_bits, tiny_llama, token_batches
 from tests.oracles.layer_problem import DAMPING, damped, exact_refit, objective, problem, solved
 

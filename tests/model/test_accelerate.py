@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.model import masking as modules
-from modelopt_sparse.model.offload import stored
+from modelopt_sparse.model.devices import stored
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.weights import learning_rates
+from modelopt_sparse.accuracy.tuning import learning_rates
 from tests.helpers import assert_same_state, state_of
 from tests.models.architectures import texts
 from tests.models.expert_models import CHOSEN, EXPERTS, INKLING, MODELS, STEP3P7, VOCAB

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 import modelopt_sparse as mts
-from modelopt_sparse.model import masking, zeros
-from modelopt_sparse.model.zeros import MaskedParameter, write_zeros
+from modelopt_sparse.model import masking
+from modelopt_sparse.model import masking as zeros
+from modelopt_sparse.model.masking import MaskedParameter, write_zeros
 from tests.model.sparse_modules import (
     CASES,
     Case,

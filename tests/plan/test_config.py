@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
-from modelopt_sparse.plan.config import SparsifyConfig
-from modelopt_sparse.plan.modelopt import REFUSED, RENAMED
-from modelopt_sparse.plan.resolve import resolve_method
-from modelopt_sparse.plan.rules import Rule, parse_rules
-from modelopt_sparse.plan.tuning import Reconstruct
+from modelopt_sparse.plan.names import REFUSED, RENAMED, Rule, parse_rules
+from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
+from modelopt_sparse.plan.planner import resolve_method
 
 SPARSEGPT = METHODS["sparsegpt"]
 

@@ -9,10 +9,8 @@ import torch
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.plan.config import TRUE_MEANS
-from modelopt_sparse.plan.quality import QUALITIES
-from modelopt_sparse.plan.resolve import resolve
-from modelopt_sparse.plan.tuning import Distill, Reconstruct
+from modelopt_sparse.plan.options import QUALITIES, TRUE_MEANS, Distill, Reconstruct
+from modelopt_sparse.plan.planner import resolve
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
 OFF = {

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from modelopt_sparse.plan.yaml_loader import Yaml
+from modelopt_sparse.plan.names import Yaml
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from modelopt_sparse.reports.html import cost_of
-from modelopt_sparse.reports.plots import drawn_masks, place_of
+from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, Distilled, Skipped
 from tests.helpers import tiny_llama, token_batches

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
+from modelopt_sparse.reports.evaluate import TaskScore, TaskScores, _scores, evaluate_tasks
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.tasks import TaskScore, TaskScores, _scores, evaluate_tasks
 from tests.helpers import ROOT, TESTBED, run_python, tiny_llama
 
 SCORES = TaskScores(

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from modelopt_sparse.runtime import backends
-from modelopt_sparse.runtime.backends import Algorithm
-from modelopt_sparse.runtime.settings import Place
+from modelopt_sparse.runtime import kernels as backends
+from modelopt_sparse.runtime.convert import Place
+from modelopt_sparse.runtime.kernels import Algorithm
 from modelopt_sparse.runtime.timing import Timing
 from tests.runtime.unpacking import CPU
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.backends import Cutlass
+from modelopt_sparse.runtime.kernels import Cutlass
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from tests.helpers import assert_bits, token_batches
 from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, pruned, reasons

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import restore as checkpoint
+from modelopt_sparse.checkpoint import save as checkpoint
+from modelopt_sparse.runtime.convert import Place, Settings, loading_place
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
-from modelopt_sparse.runtime.settings import Place, Settings, loading_place
 from tests.helpers import assert_bits, tiny_llama
 from tests.runtime.unpacking import place_for
 

@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from modelopt_sparse.plan.plan import HARDWARE
-from modelopt_sparse.runtime.backends import CuSparseLt, Cutlass
-from modelopt_sparse.runtime.packing import NotPackable, misfit, pack, without_negative_zeros
-from modelopt_sparse.runtime.quantize import quantize_rows
+from modelopt_sparse.runtime.kernels import (
+    CuSparseLt,
+    Cutlass,
+    NotPackable,
+    misfit,
+    pack,
+    quantize_rows,
+    without_negative_zeros,
+)
 from tests.helpers import assert_bits
 from tests.runtime.unpacking import DTYPES, pruned
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.packing import misfit
-from modelopt_sparse.runtime.quantize import LARGEST, quantize_rows, relative_squared_error, rescaled
+from modelopt_sparse.runtime.kernels import LARGEST, misfit, quantize_rows, relative_squared_error, rescaled
 from tests.helpers import assert_bits
 from tests.runtime.unpacking import EIGHT_BITS, chain, packed_by, pruned
 

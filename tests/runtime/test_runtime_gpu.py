@@ -12,11 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.backends import BACKENDS, Backend, choose_backend
+from modelopt_sparse.runtime.convert import _no_fp8
+from modelopt_sparse.runtime.kernels import (
+    BACKENDS,
+    FORMATS,
+    Backend,
+    choose_backend,
+    pack,
+    quantize_rows,
+    relative_squared_error,
+)
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
-from modelopt_sparse.runtime.packing import pack
-from modelopt_sparse.runtime.quantize import FORMATS, quantize_rows, relative_squared_error
-from modelopt_sparse.runtime.settings import _no_fp8
 from modelopt_sparse.runtime.timing import eager_seconds, graph_seconds
 from tests.helpers import assert_bits, tiny_llama, token_batches
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime import backends
-from modelopt_sparse.runtime.backends import CuSparseLt, Cutlass
+from modelopt_sparse.runtime import kernels as backends
+from modelopt_sparse.runtime.convert import Settings, _no_fp8
+from modelopt_sparse.runtime.kernels import CuSparseLt, Cutlass
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
-from modelopt_sparse.runtime.settings import Settings, _no_fp8
 from tests.helpers import ROOT, tiny_llama
 from tests.runtime.unpacking import llama
 

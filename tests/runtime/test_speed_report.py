@@ -7,8 +7,8 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.runtime import convert
-from modelopt_sparse.runtime.matmul import Choice, as_numbers
-from modelopt_sparse.runtime.settings import Settings
+from modelopt_sparse.runtime.convert import Settings
+from modelopt_sparse.runtime.kernels import Choice, as_numbers
 from tests.runtime.stopwatch import OTHER, TABLE, Stopwatch, timed_place
 from tests.runtime.unpacking import chain, packed_by, pruned
 

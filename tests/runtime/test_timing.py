@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime import backends, convert
+from modelopt_sparse.runtime import convert
+from modelopt_sparse.runtime import kernels as backends
 from modelopt_sparse.runtime import timing as tune
-from modelopt_sparse.runtime.backends import Algorithm, CuSparseLt, Cutlass
+from modelopt_sparse.runtime.convert import Settings
+from modelopt_sparse.runtime.kernels import SUMS, Algorithm, Choice, CuSparseLt, Cutlass, choice_for
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
-from modelopt_sparse.runtime.matmul import Choice, choice_for
-from modelopt_sparse.runtime.quantize import SUMS
-from modelopt_sparse.runtime.settings import Settings
 from modelopt_sparse.runtime.timing import Timing, TimingCache, decide
 from tests.helpers import assert_bits
 from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch, timed_place, timing

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime import backends, convert
-from modelopt_sparse.runtime.backends import BACKENDS, Algorithm, Cutlass
-from modelopt_sparse.runtime.settings import Place, Settings
+from modelopt_sparse.runtime import convert
+from modelopt_sparse.runtime import kernels as backends
+from modelopt_sparse.runtime.convert import Place, Settings
+from modelopt_sparse.runtime.kernels import BACKENDS, Algorithm, Cutlass
 from tests.helpers import tiny_llama
 
 CPU = torch.device("cpu")

@@ -414,7 +414,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
 
 CTRL_C = """
 import signal, sys
-import modelopt_sparse.checkpoint.save, modelopt_sparse.methods.magnitude as magnitude
+import modelopt_sparse.checkpoint.save, modelopt_sparse.methods.scores as magnitude
 def pressing(function):
     def pressed(*args, **kwargs):
         signal.raise_signal(signal.SIGINT)

@@ -12,10 +12,10 @@ import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
-from modelopt_sparse.methods.user_masks import GivenMask
+from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.solving import attach
-from modelopt_sparse.solving.pieces import Piece
+from modelopt_sparse.solving.solve import Piece
 from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem

@@ -13,8 +13,8 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.rules import Scope
-from modelopt_sparse.training.weights import find_weights
+from modelopt_sparse.training.planner import find_weights
+from modelopt_sparse.training.updates import Scope
 from tests.helpers import assert_bits, refused, tiny_llama, token_batches
 from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, batch, loss_of
 

@@ -26,8 +26,8 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.iso_flop.configs import widened
-from modelopt_sparse.training.iso_flop.members import branches_for, rank_of_doping, rank_of_factors
+from modelopt_sparse.training.sparse_ift.members import branches_for, rank_of_doping, rank_of_factors
+from modelopt_sparse.training.sparse_ift.wide import widened
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.training.rules import (
+from modelopt_sparse.training.updates import (
     Scope,
     digest,
     drop_and_grow,

@@ -1,0 +1,358 @@
+"""The calibration batches that something is tuned on, by numbers that all processes agree on."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.methods.base import written
+from modelopt_sparse.methods.patterns import NM, Pattern
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.masking import dense_gradient, let_gradients_through, named_masks, update_mask
+
+# batches --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchNumbers:
+    """The batches of all processes: the first of every rank, the second of every rank, and so on. Text that the model
+    has written stands first.
+
+    ranks: which process has each batch. own: number -> the place among this process's batches.
+    held_back: the last ones, which are the user's, and only judge.
+    """
+
+    processes: Processes
+    ranks: list[int]
+    own: dict[int, int]
+    held_back: range
+
+    @classmethod
+    def of(cls, processes: Processes, batches: int, written: int) -> "BatchNumbers":
+        """``batches``: how many this process has; ``written``: how many of all processes' the model has written."""
+        counts = processes.all_gather("the batches to tune by", batches)
+        places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
+        own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
+        count = len(places)
+        return cls(processes, [rank for rank, _ in places], own, range(count - judging(count - written), count))
+
+    @property
+    def tuned_on(self) -> int:
+        """How many batches, the first ones, are tuned on."""
+        return self.held_back.start
+
+    def of_all(self, what: str, own: Mapping[int, float]) -> dict[int, float]:
+        """Numbers of all processes' batches, from those of this one's."""
+        of_ranks = self.processes.all_gather(what, dict(own))
+        return {number: value for of_rank in of_ranks for number, value in of_rank.items()}
+
+    def shared(self, number: int, own: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of one batch, in all processes, from the one that has it; ``like`` has their shapes."""
+        processes, rank = self.processes, self.ranks[number]
+        if processes.size == 1:
+            return list(own)
+        there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
+        if rank != processes.rank:
+            own = [torch.empty_like(values) if has else None for values, has in zip(like, there)]
+        gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
+        processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
+        return gradients
+
+
+# moving ---------------------------------------------------------------------------------------------------------------
+# Masks that move while a block is tuned: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on.
+#
+# Every weight, pruned or not, has a value that Adam tunes; the block runs with those that count most, by the pattern.
+# Gradients reach pruned values as if they were in place (straight through), and pruned values shrink a little with
+# each
+# step. Some way before the end the masks stay, so that the values settle.
+
+
+MOVING = 0.6  # of all steps; after them masks stay
+DECAY = 0.02  # share that a pruned value loses in a step at the full learning rate
+BELOW = 0.95  # pruned values begin with at most this share of the score of the least kept one in their group
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A weight whose mask moves.
+
+    norms: ``[..., 1, C]``, the size of each input channel. dense: the values from before it was pruned,
+    shaped like the parameter.
+    """
+
+    layer: Layer
+    pattern: Pattern
+    norms: Tensor
+    dense: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "Movable":
+        """Of a layer that is not yet solved; its values are copied, and the mask that the pattern is ``within``. A
+        channel that was zero in all data counts as much as the least of the others."""
+        norms = square_sums.float().sqrt()
+        least = norms.masked_fill(norms == 0, torch.inf).amin(-1, keepdim=True)
+        norms = torch.where(norms == 0, least.masked_fill(least.isinf(), 1.0), norms)
+        if pattern.within is not None:  # the layer's own, which moves
+            pattern = replace(pattern, within=pattern.within.clone())
+        return cls(layer, pattern, norms.unsqueeze(-2), layer.values.clone())
+
+    def start(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Solved ``values`` where the mask keeps them. Elsewhere the dense ones, made small enough for the mask to be
+        what their scores lead to."""
+        norms, pattern = self.norms.to(values.device), self.pattern
+        scores = self.layer.matrix(values).abs() * norms
+        scores = scores.masked_fill(~self.layer.matrix(mask), torch.inf)
+        if isinstance(pattern, NM):
+            least = scores.unflatten(-1, (-1, pattern.m)).amin(-1).repeat_interleave(pattern.m, dim=-1)
+        else:
+            least = scores.amin(-1 if pattern.scope == "row" else (-2, -1), keepdim=True).expand_as(scores)
+        limit = self.layer.unmatrix(BELOW * least / norms)
+        return torch.where(mask, values, self.dense.to(values).clamp(-limit, limit))
+
+    def mask(self, values: Tensor) -> Tensor:
+        """The mask of values, shaped like the parameter: by the pattern, with scores ``|w| * norm``."""
+        scores = self.layer.matrix(values).abs() * self.norms.to(values.device)
+        return self.layer.unmatrix(self.pattern.mask(scores))
+
+    def set_mask(self, mask: Tensor) -> None:
+        """On every module that holds the weight and carries a mask."""
+        for module in (self.layer.owner, *self.layer.tied_modules):
+            if self.layer.param in dict(named_masks(module)):
+                update_mask(module, self.layer.param, mask)
+
+
+def moves(step: int, steps: int) -> bool:
+    """Whether masks move after this one of all steps (0, 1, ...)."""
+    return step + 1 < MOVING * steps
+
+
+def shrunk(values: Tensor, mask: Tensor, schedule: float) -> Tensor:
+    """Values of which the pruned ones are a little smaller; ``schedule``: the learning rate's, from 1 to 0."""
+    return torch.where(mask, values, values * (1 - DECAY * schedule))
+
+
+# weights --------------------------------------------------------------------------------------------------------------
+# What is tuned of a model, with its values in float32, and the Adam that tunes it.
+#
+# Learning rates are relative to the size of what they change, so that one value serves models whose weights have other
+# scales.
+
+
+BETAS = (0.9, 0.95)
+EPSILON = 1e-12  # far below any gradient: the steps do not depend on the scale of the loss
+WARMUP_STEPS = 10
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.Adam names them
+FULL_RATE = 0.01  # the relative squared error from which on the whole learning rate is taken
+
+Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of it
+Values = list[tuple[Tensor, Tensor | None]]  # of each weight that is tuned, with its mask
+
+
+@dataclass
+class TunedWeight:
+    """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
+
+    mask: True = kept; None if it has none. movable: if its mask moves.
+    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
+    moments: the dtype that Adam's two moments are held in between two steps.
+    """
+
+    parameter: nn.Parameter
+    mask: Tensor | None
+    movable: Movable | None
+    values: Tensor
+    rate: float
+    adam: torch.optim.Adam
+    moments: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        parameter: nn.Parameter,
+        mask: Tensor | None,
+        movable: Movable | None,
+        rate: float,
+        moments: torch.dtype | None,
+    ) -> "TunedWeight":
+        values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        if mask is not None:
+            values = values[mask] if movable is None else movable.start(values, mask)
+        adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON)
+        return cls(parameter, mask, movable, values, rate, adam, moments or values.dtype)
+
+    def taken_gradient(self) -> Tensor | None:
+        """The gradient of `values`; the parameter has none afterwards."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            return None
+        if self.mask is not None:
+            gradient = gradient[self.mask] if self.movable is None else dense_gradient(gradient, self.mask)
+        return gradient.to(self.values.dtype)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
+        """One step of Adam; a mask that moves follows. ``schedule``: the share of the rate, from 1 to 0."""
+        self.adam.param_groups[0]["lr"] = self.rate * schedule
+        self.values.grad = gradient
+        self._hold_moments(self.values.dtype)
+        self.adam.step()
+        self._hold_moments(self.moments)
+        self.values.grad = None
+        if moves and self.movable is not None and self.mask is not None:
+            self.values.copy_(shrunk(self.values, self.mask, schedule))
+            self.mask = self.movable.mask(self.values)
+        self.write(self.values, self.mask)
+
+    def _hold_moments(self, dtype: torch.dtype) -> None:
+        state = self.adam.state[self.values]
+        state.update({name: state[name].to(dtype) for name in MOMENTS if name in state})
+
+    @torch.no_grad()
+    def write(self, values: Tensor, mask: Tensor | None) -> None:
+        """Values and mask into the model; what the mask prunes is +0.0."""
+        parameter, values = self.parameter, values.to(self.parameter.device)
+        if self.movable is not None and mask is not None:
+            parameter.copy_(written(values, mask, parameter.dtype))
+            self.movable.set_mask(mask)  # last, so that the next forward finds zeros that nothing has written to since
+            return
+        values = written(values, torch.ones_like(values, dtype=torch.bool), parameter.dtype)
+        parameter.copy_(values if mask is None else torch.zeros_like(parameter).masked_scatter_(mask, values))
+
+
+class TunedWeights:
+    """All that is tuned together."""
+
+    def __init__(
+        self,
+        masks: Masks,
+        outputs: Sequence[int],
+        learning_rate: float,
+        movable: Mapping[nn.Parameter, Movable] | None = None,
+        moments: torch.dtype | None = None,
+    ) -> None:
+        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors. ``moments``: the
+        dtype of Adam's; None: that of the values."""
+        rates = learning_rates([*masks], [*masks.values()], outputs, learning_rate)
+        self.each = [
+            TunedWeight.of(parameter, mask, (movable or {}).get(parameter), rate, moments)
+            for (parameter, mask), rate in zip(masks.items(), rates)
+        ]
+
+    def slow_down(self, error: float) -> None:
+        """Take a smaller rate where little is to be mended: ``sqrt(error / 0.01)`` of it. ``error``: relative, squared.
+
+        A relative error e of the output is mended by changes of the weights of about sqrt(e). Larger steps lose more by
+        noise than they gain: see docs/accuracy.md for a model whose blocks had errors of 2e-4.
+        """
+        for weight in self.each:
+            weight.rate *= min(1.0, math.sqrt(error / FULL_RATE))
+
+    def step(self, gradients: Sequence[Tensor | None], step: int, steps: int) -> None:
+        for weight, gradient in zip(self.each, gradients):
+            weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
+
+    def taken_gradients(self) -> list[Tensor | None]:
+        return [weight.taken_gradient() for weight in self.each]
+
+    def copy(self) -> Values:
+        """Values and masks as they are now."""
+        return [(weight.values.clone(), weight.mask) for weight in self.each]
+
+    def copy_on_host(self) -> Values:
+        """The same on the host, in the precision that the model holds them in."""
+        return [(weight.values.to("cpu", weight.parameter.dtype, copy=True), weight.mask) for weight in self.each]
+
+    def write(self, values: Values) -> None:
+        for weight, (of_weight, mask) in zip(self.each, values):
+            weight.write(of_weight, mask)
+
+    def moved(self, values: Values, others: Values) -> float | None:
+        """The share of kept places that differ between two sets of masks; None if none may move."""
+        pairs = [(a, b) for weight, (_, a), (_, b) in zip(self.each, values, others) if weight.movable is not None]
+        different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
+        count = sum(int(a.sum()) for a, _ in pairs if a is not None)
+        return different / count if count else None
+
+
+def learning_rates(
+    parameters: Sequence[Tensor], masks: Sequence[Tensor | None], outputs: Sequence[int], learning_rate: float
+) -> list[float]:
+    """A learning rate for each tensor: ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``;
+    ``outputs`` says how many outputs each has (0: it is no matrix).
+
+    A step of Adam moves all of these the same way at worst, and then changes the output by as much as the learning
+    rate says, relative to a sum of values that are not aligned, whatever the width and the sparsity. Vectors take the
+    mean of the matrices' divisors; one that is all zeros (a fresh bias) says nothing of its own scale, and takes the
+    smallest rate of the others.
+    """
+    sizes, meeting = [], []
+    for parameter, mask, count in zip(parameters, masks, outputs):
+        values = parameter.detach() if mask is None else parameter.detach()[mask]
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        sizes.append(float(values.square().mean().sqrt()) if values.numel() else 0.0)
+        meeting.append(values.numel() / count if count else 0.0)
+    wide = [math.sqrt(max(number, 1.0)) for number in meeting if number]
+    usual = sum(wide) / len(wide) if wide else 1.0
+    rates = [
+        learning_rate * size / (math.sqrt(max(number, 1.0)) if number else usual)
+        for size, number in zip(sizes, meeting)
+    ]
+    least = min((rate for rate in rates if rate), default=0.0)
+    return [rate or least for rate in rates]
+
+
+def schedule(step: int, steps: int) -> float:
+    """The share of the learning rate in each of all steps (0, 1, ...): a short rise, then a cosine to 0."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def tunable(
+    model: nn.Module, part: nn.Module, masks: Mapping[nn.Parameter, Tensor], *, vectors: bool
+) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Parameters of a part of the model that may change, with their masks: the weights pruned in this run, and
+    ``vectors`` of modules that hold no matrix that stays dense. What modules outside of the part hold as well is left
+    alone."""
+    outside = set(_elsewhere(model, part))
+    for module in part.modules():
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        stays_dense = any(p.dim() >= 2 and p not in masks for p in own)
+        for parameter in own:
+            if parameter in outside:
+                continue
+            if parameter in masks:
+                yield parameter, masks[parameter].to(parameter.device)
+            elif vectors and not stays_dense and parameter.dim() < 2:
+                yield parameter, None
+
+
+def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are reached without going through the part."""
+    if module is not part:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _elsewhere(child, part)
+
+
+@contextmanager
+def only_these_require_grad(
+    part: nn.Module, chosen: Mapping[nn.Parameter, object], *, through: bool = False
+) -> Iterator[None]:
+    """``through``: gradients reach pruned places as well."""
+    before = [(p, p.requires_grad, p.grad) for p in part.parameters()]
+    try:
+        for parameter, _, _ in before:
+            parameter.requires_grad_(parameter in chosen)
+            parameter.grad = None
+        let_gradients_through(part, through)
+        yield
+    finally:
+        let_gradients_through(part, False)
+        for parameter, requires_grad, gradient in before:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient

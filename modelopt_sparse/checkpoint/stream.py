@@ -1,0 +1,274 @@
+"""Checkpoints larger than memory: read block by block, made sparse, written block by block.
+
+The model is built without the weights of its blocks; embeddings, norms and heads are there. A block's weights are read
+from the source's shards when it is run, and dropped when another block is. After its turn they are written to a shard
+of the target, and from then on read from there. Everything between is what `sparsify` does, so the result
+is the same to the bit.
+
+transformers' own offloading says where each weight lies, and converts those that are stored otherwise than they stand
+in memory (fused experts); its save_pretrained converts them back, block by block.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from modelopt_sparse.calibration.data import Call, load_calls, take_in
+from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, checked_place, is_full, pack_mask, read_description
+from modelopt_sparse.checkpoint.save import describe_mask, write_description
+from modelopt_sparse.checkpoint.save import report as report_in
+from modelopt_sparse.checkpoint.streamed import (
+    SourceFiles,
+    Streamed,
+    concatenate,
+    local_folder,
+    without_blocks,
+    write_index,
+)
+from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, remove_leftovers, work_path
+from modelopt_sparse.distributed import Processes, count_processes
+from modelopt_sparse.model.hf import empty_model
+from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
+from modelopt_sparse.oneshot import check_options, prune
+from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.plan import Identity, Plan
+from modelopt_sparse.plan.planner import plan_for, resolve
+from modelopt_sparse.reports.report import Report
+
+NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
+
+
+def sparsify_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    method: Any = None,
+    config: SparsifyConfig | Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    spill: bool = False,
+    dtype: Any = "auto",
+    dequantize: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Report:
+    """Make the checkpoint in a folder (or of a hub name) sparse and write it to a folder, without ever holding all of
+    it; return the report.
+
+    ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit, but for what
+    "auto" stands for (self_data, metric), as the report says: the folder is what `save` writes, in one shard for
+    each block. In memory are what is outside of the blocks, one block and its copy, its statistics, and the
+    activations that are held from block to block (``spill``: in files beside the target instead). ``dtype``,
+    ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint is
+    quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
+
+    A run that was killed goes on from its last finished block when it is called again with the same arguments, and
+    ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
+    set: then what is there is replaced. Raises ValueError before any work for what needs the whole model at once, and
+    whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
+    blocks that are done are kept then.
+    """
+    folder_to_write = _checked_target(source, target, overwrite)
+    chosen, settings = resolve(method, config, options)
+    _refuse_several_processes(settings)
+    _refuse_whole_model(settings)
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    folder = local_folder(source, revision, remote)
+    _refuse_masks(folder, settings)
+    empty = empty_model(folder, **remote)
+    quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
+    plan = plan_for(empty, chosen, settings)
+    names = _block_names(empty, plan)
+    check_options(plan, settings)
+    calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
+    calls = load_calls(settings, empty) if calibrated else None
+    files = SourceFiles(folder)  # all that can be known without work is: from here on there is a work folder
+    with _saying_where_it_is_full(folder_to_write):
+        work = WorkFolder(folder_to_write, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
+    try:
+        if work.finished:
+            work.put_in_place()
+            return report_in(folder_to_write)
+        with ExitStack() as stack:
+            stack.enter_context(_saying_where_it_is_full(folder_to_write))
+            stack.enter_context(files.watched())
+            built = without_blocks(folder, names, dtype, quantized, work, remote)
+            files.check_all()  # what lies outside of the blocks has been read
+            storage = stack.enter_context(Streamed(built, work, files, spill=spill))
+            report = _solved_before(work, plan, calls)
+            if report is None:
+                with Processes() as alone:
+                    report = prune(storage.model, chosen, settings, storage, alone, calls)
+                if quantized is not None:
+                    report.notes.append(str(quantized))
+                if work.resumed:
+                    report.notes.append(f"{storage.reused} of {len(names)} blocks were reused from a stopped run")
+                work.write_json("report.json", report.as_dict())
+            _finish(storage, folder, work, report)
+        return report
+    finally:
+        work.close()
+
+
+@contextmanager
+def _saying_where_it_is_full(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_full(error):
+            raise
+        left = "nothing is left of it"
+        if any(work_path(target).glob("block-*.json")):
+            left = f"the blocks that are done are kept in {str(work_path(target))!r}"
+        raise OSError(
+            f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
+            f"again with the same arguments; {left}"
+        ) from error
+
+
+def _checked_target(source: str | Path, target: str | Path, overwrite: bool) -> Path:
+    """The folder to write, if it can be written to."""
+    remove_leftovers(Path(target))
+    # if it is finished, an earlier run may have begun to fill it
+    return checked_place(target, overwrite=overwrite or is_finished(Path(target)), sources=[source])
+
+
+# what cannot be streamed ----------------------------------------------------------------------------------------------
+
+
+def _refuse_several_processes(config: SparsifyConfig) -> None:
+    if (count := count_processes(config.distributed)) > 1:
+        raise ValueError(
+            f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
+            "them with distributed=False; models that fit into memory are made sparse by all of them with sparsify"
+        )
+
+
+def _refuse_whole_model(config: SparsifyConfig) -> None:
+    if config.allocation != "uniform":
+        raise ValueError(
+            f"allocation={config.allocation!r} measures the whole dense model before any of it is pruned, which "
+            "streaming never holds: give allocation='uniform' or rules, or load the model and call sparsify"
+        )
+    if config.distill is not None:
+        raise ValueError(
+            "distill tunes the whole model at once"
+            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
+            + ", which streaming never holds: leave it out (quality='best' is without it), or load the model and call "
+            "sparsify"
+        )
+    if config.self_data not in (0, "auto") or config.writes_its_data:
+        asked = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
+        raise ValueError(
+            f"{asked}: each token that a model writes takes a pass over all of its weights, which "
+            "streaming reads from disk: let write_text write a file where the model fits, and give that as data="
+        )
+    if config.forward_loop is not None:
+        raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
+
+
+def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
+    """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
+    if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
+        raise ValueError(
+            f"{str(folder)!r} is sparse: {len(masks)} of its layers carry masks, whose zeros stay, and streaming reads "
+            "weights alone; load it with modelopt_sparse.load and call sparsify, or give replace=True (--set "
+            "replace=true), which drops the masks and takes their zeros for ordinary weights"
+        )
+
+
+def _block_names(model: nn.Module, plan: Plan) -> list[str]:
+    """The module paths of all blocks, in the order of their shards."""
+    names = [name for stack in plan.stacks for name in stack.names]
+    if "" in names:
+        raise ValueError(
+            f"{type(model).__name__} has no stack of blocks, and streaming goes block by block: load the model and "
+            "call sparsify"
+        )
+    home = {module: name for name in names for module in model.get_submodule(name).modules()}
+    for layer_plan in plan.layers:
+        layer = layer_plan.layer
+        used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
+        seen_in = {home.get(module) for module in layer.hooked_modules}
+        if len(used_in) > 1:
+            raise ValueError(
+                f"layer {layer.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "
+                "writes one block after the other: exclude it, or load the model and call sparsify"
+            )
+        if layer_plan.calibrated and (None in seen_in or len(seen_in) > 1):
+            raise ValueError(
+                f"layer {layer.name!r} is not in one block, so its calibration takes a run of the whole model of its "
+                "own: exclude it, or load the model and call sparsify"
+            )
+    return names
+
+
+# what a run is started with -------------------------------------------------------------------------------------------
+
+
+def _started_with(
+    files: SourceFiles, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
+) -> dict[str, Any]:
+    """All that the result depends on, but for the calibration data, which is known when it has been read."""
+    facts: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
+    facts |= Identity.of(plan, config).started_with()
+    facts.update(dtype=str(dtype), device=str(config.device))
+    if quantized is not None:
+        facts["quantized source"] = str(quantized)
+    return facts
+
+
+def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Report | None:
+    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
+    then, and are solved again."""
+    report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
+    if report is None:
+        return None
+    sha256 = None
+    if calls is not None:
+        digest = hashlib.sha256()
+        for call in calls:
+            take_in(digest, call.args, call.kwargs)
+        sha256 = digest.hexdigest()
+    return Report.from_dict(report) if work.check_data(sha256) else None
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -> None:
+    """Write what is missing in ``folder``, all of it anew, and put it in the target's place."""
+    storage.write_the_rest()
+    model, folder = storage.model, work.path / "folder"
+    masks = dict(named_masks(model))  # of layers outside of the blocks
+    cls = dense_class(model).__name__
+    remove_masks(model)
+    shard = storage.saved(storage.outside())
+    work.check_files()
+    known = {Path(name).name: facts for record in work.done.values() for name, facts in record.files.items()}
+    first = f"model-{1:05d}-of-{len(storage.names) + 1:05d}.safetensors"
+    for path in shard.parent.iterdir():
+        if path != shard:
+            path.replace(folder / path.name)
+    known[first] = work.place(shard, f"folder/{first}")
+    file = work.scratch() / "masks.safetensors"
+    save_file({name: pack_mask(mask) for name, mask in masks.items()}, file)
+    concatenate([*sorted((work.path / "masks").iterdir()), file], folder / MASKS)
+    write_index(folder, sum(p.numel() for p in model.parameters()))
+    for path in source.iterdir():
+        if path.is_file() and not NOT_COPIED.search(path.name) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
+    described |= {name: describe_mask(mask) for name, mask in masks.items()}
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    write_description(folder, cls, described, report, known=known)
+    work.finish()

@@ -1,0 +1,510 @@
+"""safetensors files: the index of a folder's weight files, and the concatenation of several files to one.
+
+The layout is that of https://github.com/huggingface/safetensors#format: eight bytes with the length of a JSON header;
+the header, padded with spaces; and the tensors' bytes, whose offsets are in the header.
+"""
+
+import errno
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
+
+from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
+from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
+from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, pack_mask, weight_files
+from modelopt_sparse.checkpoint.save import describe_mask
+from modelopt_sparse.checkpoint.workfolder import BlockRecord, WorkFolder
+from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
+from modelopt_sparse.model.hf import empty_model, model_class, unloaded
+from modelopt_sparse.model.masking import named_masks, remove_masks
+from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import BlockReport, LayerReport
+
+# shards ---------------------------------------------------------------------------------------------------------------
+
+
+CHUNK = 2**20  # bytes that are copied at a time
+
+
+def write_index(folder: Path, parameters: int) -> None:
+    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    for path in sorted(folder.glob("model-*.safetensors")):
+        header, _ = _header(path)
+        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
+        weight_map.update(dict.fromkeys(header, path.name))
+    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def concatenate(files: Sequence[Path], out_path: Path) -> None:
+    """Write the tensors of several files, all of one dtype, into one file, byte for byte as safetensors would.
+
+    No tensor is held in memory.
+    """
+    where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in files:
+        header, data = _header(path)
+        where.update({name: (path, data, entry) for name, entry in header.items()})
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(where):
+        entry = where[name][2]
+        begin, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
+        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with out_path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            path, data, entry = where[name]
+            begin, end = entry["data_offsets"]
+            with path.open("rb") as file:
+                file.seek(data + begin)
+                for left in range(end - begin, 0, -CHUNK):
+                    out.write(file.read(min(left, CHUNK)))
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """(a file's header: tensor name -> dtype, shape and offsets; the place in the file where the data begins)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+# spill ----------------------------------------------------------------------------------------------------------------
+# Tensors whose memory is a file, so that the system can write their pages to disk when it needs the memory.
+
+
+def spilled(x: Tensor, folder: Path) -> Tensor:
+    """A copy of a dense tensor on the CPU, of the same layout, in a file in ``folder``.
+
+    The file is gone when the tensor is. An empty tensor, or one on another device, is returned as it is.
+    """
+    if x.device.type != "cpu" or not x.numel():
+        return x
+    dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
+    flat = dense.as_strided((dense.numel(),), (1,))
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        _reserve(file.fileno(), flat.numel() * flat.element_size())
+        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
+        mapped.copy_(flat)
+    return mapped.as_strided(dense.shape, dense.stride())
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserve the bytes of a file on the disk. Raises OSError if the disk is full.
+
+    Without this, writing to the mapped file on a full disk would kill the process.
+    """
+    if not hasattr(os, "posix_fallocate"):  # not on macOS and Windows
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve
+            raise
+
+
+# source ---------------------------------------------------------------------------------------------------------------
+# The source of a streaming run: its folder, and the check that its files stay the same from the start to the end.
+
+
+GET_IT_AGAIN = "get the file again, and start the run again"
+
+
+class SourceFiles:
+    """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
+
+    Raises ValueError for a file that is missing, or that is not as long as its own header says. Wrong numbers in a file
+    cannot be noticed, as safetensors stores no checksums.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        weights = _existing_weight_files(folder)
+        self._as_seen: dict[Path, tuple[int, ...]] = {}
+        self.hashes: dict[str, str] = {}
+        for name in ("config.json", *weights):
+            path = folder / name
+            self._as_seen[path.resolve()] = _look(path)
+            if name in weights:
+                try:
+                    with safe_open(path, framework="pt"):
+                        pass
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(
+                        f"{str(path)!r} is truncated or damaged ({error}): get the file again, or convert the model if "
+                        "it is of another format"
+                    ) from None
+            self.hashes[name] = file_hash(path)
+
+    def check(self, path: Path) -> None:
+        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
+
+        A change is told by its size, its time and its place on the disk. Nothing happens for other files.
+        """
+        before = self._as_seen.get(path.resolve())
+        if before is None:
+            return
+        try:
+            now = _look(path)
+        except OSError as error:
+            raise Unreadable(f"{str(path)!r} has gone since the run started ({error}): {self._advice()}") from None
+        if now != before:
+            raise Unreadable(f"{str(path)!r} has changed since the run started: {self._advice()}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            try:
+                self.check_all()
+            except Unreadable as reason:
+                raise reason from error
+            raise
+
+    def check_all(self) -> None:
+        """`check` all files of the source."""
+        for path in self._as_seen:
+            self.check(path)
+
+    def _advice(self) -> str:
+        return (
+            "put back the file that the run was started with, and start it again with the same arguments; the blocks "
+            "that are done are kept"
+        )
+
+
+def _existing_weight_files(folder: Path) -> list[str]:
+    """Names of a folder's weight files. Raises ValueError if one of them is missing."""
+    names = weight_files(folder)
+    for name in names:
+        if (folder / name).is_file():
+            continue
+        if (folder / INDEX).is_file():
+            raise ValueError(f"{str(folder)!r} lacks {name!r}, which its {INDEX} lists: {GET_IT_AGAIN}")
+        raise ValueError(
+            f"{str(folder)!r} holds no {name!r}: streaming reads safetensors files; load the model and save it "
+            "with save_pretrained if it has others"
+        )
+    return names
+
+
+def _look(path: Path) -> tuple[int, ...]:
+    """What tells whether a file has changed: device, inode, size and time."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
+    """The folder of a checkpoint. For a hub name its files are downloaded, and it is a folder in the hub's cache.
+
+    Raises ValueError if ``source`` is neither a folder of a model nor a checkpoint on the hub.
+    """
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
+        return Path(source)
+    name = str(source)
+    try:
+        config = cached_file(name, "config.json", revision=revision)
+        index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
+        folder = Path(str(config)).parent
+        for file in [WEIGHTS] if index is None else weight_files(folder):
+            cached_file(name, file, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
+    for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
+        try:
+            loader.from_pretrained(name, revision=revision, **remote)  # this downloads its files
+        except (OSError, ValueError, KeyError, ImportError):
+            continue
+    return folder
+
+
+# storage --------------------------------------------------------------------------------------------------------------
+# The blocks of a model that is streamed: without weights but for the one that is open or passed through, and written
+# to a shard of the new checkpoint when it is done.
+
+
+ONE_FILE = 2**60  # a shard size that no block reaches
+
+
+def without_blocks(
+    folder: Path,
+    names: list[str],
+    dtype: Any,
+    quantized: Quantized | None,
+    work: WorkFolder,
+    remote: Mapping[str, Any],
+) -> "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]":
+    """The model with placeholders in the place of its blocks' parameters; the blocks by name; and (file, name in it)
+    of each of those parameters."""
+    config = AutoConfig.from_pretrained(folder, **remote)
+    architecture = model_class(config, folder)
+    devices = _devices(empty_model(folder, **remote), names)
+    options = {"device_map": devices, "offload_folder": str(work.path / "converted"), **remote}
+    with quiet():
+        if quantized is None:
+            model, info = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        else:
+            model, info = load_dequantized(architecture, folder, config, quantized, **options)
+    if problems := unloaded(info):
+        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
+    places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
+    blocks = {name: model.get_submodule(name) for name in names}
+    wide = kept_wide(model)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and name in places:
+            empty = _nothing(parameter.shape, dtype_of(name, wide, parameter.dtype))
+            new.setdefault(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter in new:  # a tie stays a tie
+                setattr(module, key, new[parameter])
+    return model, blocks, places
+
+
+def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
+    """A device map with the blocks on disk and everything else on the CPU."""
+    devices: dict[str, str] = {}
+
+    def enter(module: nn.Module, path: str) -> None:
+        prefix = f"{path}." if path else ""
+        if path in names:
+            devices[path] = "disk"
+        elif not any(name.startswith(prefix) for name in names):
+            devices[path] = "cpu"
+        else:
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            devices.update({f"{prefix}{key}": "cpu" for key, _ in own})
+            for key, child in module.named_children():
+                enter(child, f"{prefix}{key}")
+
+    enter(model, "")
+    return devices
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape in the memory of one number: NaN, so that nothing takes it for a weight."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars, one for each block, and accelerate's remark that weights are offloaded."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    remarks = logging.getLogger("accelerate.big_modeling")
+    level = remarks.level
+    try:
+        transformers.utils.logging.disable_progress_bar()
+        remarks.setLevel(logging.ERROR)
+        yield
+    finally:
+        remarks.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+class Streamed(Storage):
+    """The blocks of a model on disk. One is open, or none; one more may be passing through a run of the whole model;
+    the others hold placeholders. Entered, every block has its weights when it is called."""
+
+    resident = False
+
+    def __init__(
+        self,
+        built: "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]",
+        work: WorkFolder,
+        files: SourceFiles,
+        *,
+        spill: bool,
+    ) -> None:
+        self.model, blocks, self._places = built
+        self._work, self._files, self.spills = work, files, spill
+        self._blocks = list(blocks.values())
+        self.names = list(blocks)
+        self._home = {module: block for block in self._blocks for module in block.modules()}
+        self._own = {block: _own_parameters(self.model, name, block) for name, block in blocks.items()}
+        self._over: set[nn.Module] = set()
+        self._open: nn.Module | None = None
+        self._passing: nn.Module | None = None
+        self._handles: list[Any] = []
+        self.reused = 0
+        self._load_what_is_shared()
+
+    def __enter__(self) -> "Streamed":
+        for block in self._blocks:
+            self._handles.append(block.register_forward_pre_hook(lambda module, _: self.load(module), prepend=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._let_pass(None)
+
+    # Storage ----------------------------------------------------------------------------------------------------------
+
+    def load(self, module: nn.Module) -> None:
+        block = self._home.get(module)
+        if block is not None and block is not self._open and block is not self._passing:
+            self._let_pass(block)
+
+    @contextmanager
+    def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
+        self._work.check_data(report.calibration.get("sha256"))
+        if block is None:
+            yield OpenBlock()
+            return
+        index = self._blocks.index(block)
+        record = self._work.done.get(index)
+        begun = len(report.layers), len(report.blocks)
+        self.load(block)
+        self._open, self._passing = block, None
+        try:
+            yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
+            if record is None:
+                self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
+            else:
+                report.layers += [LayerReport.from_dict(layer) for layer in record.layers]
+                report.blocks += [BlockReport(**tuned) for tuned in record.blocks]
+                self.reused += 1
+            self._over.add(block)
+        finally:
+            self._open = None
+            self._drop(block)
+
+    def hold_activations(self, x: Tensor) -> Tensor:
+        return spilled(x, self._work.path / "writing") if self.spills else x
+
+    def check_whole_runs(self, why: str) -> None:
+        raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")
+
+    # reading ----------------------------------------------------------------------------------------------------------
+
+    def _let_pass(self, block: nn.Module | None) -> None:
+        if self._passing is not None:
+            self._drop(self._passing)
+        self._passing = None
+        if block is not None:
+            self._fill(block)
+            self._passing = block
+
+    @torch.no_grad()
+    def _fill(self, block: nn.Module) -> None:
+        for name, parameter in self._own[block].items():
+            parameter.data = self._read(name, parameter)
+        if block in self._over:
+            self.fill_sparse(block)
+
+    def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
+        file, key = self._places[name]
+        self._files.check(file)
+        with safe_open(file, framework="pt") as opened:
+            tensor = opened.get_tensor(key).to(parameter.dtype)
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{name!r} has shape {list(tensor.shape)} in {file.name!r}, not {list(parameter.shape)}")
+        return tensor
+
+    @torch.no_grad()
+    def fill_sparse(self, block: nn.Module) -> None:
+        """Put what has been written of a block in the place of its dense weights, in the same memory."""
+        index = self._blocks.index(block)
+        named = f"named/{index:05d}.safetensors"
+        files = self._work.done[index].files
+        with safe_open(self._work.path / (named if named in files else self._shard(index)), framework="pt") as opened:
+            for name, parameter in self._own[block].items():
+                parameter.copy_(opened.get_tensor(name))
+
+    def _drop(self, block: nn.Module) -> None:
+        for parameter in self._own[block].values():
+            parameter.data = _nothing(parameter.shape, parameter.dtype)
+        give_back_freed_memory()
+
+    def _load_what_is_shared(self) -> None:
+        """Parameters that a block shares with others, or that lie outside: they stay."""
+        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        for name, parameter in self.model.named_parameters():
+            if name in self._places and parameter not in own:
+                parameter.data = self._read(name, parameter)
+
+    # writing ----------------------------------------------------------------------------------------------------------
+
+    def _shard(self, index: int) -> str:
+        return f"folder/model-{index + 2:05d}-of-{len(self._blocks) + 1:05d}.safetensors"
+
+    def _write(self, index: int, layers: list[LayerReport], tuned: list[BlockReport]) -> None:
+        block, name, work = self._blocks[index], self.names[index], self._work
+        masks = {f"{name}.{key}": mask for key, mask in named_masks(block)}
+        remove_masks(block)
+        own = set(self._own[block].values())
+        state = {
+            f"{name}.{key}": value.detach()
+            for key, value in block.state_dict(keep_vars=True).items()
+            if value in own or not isinstance(value, nn.Parameter)
+        }
+        files: dict[str, dict[str, Any]] = {}
+        shard = self.saved(state)
+        with safe_open(shard, framework="pt") as opened:
+            converted = not set(self._own[block]) <= set(opened.keys())
+        files[self._shard(index)] = work.place(shard, self._shard(index))
+        if converted:
+            file = work.scratch() / "named.safetensors"
+            save_file({key: value.detach().contiguous() for key, value in self._own[block].items()}, file)
+            files[f"named/{index:05d}.safetensors"] = work.place(file, f"named/{index:05d}.safetensors")
+        file = work.scratch() / "masks.safetensors"
+        save_file({key: pack_mask(mask) for key, mask in masks.items()}, file)
+        files[f"masks/{index:05d}.safetensors"] = work.place(file, f"masks/{index:05d}.safetensors")
+        described = {key: describe_mask(mask) for key, mask in masks.items()}
+        parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
+        work.finish_block(index, BlockRecord(name, files, described, *parts))
+
+    def saved(self, state: Mapping[str, Tensor]) -> Path:
+        """A file of these tensors as save_pretrained writes them, under the names that the checkpoint has."""
+        folder = self._work.scratch()
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=dict(state), max_shard_size=ONE_FILE)
+        return folder / WEIGHTS
+
+    def write_the_rest(self) -> None:
+        """Blocks that were never opened, because nothing in their stack is pruned."""
+        for index, block in enumerate(self._blocks):
+            if index not in self._work.done:
+                self.load(block)
+                self._write(index, [], [])
+
+    def outside(self) -> dict[str, Tensor]:
+        """The state dict without what the blocks' shards hold."""
+        within = {f"{name}.{key}" for name, block in zip(self.names, self._blocks) for key in block.state_dict()}
+        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in own}
+        return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
+
+
+def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that only this block holds, each under the first of its names."""
+    inside = {f"{path}.{name}" for name, _ in block.named_parameters(remove_duplicate=False)}
+    outside = {p for name, p in model.named_parameters(remove_duplicate=False) if name not in inside}
+    return {f"{path}.{name}": p for name, p in block.named_parameters() if p not in outside}

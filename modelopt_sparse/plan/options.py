@@ -1,0 +1,575 @@
+"""The values of ``quality=``: each stands for a method and for the steps that follow it."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+from torch.utils.data import Dataset
+
+from modelopt_sparse.methods.base import Method, is_number
+from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
+from modelopt_sparse.methods.scores import GivenMask
+from modelopt_sparse.model.hf import default_batch_size
+from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
+from modelopt_sparse.reports.fold import nearest, unknown_option
+
+# quality --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Defaults for what the user does not set.
+
+    method: name of the method.
+    options: options of `SparsifyConfig`, for any pattern.
+    n_of_m: further options for N:M patterns.
+    unstructured: further options for unstructured patterns.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    n_of_m: Mapping[str, Any] = field(default_factory=dict)
+    unstructured: Mapping[str, Any] = field(default_factory=dict)
+
+    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
+        """The options for a pattern; None: only those for any pattern."""
+        by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
+        return {**self.options, **by_pattern}
+
+
+BALANCED = {"epochs": 4, "masks": "auto"}
+BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
+QUALITIES: dict[str, Quality] = {
+    "fast": Quality("sparsegpt", {"polish": 3}),
+    "balanced": Quality("alps", {"reconstruct": BALANCED}, {"permute": True}, {"allocation": "block"}),
+    "best": Quality("alps", BEST, {"permute": True}, {"allocation": "block"}),
+    "max": Quality("alps", {**BEST, "distill": True}, {"permute": True}, {"allocation": "block"}),
+}
+
+
+def quality_of(name: object, method: Method | None = None) -> Quality:
+    """The quality of this name. Raises ValueError if there is none, or if ``method`` does not learn from data."""
+    if not isinstance(name, str) or name not in QUALITIES:
+        raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
+    if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
+        raise ValueError(
+            f"quality={name!r} is for methods that learn from calibration data, which {method.name!r} does not; leave "
+            "it out, or the method, or give polish= and reconstruct= themselves"
+        )
+    return QUALITIES[name]
+
+
+# tuning ---------------------------------------------------------------------------------------------------------------
+# The options of what tunes a model after its layers are solved: block by block, and the whole of it.
+
+
+TUNING_CHOICES: dict[str, tuple[str, ...]] = {
+    "target": ("dense", "sparse"),
+    "parts": ("block", "children"),
+    "masks": ("frozen", "move", "auto"),
+    "metric": ("plain", "fisher", "auto"),
+}
+MOMENTS = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruct:
+    """How blocks are reconstructed.
+
+    epochs: passes over the calibration batches.
+    learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
+      to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
+    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
+      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
+    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
+      attention) against its own output, then the rest (the MLP and the norms) against the block's.
+    norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
+    masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
+      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": move, but for weights in
+      float16, which is too coarse for it.
+    metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
+      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": fisher
+      where the model has logits and can be called, else plain, as the report says.
+    """
+
+    epochs: int = 4
+    learning_rate: float = 0.4
+    target: str = "dense"
+    parts: str = "block"
+    norms_and_biases: bool = True
+    masks: str = "frozen"
+    metric: str = "plain"
+
+    def __post_init__(self) -> None:
+        _check_epochs_and_rate("reconstruct", self.epochs, self.learning_rate)
+        for name, allowed in TUNING_CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        if not isinstance(self.norms_and_biases, bool):
+            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill:
+    """How the whole sparse model is tuned to predict what the dense one did, as the last step.
+
+    epochs: passes over the calibration batches.
+    learning_rate: as in `Reconstruct`, and an order of magnitude smaller: all blocks move together.
+    moments: the dtype that the optimizer holds its two moments in between steps, "bfloat16" or "float32", with which a
+      weight that stays takes 12 bytes instead of 8. Steps are computed in float32.
+    """
+
+    epochs: int = 2
+    learning_rate: float = 0.03
+    moments: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _check_epochs_and_rate("distill", self.epochs, self.learning_rate)
+        if self.moments not in MOMENTS:
+            raise ValueError(f"distill: moments={self.moments!r}: allowed are {', '.join(map(repr, MOMENTS))}")
+
+
+Tuning = TypeVar("Tuning", Reconstruct, Distill)
+
+
+def parsed(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
+    """An option ``name`` as users give it: True, False, a number of epochs, or a mapping."""
+    if value is None or value is False:
+        return None
+    if isinstance(value, (Reconstruct, Distill)):
+        return value  # type: ignore[return-value]  # of the option's own class: a field of the config
+    if value is True:
+        return make()
+    if isinstance(value, int):
+        return make(epochs=value)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={value!r}: give True, False, a number of epochs, or a mapping of its options")
+    known = [option.name for option in fields(make)]  # type: ignore[arg-type]  # one of the two classes
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{name}: {unknown_option(key, known)}")
+    return make(**value)
+
+
+def _check_epochs_and_rate(name: str, epochs: Any, learning_rate: Any) -> None:
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise ValueError(f"{name}: epochs={epochs!r}: must be a positive whole number")
+    if not is_number(learning_rate) or not 0 < learning_rate <= 10:
+        raise ValueError(f"{name}: learning_rate={learning_rate!r}: must be a number in (0, 10]")
+
+
+# config ---------------------------------------------------------------------------------------------------------------
+# Every option of `sparsify`, validated once, before any work.
+
+
+# option -> what it may be
+CHOICES: dict[str, tuple[str, ...]] = {
+    "sequential": ("block", "stage", "none"),
+    "experts": ("pool", "all_tokens", "weight_only"),
+    "allocation": ("uniform", "block", "owl", "search"),
+}
+AUTOCAST = ("bfloat16", "float16")
+COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
+TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
+DEFAULT_PATTERN = "2:4"
+DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
+FILES = (".txt", ".jsonl")
+LEAST_BATCHES = 4  # of text, where something is tuned and nobody says how large batches are
+STEP_TOKENS = 1024  # about as many are in a step, where something is tuned
+SELF = "self"  # as data: text that the model writes, all of it
+OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
+# what a report says of a run's options; those that follow only where the data is text
+REPORTED = (
+    *(
+        "replace",
+        "sequential",
+        "enforce",
+        "seed",
+        "count_padding",
+        "min_tokens",
+        "experts",
+        "memory_limit",
+        "self_data",
+        "quality",
+        "permute",
+    ),
+    *("update", "refine", "polish", "reconstruct", "distill", "allocation", "autocast", "deterministic"),
+)
+REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifyConfig:
+    """The options of `sparsify`, `make_plan` and the command line.
+
+    Values are taken as `sparsify` takes them, and checked: raises ValueError or TypeError that names the option.
+
+    What to prune:
+      pattern: "2:4", any "N:M" (N kept), 0.5, "50%" (pruned) or a pattern object.
+      include: globs of layer names to prune instead of every layer in the model's blocks. Output heads and
+        routers stay dense unless a full name, without wildcards, asks for them, here or in a rule; embeddings and what
+        is tied to them always do.
+      exclude: globs of layer names to leave dense.
+      rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
+        method's own; None leaves the layer dense.
+      masks: ``{parameter name: mask}`` of your own (bool, True = kept) in place of a method; other layers stay dense.
+      replace: what becomes of the mask that a layer carries already. False (default): its zeros stay and count, and a
+        pattern with fewer of them is an error; True: it is dropped, and the layer solved as a dense one.
+      hardware_only: prune only layers whose shape ASP takes (rows a multiple of 8, columns of 16).
+      options: the method's own options, such as ``damping``.
+    Calibration data, one of three:
+      data_loader: an iterable of batches (tensors, tuples, dicts, BatchEncodings); ``collect_func`` turns a batch into
+        the model's input; ``max_batches`` stops early.
+      forward_loop: a function of the model that runs it on the data; called several times.
+      data: text with ``tokenizer``, cut into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the
+        model's maximum), drawn by ``seed``, in batches of ``batch_size`` (default: see `windows_per_batch`); or images
+        with ``processor``, ``num_samples`` of them. A list holds documents, chats or images; a Path is a .txt or .jsonl
+        file, or a folder with a data set; a string is the name of a data set, NAME[:CONFIG[:SPLIT]], never a file or a
+        text; a data set of the library datasets, or a column of it, is taken as it is. "self" is text that a causal
+        language model writes itself, from nothing but its beginning-of-text token; it needs no tokenizer.
+      self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
+        prompts cut out of the calibration data, or as answers to its chats: 0 (default), a number, or "auto": three for
+        each of the user's, and none where the model writes no text. They take part in statistics and in all tuning, and
+        never judge.
+      count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
+      min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
+      experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
+        "all_tokens" solves them as if every token were routed to them; "weight_only" by their weights alone.
+      memory_limit: bytes, or text such as "16GB", that statistics and solvers of a mixture's experts may take at a
+        time: tokens are kept, and as many experts solved together as fit. Default: all experts of a layer.
+    How:
+      sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
+        its statistics are collected.
+      permute: reorder the hidden channels of MLPs, and those inside of value heads, so that an N:M pattern keeps more;
+        the dense model computes the same. Channels inside of fused experts stay in their order.
+      update: False keeps the dense values of the weights that stay: masks only.
+      refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
+        sweeps.
+      polish: after the method, the best values for the kept weights of each layer by conjugate gradients; True, or how
+        many iterations at most.
+      reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
+        the number of epochs, or a mapping of `Reconstruct`'s options.
+      distill: as the last step, tune the kept weights, norms and biases of the whole model to predict what the dense
+        model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
+      allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared
+        out over the layers.
+      quality: "fast", "balanced", "best" or "max" sets those of these options that are not given, and the method if
+        none is.
+      device: where blocks are calibrated and solved; default: where they are.
+      autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
+        are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
+      enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
+      progress: True or False; default: a bar on a terminal and in a notebook, elsewhere a line every minute.
+    Several processes (torchrun), which end with the same bits:
+      distributed: None (default) works together with all processes of torch.distributed's default group, if it has been
+        initialised; False makes this process work by itself; True is an error without a group.
+      split_data: True (default): all processes give the same data, and each takes its share, rank r of N the batches r,
+        r + N, and so on; False: what each gives is its share. A forward_loop always is.
+      deterministic: statistics are summed in float64 in the order of the batches, so that any number of processes gives
+        the bits of one.
+    """
+
+    pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    masks: Mapping[str, torch.Tensor] | None = None
+    replace: bool = False
+    hardware_only: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data_loader: Iterable[Any] | None = None
+    collect_func: Callable[[Any], Any] | None = None
+    forward_loop: Callable[[torch.nn.Module], Any] | None = None
+    max_batches: int | None = None
+    data: Any = None
+    tokenizer: Any = None
+    processor: Any = None
+    num_samples: int = 128
+    seq_len: int | None = None
+    batch_size: int | None = None
+    self_data: int | str = 0
+    count_padding: bool = False
+    min_tokens: int = 128
+    experts: str = "pool"
+    memory_limit: int | None = None
+    sequential: str = "block"
+    permute: bool = False
+    update: bool = True
+    refine: int = 0
+    polish: int = 0
+    reconstruct: Reconstruct | None = None
+    distill: Distill | None = None
+    allocation: str = "uniform"
+    quality: str | None = None
+    device: torch.device | None = None
+    autocast: str | None = None
+    enforce: bool = True
+    seed: int = 0
+    progress: bool | None = None
+    distributed: bool | None = None
+    split_data: bool = True
+    deterministic: bool = False
+
+    def __new__(cls, **options: Any) -> "SparsifyConfig":
+        config = super().__new__(cls)
+        object.__setattr__(config, "_passed", frozenset(options))
+        return config
+
+    def __post_init__(self) -> None:
+        for name, parse in _PARSERS.items():
+            object.__setattr__(self, name, parse(getattr(self, name)))
+        for check in (_check_types, _check_data, _check_steps):
+            check(self)
+
+    @classmethod
+    def make(
+        cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any
+    ) -> "SparsifyConfig":
+        """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
+        if isinstance(config, SparsifyConfig):
+            options = config.explicit()
+        elif config is None or isinstance(config, Mapping):
+            options = dict(config or {})
+        else:
+            raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
+        options = {**translated(options), **translated(more)}
+        if MODE_RULES in options:
+            if options.get("rules"):
+                raise ValueError("rules are given both in the mode list and as an option; keep one")
+            options["rules"] = options.pop(MODE_RULES)
+        if options.get("quality") is not None:
+            quality = quality_of(options["quality"], method)
+            # masks of the user's own settle which weights stay, and with them all that goes by pattern
+            pattern = parse_pattern(options.get("pattern", DEFAULT_PATTERN)) if options.get("masks") is None else None
+            options = {**quality.options_for(pattern), **options}
+        known = cls.names()
+        of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
+        for key in options:
+            if key not in known:
+                raise ValueError(unknown_option(key, [*known, *method.options]))
+        return cls(**options, options=of_method)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The options, without those of methods."""
+        return [option.name for option in fields(cls) if option.name != "options"]
+
+    def explicit(self) -> dict[str, Any]:
+        """The options that the user said, the method's own among them; defaults leave the choice to ``quality``."""
+        passed: frozenset[str] = self.__dict__["_passed"]
+        if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all: those that are no defaults
+            default = SparsifyConfig()
+            passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
+        return {name: getattr(self, name) for name in self.names() if name in passed} | dict(self.options)
+
+    def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
+        """Windows of text in a batch: ``batch_size``; or without one, on the CPU, as many as have about 2,048 tokens,
+        and on other devices 8. Where something is tuned it is as many as have about 1,024 tokens, a step, and there are
+        four batches or more, if there are as many windows: the last one is held back to judge by."""
+        if self.batch_size is not None:
+            return self.batch_size
+        if self.tunes:
+            return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_BATCHES))
+        return default_batch_size(seq_len, device)
+
+    def settings(self) -> dict[str, Any]:
+        """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
+        which each layer says by itself, and the data."""
+        names = (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))
+        values = {name: getattr(self, name) for name in names}
+        tuning = {"reconstruct": self.reconstruct, "distill": self.distill}
+        return {**values, **{name: options and asdict(options) for name, options in tuning.items()}}
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether ``data`` is text, whose windows are known before it is read."""
+        return self.data is not None and self.processor is None
+
+    @property
+    def writes_its_data(self) -> bool:
+        """Whether the model writes all of the calibration data."""
+        return isinstance(self.data, str) and self.data == SELF
+
+    @property
+    def tunes(self) -> bool:
+        """Whether something is tuned on the calibration batches."""
+        return self.reconstruct is not None or self.distill is not None
+
+
+def is_data_set(text: str) -> bool:
+    """Whether a string is the name of a data set, NAME[:CONFIG[:SPLIT]], and not a file's or a text."""
+    return DATA_SET.fullmatch(text) is not None and not text.endswith(FILES) and not Path(text).exists()
+
+
+# what the user writes -> what an option holds -------------------------------------------------------------------------
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _times(name: str, value: Any) -> Any:
+    return TRUE_MEANS[name] if value is True else 0 if value is False or value is None else value
+
+
+def _masks(value: Any) -> dict[str, torch.Tensor] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
+    for name, mask in value.items():
+        if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise TypeError(f"masks[{name!r}] is a {kind}: it must be a torch.bool tensor, True = kept")
+    return dict(value)
+
+
+def _globs(key: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{key}={value!r}: give a glob of layer names, or a list of them")
+    return globs
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return convert_file_size_to_int(value)
+    except ValueError:
+        raise ValueError(f"memory_limit={value!r}: give bytes, or a number with a unit, such as '16GB'") from None
+
+
+def _device(value: Any) -> torch.device | None:
+    try:
+        return None if value is None else torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {value!r} is not known: {error}") from None
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "pattern": parse_pattern,
+    "rules": lambda value: parse_rules(value or ()),
+    "refine": lambda value: _times("refine", value),
+    "polish": lambda value: _times("polish", value),
+    "reconstruct": lambda value: parsed("reconstruct", Reconstruct, value),
+    "distill": lambda value: parsed("distill", Distill, value),
+    "allocation": lambda value: "uniform" if value is None else value,
+    "memory_limit": _bytes,
+    "masks": _masks,
+    "data": lambda value: list(value) if isinstance(value, Iterator) else value,  # it may be read twice
+    "include": lambda value: _globs("include", value),
+    "exclude": lambda value: _globs("exclude", value) or (),
+    "autocast": lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
+    "device": _device,
+}
+
+
+# what does not go together --------------------------------------------------------------------------------------------
+
+
+def _check_types(config: SparsifyConfig) -> None:
+    for name, allowed in CHOICES.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+    for name in COUNTS:
+        value = getattr(config, name)
+        if not _is_count(value, 1) and (value is not None or name == "min_tokens"):
+            raise ValueError(f"{name}={value!r}: must be a positive whole number")
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int):
+        raise ValueError(f"seed={config.seed!r}: must be a whole number")
+    if config.self_data != "auto" and not _is_count(config.self_data, 0):
+        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, 0, or 'auto'")
+    for name in TRUE_MEANS:
+        if not _is_count(value := getattr(config, name), 0):
+            raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
+    if config.autocast not in (None, *AUTOCAST):
+        allowed = ", ".join(map(repr, (*AUTOCAST, None)))
+        raise ValueError(f"autocast={config.autocast!r}: allowed are {allowed} (the model's own precision)")
+    for option in fields(config):
+        value = getattr(config, option.name)
+        may_be_open = option.type == bool | None and value is None
+        if option.type in (bool, bool | None) and not isinstance(value, bool) and not may_be_open:
+            raise ValueError(f"{option.name}={value!r}: must be True or False")
+
+
+def _check_data(config: SparsifyConfig) -> None:
+    sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
+    if isinstance(config.data, str) and not is_data_set(config.data):
+        shown = repr(config.data) if len(config.data) <= 60 else "..."
+        raise TypeError(
+            f"data={shown} is a string, and no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a "
+            f"file, [{shown}] for text"
+        )
+    if config.writes_its_data and (config.processor is not None or not config.split_data):
+        other = "processor=" if config.processor is not None else "split_data=False"
+        raise ValueError(f"data='self' is text that the model writes, the same in all processes: leave {other} out")
+    needs_tokenizer = config.data is not None and not config.writes_its_data
+    if needs_tokenizer and config.tokenizer is None and config.processor is None:
+        raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
+    if config.processor is not None and (config.data is None or config.tokenizer is not None):
+        raise ValueError(
+            "processor= makes the model's inputs of images, or of chats with images, in data=: give data=, and no "
+            "tokenizer=, which is for text alone"
+        )
+    if config.collect_func is not None and config.data_loader is None:
+        raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
+    fisher = config.reconstruct is not None and config.reconstruct.metric == "fisher"
+    if fisher and config.forward_loop is not None:
+        raise ValueError(
+            "reconstruct's metric='fisher' calls the model itself, and a forward_loop does so in its own way: give "
+            "data= or data_loader=, or leave the metric out"
+        )
+    if config.max_batches is not None and config.forward_loop is not None:
+        raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
+    if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
+        kind = type(config.data_loader).__name__
+        raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
+    if config.distill is not None and config.forward_loop is not None:
+        raise ValueError(
+            "distill calls the model itself, and a forward_loop does so in its own way: give data= or data_loader=, or "
+            "leave distill out"
+        )
+    if config.self_data not in (0, "auto") and (config.forward_loop is not None or not config.split_data):
+        other = "forward_loop" if config.forward_loop is not None else "split_data=False"
+        raise ValueError(
+            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
+            "known: give data= or data_loader=, or leave self_data out"
+        )
+    for name in ("collect_func", "forward_loop"):
+        if (value := getattr(config, name)) is not None and not callable(value):
+            raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
+
+
+def _check_steps(config: SparsifyConfig) -> None:
+    changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
+    if not config.update and changing:
+        raise ValueError(
+            f"update=False keeps the dense values, which {' and '.join(changing)} would change"
+            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
+            + "; leave one of them out, or use refine=True for a better mask"
+        )
+    if config.reconstruct is not None and config.sequential == "none":
+        raise ValueError(
+            "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
+            "'stage', or leave reconstruct out"
+        )
+    if config.distill is not None and not config.enforce:
+        raise ValueError(
+            "distill tunes sparse modules, which hold their masks, and enforce=False leaves none: leave it out, and "
+            "call export(model) after the run for plain modules with zeros"
+        )
+    if config.masks is not None and config.reconstruct is not None and config.reconstruct.masks == "move":
+        raise ValueError("masks= says which weights stay, and reconstruct's masks='move' would choose others")
+    choosing = {"refine": config.refine, "permute": config.permute, "allocation": config.allocation != "uniform"}
+    if config.masks is not None and any(choosing.values()):
+        names = " and ".join(name for name, wanted in choosing.items() if wanted)
+        raise ValueError(f"masks= says which weights stay, and {names} would choose others; leave one of them out")

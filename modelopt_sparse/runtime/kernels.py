@@ -1,0 +1,507 @@
+"""torch's two 2:4 libraries behind one contract: the only file that touches torch's private 2:4 functions.
+
+torch's public interface to them are the tensor subclasses of torch.sparse. It is not enough:
+
+- a tensor holds one algorithm for all token counts;
+- it takes no fp8, and refuses non-contiguous inputs in `linear`;
+- cuSPARSELt's search, and the converters of the CUTLASS format, have no public name.
+
+No class flag of torch is ever set: a backend is chosen by calling its own functions.
+
+Shape letters: R rows (out features), C columns (in features), T tokens.
+"""
+
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.sparse import (
+    SparseSemiStructuredTensor,
+    SparseSemiStructuredTensorCUSPARSELT,
+    SparseSemiStructuredTensorCUTLASS,
+)
+
+# backends -------------------------------------------------------------------------------------------------------------
+
+
+UNPACKED_AT_ONCE = 1024  # columns of the identity matrix that unpacking multiplies with at a time
+ALIGNMENT = 16  # bytes: both libraries are told that every operand's address is a multiple of this
+
+
+class Algorithm(NamedTuple):
+    """cuSPARSELt's numbers for one way to multiply. They mean something for one library version, GPU and shape only."""
+
+    alg_id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+DEFAULT = Algorithm()
+
+
+class Multiples(NamedTuple):
+    """The numbers that a weight's rows and columns, and an input's tokens, must be multiples of.
+
+    Inputs are padded to them, weights never.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+
+
+class Backend(ABC):
+    """How one library packs a 2:4 weight [R, C] and multiplies inputs [T, C] by it. Stateless."""
+
+    name: ClassVar[str]
+    tensor_class: ClassVar[type[SparseSemiStructuredTensor]]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]  # of the packed weight
+
+    def multiples(self, dtype: torch.dtype) -> Multiples:
+        """What shapes must be multiples of, for weights packed as ``dtype``."""
+        limits = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
+        return Multiples(limits.sparse_min_rows, limits.sparse_min_cols, limits.dense_min_rows)
+
+    @abstractmethod
+    def unavailable(self, device: torch.device) -> str:
+        """Why this library cannot run on a CUDA device, or ""."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(values, metadata) of a contiguous weight, whose pattern is not checked here.
+
+        ``metadata`` is None for a library that stores it together with the values.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, metadata: Tensor | None, columns: int) -> Tensor:
+        """The weight [R, C] that was packed."""
+
+    @abstractmethod
+    def multiply(
+        self,
+        packed: Tensor,
+        metadata: Tensor | None,
+        x: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        algorithm: Algorithm = DEFAULT,
+    ) -> Tensor:
+        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T a multiple of `multiples`' ``tokens``."""
+
+    def search(
+        self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+    ) -> list[Algorithm]:
+        """The algorithms worth timing for this input, the default first."""
+        del packed, metadata, x, bias, out_dtype
+        return [DEFAULT]
+
+    def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
+        """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
+        with _without_prototype_warning():
+            return self.tensor_class(shape, packed, metadata, None, None, None)
+
+
+class CuSparseLt(Backend):
+    """NVIDIA's cuSPARSELt: for compute capability 8.0 and later, and the only library for 9.0 and later."""
+
+    name = "cusparselt"
+    tensor_class = SparseSemiStructuredTensorCUSPARSELT
+    dtypes = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+
+    def unavailable(self, device):
+        if not torch.backends.cusparselt.is_available():
+            return "this build of torch has no cuSPARSELt"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"compute capability {_dotted(capability)} has no Sparse Tensor Cores, which came with 8.0"
+        return ""
+
+    def pack(self, weight):
+        with _without_prototype_warning():
+            packed = self.tensor_class.from_dense(weight).packed
+        assert packed is not None
+        return packed, None
+
+    def unpack(self, packed, metadata, columns):
+        # the layout is not documented, so the weight is computed as W = (I W^T)^T: every sum has one nonzero term
+        parts = []
+        out_dtype = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.bfloat16}.get(packed.dtype)
+        for start in range(0, columns, UNPACKED_AT_ONCE):
+            size = min(UNPACKED_AT_ONCE, columns - start)
+            identity = torch.zeros(size, columns, dtype=torch.float16, device=packed.device)
+            identity.diagonal(start).fill_(1)
+            product = self.multiply(packed, metadata, identity.to(packed.dtype), out_dtype=out_dtype)
+            parts.append(product.t().to(packed.dtype))
+        return torch.cat(parts, dim=1)
+
+    def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=DEFAULT):
+        return torch._cslt_sparse_mm(
+            packed,
+            x.t(),
+            bias=bias,
+            out_dtype=out_dtype,
+            transpose_result=True,
+            alg_id=algorithm.alg_id,
+            split_k=algorithm.split_k,
+            split_k_mode=algorithm.split_k_mode,
+        )
+
+    def search(self, packed, metadata, x, bias, out_dtype):
+        private: Any = torch._C
+        bindings: Any = getattr(private, "_cusparselt", None)
+        if hasattr(bindings, "mm_search"):
+            alg_id, split_k, mode, _ = bindings.mm_search(packed, x.t(), bias, None, out_dtype, True)
+            fastest = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
+        else:  # deprecated where `mm_search` exists, and returns no split-k
+            fastest = Algorithm(int(torch._cslt_sparse_mm_search(packed, x.t(), bias, None, out_dtype, True)))
+        return [DEFAULT] if fastest == DEFAULT else [DEFAULT, fastest]
+
+
+class Cutlass(Backend):
+    """The CUTLASS kernels inside torch: compute capability 8.x alone. Packing and unpacking run on any device."""
+
+    name = "cutlass"
+    tensor_class = SparseSemiStructuredTensorCUTLASS
+    dtypes = (torch.float16, torch.bfloat16, torch.int8)  # float32 would be 1:2
+
+    def unavailable(self, device):
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] != 8:
+            return f"its kernels run on compute capability 8.x, this device has {_dotted(capability)}"
+        return ""
+
+    # private functions are imported where they are used: if a later torch moves them, this file can still be imported
+
+    def pack(self, weight):
+        from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+
+        return sparse_semi_structured_from_dense_cutlass(weight)
+
+    def unpack(self, packed, metadata, columns):
+        from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
+
+        del columns
+        return sparse_semi_structured_to_dense_cutlass(packed, metadata)
+
+    def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=DEFAULT):
+        del algorithm
+        assert metadata is not None
+        if bias is None:
+            product = torch._sparse_semi_structured_mm(packed, metadata, x.t(), out_dtype=out_dtype)
+        else:
+            product = torch._sparse_semi_structured_addmm(bias, packed, metadata, x.t(), out_dtype=out_dtype)
+        return product.t().contiguous()
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CuSparseLt(), Cutlass())}
+
+
+def choose_backend(device: torch.device, asked: str | None = None) -> Backend:
+    """The backend named ``asked``, else the first that runs on the device.
+
+    Raises ValueError if there is no such backend, or, with the reasons, if none runs on the device.
+    """
+    if asked is not None and asked not in BACKENDS:
+        raise ValueError(f"backend {asked!r} is not known: allowed are {', '.join(BACKENDS)}")
+    reasons = {}
+    for name in BACKENDS if asked is None else [asked]:
+        if not (reason := BACKENDS[name].unavailable(device)):
+            return BACKENDS[name]
+        reasons[name] = reason
+    raise ValueError(
+        f"no 2:4 kernels for {device}: {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}; "
+        "leave the model dense here"
+    )
+
+
+def library_version(backend: Backend) -> str:
+    """The library's version. Packed bytes, algorithms and timings are only valid for this one."""
+    if backend.name == "cusparselt":
+        return f"cuSPARSELt {torch.backends.cusparselt.version()}"
+    return f"torch {torch.__version__}"
+
+
+@contextmanager
+def _without_prototype_warning() -> Iterator[None]:
+    """Hide the warning of torch's classes that their API is a prototype: all uses of it stand in this file."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
+        yield
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+# packing --------------------------------------------------------------------------------------------------------------
+# Packing a 2:4 weight: a weight is packed only if it can be unpacked bit for bit.
+#
+# torch's packing does not check its input. Of three nonzeros in a group it drops one silently, and some kernels take
+# -0.0
+# for a nonzero. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked once and compared.
+#
+# Shape letters: R rows (out features), C columns (in features), G groups of four columns.
+
+
+# dtypes of the weights that can be packed; quantize.py makes 8-bit codes from these
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class NotPackable(ValueError):
+    """A weight cannot be packed. The text is the reason alone: the caller knows the layer's name."""
+
+
+def misfit(weight: Tensor) -> str:
+    """Why a weight [R, C] cannot be packed 2:4, with the first row that breaks the pattern, or ""."""
+    rows, columns = weight.shape
+    if not torch.isfinite(weight).all():
+        return "its weight holds NaN or inf"
+    if columns % 4:
+        return f"not 2:4: {columns} input channels are not a multiple of 4"
+    nonzeros_RG = (weight != 0).view(rows, -1, 4).sum(-1, dtype=torch.uint8)
+    breaking_R = (nonzeros_RG > 2).any(-1)
+    if not breaking_R.any():
+        return ""
+    row = int(breaking_R.nonzero()[0])
+    group = int((nonzeros_RG[row] > 2).nonzero()[0])
+    return (
+        f"not 2:4: row {row} has {int(nonzeros_RG[row, group])} nonzeros in columns {4 * group} to {4 * group + 3}; "
+        f"{int(breaking_R.sum())} of {rows} rows break the pattern"
+    )
+
+
+def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str:
+    """Why a backend cannot pack a weight of shape [R, C] as ``dtype``, or ""."""
+    if dtype not in backend.dtypes:
+        return f"dtype: {backend.name} has no kernel for {dtype}"
+    rows, columns, _ = backend.multiples(dtype)
+    if shape[0] % rows or shape[1] % columns:
+        return f"shape: {shape[0]} x {shape[1]} is no multiple of the {rows} x {columns} that {backend.name} takes"
+    return ""
+
+
+def without_negative_zeros(weight: Tensor) -> Tensor:
+    """A contiguous copy in which -0.0 is +0.0."""
+    if weight.dtype == torch.float8_e4m3fn:  # torch cannot compare this dtype
+        bits = weight.view(torch.uint8)
+        return bits.masked_fill(bits == 0x80, 0).view(weight.dtype).contiguous()
+    return weight.masked_fill(weight == 0, 0).contiguous()
+
+
+@torch.no_grad()
+def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
+    """(values, metadata) of a 2:4 weight [R, C].
+
+    Raises NotPackable if it is not 2:4, if its shape or dtype does not fit, or if it does not unpack bit for bit.
+    """
+    values = weight.float() if weight.dtype == torch.float8_e4m3fn else weight
+    if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(values):
+        raise NotPackable(reason)
+    clean = without_negative_zeros(weight.detach())
+    packed, metadata = backend.pack(clean)
+    back = backend.unpack(packed, metadata, weight.shape[1])
+    if not torch.equal(back.view(torch.uint8), clean.view(torch.uint8)):
+        raise NotPackable(f"{backend.name} does not give its weight back bit for bit")
+    return packed, metadata
+
+
+# quantize -------------------------------------------------------------------------------------------------------------
+# 8-bit codes for 2:4 layers: one scale for each row of the weight, one for each token of the input.
+#
+# The scales are applied to the product, not inside the kernel. To pass a scale to cuSPARSELt, torch reads it on the
+# host:
+# that waits for the GPU in every call, and cannot be captured in a CUDA graph. And the kernel takes one scale for all
+# rows and tokens; applied to the product, one for each costs nothing more.
+#
+# Shape letters: R rows (out features), C columns (in features), T tokens.
+
+
+FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# dtypes of the sums of products of codes: exact for int8; for fp8 with the range of float32, as sums can pass 65,504,
+# the largest number of float16
+SUMS = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.int32}
+
+
+def quantize_rows(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(codes [..., C] of ``dtype``, float32 scales [..., 1]), so that matrix ~ codes * scales.
+
+    The largest entry of a row gets the largest code. Zeros stay zeros; a row of zeros has scale 1.
+    """
+    wide = matrix.float()
+    scales = wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    scales = scales.masked_fill(scales == 0, 1)
+    scaled = (wide / scales).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def rescaled(sums: Tensor, tokens: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Sums of products of codes [T, R], times the scales of tokens [T, 1] and of rows [R, 1], plus the bias [R].
+
+    It is computed in float32 and returned as ``dtype``.
+    """
+    out = sums.float() * tokens * rows.t()
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def relative_squared_error(actual: Tensor, wanted: Tensor) -> float:
+    """||actual - wanted||^2 / ||wanted||^2, in float64; if ``wanted`` is zero, ||actual||^2."""
+    size = wanted.double().square().sum()
+    distance = (actual.double() - wanted.double()).square().sum()
+    return float(distance / size) if size else float(distance)
+
+
+# matmul ---------------------------------------------------------------------------------------------------------------
+# Inputs times a packed weight: the choice of its form by the number of tokens, and the operators for torch.compile.
+#
+# Shape letters: R rows (out features), C columns (in features), T tokens.
+
+
+class Choice(NamedTuple):
+    """How inputs of at least ``tokens`` rows, and fewer than the next choice has, are multiplied.
+
+    ``sparse``: by the packed weight, with ``algorithm``; otherwise by the dense weight.
+    """
+
+    tokens: int
+    sparse: bool
+    algorithm: Algorithm = DEFAULT
+
+
+ALWAYS_SPARSE = (Choice(0, True),)
+
+
+def choice_for(tokens: int, choices: Sequence[Choice]) -> Choice:
+    """The last of the choices (sorted by token count) whose count is at most ``tokens``; the first if there is none."""
+    return next((choice for choice in reversed(choices) if choice.tokens <= tokens), choices[0])
+
+
+def multiply(
+    x: Tensor,
+    packed: Tensor,
+    metadata: Tensor | None,
+    scales: Tensor | None,
+    dense: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    backend: str,
+    choices: Sequence[Choice],
+) -> Tensor:
+    """x W^T + bias as [T, R] for x [T, C]: by the packed weight, or by the dense one where a choice says so.
+
+    In a compiled graph only the product itself is an opaque operator, so that torch.compile can fuse the rounding of x
+    to 8 bits with other operations.
+    """
+    if torch.compiler.is_compiling():
+        opaque = torch.ops.modelopt_sparse.product_24
+        run = functools.partial(opaque, rows=rows, backend=backend, choices=as_numbers(choices))
+    else:
+        run = functools.partial(product, rows=rows, backend=backend, choices=choices)
+    if scales is None:
+        return run(x, packed, metadata, dense, bias)
+    codes, of_tokens = quantize_rows(x, packed.dtype)
+    return rescaled(run(codes, packed, metadata, None, None), of_tokens, scales, bias, x.dtype)
+
+
+def product(
+    x: Tensor,
+    packed: Tensor,
+    metadata: Tensor | None,
+    dense: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    backend: str,
+    choices: Sequence[Choice],
+) -> Tensor:
+    """x W^T (+ bias) as [T, R] for x [T, C] in the dtype of the packed weight; of 8-bit codes the unscaled sums."""
+    tokens, out_dtype, kernels = x.shape[0], SUMS.get(packed.dtype), BACKENDS[backend]
+    if not tokens:
+        return x.new_empty(0, rows, dtype=out_dtype)
+    choice = choice_for(tokens, choices)
+    if not choice.sparse:
+        assert dense is not None
+        return F.linear(x, dense, bias)
+    x = _operand(x, kernels.multiples(packed.dtype).tokens)
+    return kernels.multiply(packed, metadata, x, bias, out_dtype, choice.algorithm)[:tokens]
+
+
+def _operand(x: Tensor, multiple: int) -> Tensor:
+    """x as the kernels require it: contiguous, aligned, and padded with rows of zeros to a multiple of ``multiple``."""
+    missing = -x.shape[0] % multiple
+    if missing:
+        return torch.cat([x, torch.zeros(missing, x.shape[1], dtype=x.dtype, device=x.device)])
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+# the arguments of `product` and of `multiply`, as torch writes them
+PRODUCT = (
+    "(Tensor x, Tensor packed, Tensor? metadata, Tensor? dense, Tensor? bias, SymInt rows, str backend, "
+    "SymInt[] choices) -> Tensor"
+)
+LINEAR = PRODUCT.replace("Tensor? dense", "Tensor? scales, Tensor? dense")
+
+
+@functools.cache
+def register_operators() -> None:
+    """Register `product` and `multiply` as operators, which torch.compile does not trace into.
+
+    One graph then serves any number of tokens. It is done when the first layer is packed, not at import. The backward
+    pass of `multiply` is an operator that raises when it runs: a model may be compiled with gradients on, but a
+    gradient that leaves this layer out would be wrong.
+    """
+
+    def product_24(*operands: Any) -> Tensor:
+        *others, choices = operands
+        return product(*others, choices=_choices(choices))
+
+    def linear_24(*operands: Any) -> Tensor:
+        *others, choices = operands
+        return multiply(*others, choices=_choices(choices))
+
+    def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+        raise RuntimeError(
+            "layers packed 2:4 are for inference and have no backward pass: run under torch.no_grad(), or call "
+            "modelopt_sparse.to_dense(model) before training"
+        )
+
+    def shapes(ctx, inputs, output):
+        x, _, _, _, dense, bias, *_ = inputs
+        ctx.shapes = [None if tensor is None else list(tensor.shape) for tensor in (x, dense, bias)]
+
+    def backward(ctx, gradient):
+        refuse = torch.ops.modelopt_sparse.no_gradient
+        x, dense, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
+        return x, None, None, None, dense, bias, None, None, None
+
+    bare = torch.library.custom_op("modelopt_sparse::product_24", product_24, mutates_args=(), schema=PRODUCT)
+    bare.register_fake(
+        lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(
+            x.shape[0], rows, dtype=SUMS.get(packed.dtype)
+        )
+    )
+    whole = torch.library.custom_op("modelopt_sparse::linear_24", linear_24, mutates_args=(), schema=LINEAR)
+    whole.register_fake(
+        lambda x, packed, metadata, scales, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows)
+    )
+    refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
+    refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
+    whole.register_autograd(backward, setup_context=shapes)
+
+
+def as_numbers(choices: Sequence[Choice]) -> list[int]:
+    """Choices as integers, five for each, because an operator takes no tuples."""
+    return [number for choice in choices for number in (choice.tokens, int(choice.sparse), *choice.algorithm)]
+
+
+def _choices(numbers: Sequence[int]) -> list[Choice]:
+    """The inverse of `as_numbers`."""
+    fives = (numbers[start : start + 5] for start in range(0, len(numbers), 5))
+    return [Choice(tokens, bool(sparse), Algorithm(*algorithm)) for tokens, sparse, *algorithm in fives]
