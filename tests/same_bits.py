@@ -1,17 +1,21 @@
 """Runs the same small jobs with two checkouts of this package, and says which of them end with other bits.
 
-    python tests/same_bits.py OTHER_CHECKOUT [--this CHECKOUT] [--only SUBSTRING] [--out FILE]
+    python tests/same_bits.py OTHER_CHECKOUT [--this CHECKOUT] [--only SUBSTRING] [--words] [--out FILE]
 
 It is for changes that must not change what is computed. Make a worktree of the version before the change, and give its
 folder as OTHER_CHECKOUT. Each checkout runs all jobs in one process of its own, through the public API and the command
-line alone. Compared are the bits of all tensors and masks, reports and plans, files, and what commands print. Times and
-versions are left out. Exit code 1 says that a job differs or fails, 2 that a process did not come to its end.
+line alone. Compared are the bits of all tensors and masks, reports and plans, files, and the numbers and names in what
+is printed. Of a job whose tensors differ, the largest difference is said. Times, memory and versions are left out.
+
+Words are notes, reasons, warnings, error messages, and printed text without a number in it. They are compared with
+--words alone. Exit code 1 says that a job differs or fails, 2 that a process did not come to its end.
 
 Both sides have one thread. Both set torch's precision of float32 products, so that the library times none of them.
 """
 
 import argparse
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -34,16 +38,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers as hf
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_module
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 Result = dict[str, Any]
 mts: Any = None  # the package, as the checkout has it whose jobs this process runs; `run_jobs` imports it
+kept: Path | None = None  # the folder with the values of all tensors, each in a file named by its hash
 
 TESTBED = Path(__file__).resolve().parent.parent / "examples" / "testbed"
 # as tables and first lines print seconds
-TIMES = re.compile(r"(?<![\d.=])\d+\.\d\d(?:\.\.\d+\.\d\d)?(?![\d%])|\d+\.\d(?= s of )")
-NOT_COMPARED = ("seconds", "versions", "checksum")  # a checksum is of a whole file, its times and versions included
-SHOWN, LIMIT = 2, 900  # differences that the table spells out; seconds that a side may take
+TIMES = re.compile(r"(?<![\d.=])\d+\.\d\d(?:\.\.\d+\.\d\d)?(?![\d%])|\d+(?:\.\d)?(?= s\b)")
+# a checksum is of a whole file, its times and versions included; the peak is that of all jobs before
+NOT_COMPARED = ("seconds", "versions", "checksum", "peak_memory")
+WORDS = {"words", "notes", "reason", "problem", "measure", "message", "complaints", "warnings"}  # what holds them
+SHOWN, LIMIT = 2, 3600  # differences that the table spells out; seconds that a side may take
 
 # models and their data ------------------------------------------------------------------------------------------------
 
@@ -54,7 +64,24 @@ SIZES: dict[str, Any] = {**WIDTHS, **IDS, "num_hidden_layers": 2}
 EXPERTS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {**SIZES, "num_local_experts": 4, "intermediate_size_mlp": INNER, "head_dim": 8, "attention_chunk_size": 16}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "eos_token_id": 2}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}
+GEMMA3 = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
 T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": INNER, "num_layers": 2, "num_heads": 4}
+WHISPER = {"vocab_size": VOCAB, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2, "d_model": WIDTH}
+WHISPER |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+WHISPER |= {f"{part}_ffn_dim": INNER for part in ("encoder", "decoder")}
+WHISPER |= {"max_source_positions": 11, "max_target_positions": 64, "decoder_start_token_id": 2, "pad_token_id": 1}
+WHISPER |= {"bos_token_id": 2, "eos_token_id": 2, "suppress_tokens": None, "begin_suppress_tokens": None}
+PATCHES = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": 4, "patch_size": 4}
+VIT = {**PATCHES, "num_hidden_layers": 2, "image_size": 12}
+YOLOS = {**PATCHES, "num_hidden_layers": 3, "image_size": [12, 12], "num_detection_tokens": 4}
+IMAGE, BEFORE, AFTER = 90, 92, 93  # tokens of an image in a text
+EYES = {"depth": 2, "hidden_size": WIDTH, "intermediate_size": INNER, "num_heads": 4, "patch_size": 4}
+EYES |= {"out_hidden_size": WIDTH, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+QWEN3_VL = {"text_config": {**SIZES, "head_dim": 8, "rope_parameters": ROPE}, "vision_config": EYES}
+QWEN3_VL |= {"image_token_id": IMAGE, "vision_start_token_id": BEFORE, "vision_end_token_id": AFTER}
 
 
 def transformer(name: str, config: str, settings: Mapping[str, Any], **more: Any) -> Any:
@@ -64,6 +91,26 @@ def transformer(name: str, config: str, settings: Mapping[str, Any], **more: Any
 def cnn() -> nn.Module:
     convolutions = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=4), nn.ReLU())
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 16))
+
+
+class Odd(nn.Module):
+    """Three blocks, which write to their inputs, or of which some batches skip the second one."""
+
+    def __init__(self, overwrites: bool) -> None:
+        super().__init__()
+        self.overwrites = overwrites
+        self.blocks = nn.ModuleList([nn.Sequential(*self.parts()) for _ in range(3)])
+
+    def parts(self) -> list[nn.Module]:
+        layers = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH)]
+        return [nn.LeakyReLU(0.5, inplace=True), *layers] if self.overwrites else layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for number, block in enumerate(self.blocks):
+            if self.overwrites or number != 1 or x[0, 0, 0] < 0:
+                x = x + block(x)
+        return x
 
 
 def tokens(vocab: int = VOCAB) -> list[Tensor]:
@@ -91,6 +138,43 @@ def images() -> list[Tensor]:
     return list(torch.randn(3, 4, 3, 12, 12, generator=torch.Generator().manual_seed(1)))
 
 
+def activations() -> list[Tensor]:
+    """Batches of several lengths; of two of them the first number is positive."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(3, length, WIDTH, generator=generator) for length in (9, 7, 9, 5)]
+    return [torch.cat([sign * x[..., :1].abs(), x[..., 1:]], -1) for sign, x in zip((-1, 1, 1, -1), batches)]
+
+
+def spectrograms() -> list[dict[str, Tensor]]:
+    decoder = [{f"decoder_{name}": value for name, value in batch.items()} for batch in ragged()]
+    generator = torch.Generator().manual_seed(1)
+    rows = [len(batch["decoder_input_ids"]) for batch in decoder]
+    return [{"input_features": torch.randn(n, 8, 22, generator=generator), **x} for n, x in zip(rows, decoder)]
+
+
+def images_in_texts(*shown: bool) -> list[dict[str, Tensor]]:
+    """A batch for each of ``shown``: texts with an image of four tokens in each, or without."""
+    batches = []
+    for seed, has_images in enumerate(shown):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, IMAGE, (2, 10 + seed), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if has_images:
+            ids[:, 1:7] = torch.tensor([BEFORE, IMAGE, IMAGE, IMAGE, IMAGE, AFTER])
+            pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator)
+            grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
+            batch |= {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+        batches.append(batch)
+    return batches
+
+
+def pictures() -> Result:
+    """Images in the place of batches, and the processor that makes batches of them."""
+    pixels = torch.randint(0, 256, (9, 20, 16, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    processor = hf.ViTImageProcessorPil(size={"height": 12, "width": 12})
+    return {"data": list(pixels.numpy()), "processor": processor, "num_samples": 8}
+
+
 def sequences() -> list[dict[str, Tensor]]:
     padding = [batch["attention_mask"] == 0 for batch in ragged()]
     generator = torch.Generator().manual_seed(1)
@@ -104,6 +188,8 @@ def text() -> Result:
 
 
 llama = partial(transformer, "LlamaForCausalLM", "LlamaConfig", SIZES, tie_word_embeddings=True)
+vit = partial(transformer, "ViTForImageClassification", "ViTConfig", VIT)
+qwen3_vl = partial(transformer, "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", QWEN3_VL)
 layer = partial(nn.TransformerEncoderLayer, WIDTH, 4, INNER, batch_first=True)
 embedded = partial(hf.LlamaForCausalLM.from_pretrained, TESTBED / "tiny-llama", dtype="float32")
 # name -> how the model is made, and its calibration data: batches, or options
@@ -116,7 +202,16 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "untied": (partial(llama, vocab_size=96, tie_word_embeddings=False), partial(tokens, 96)),
     "embedded": (embedded, text),
     "gpt2": (partial(transformer, "GPT2LMHeadModel", "GPT2Config", GPT2), ragged),
+    "gemma3": (partial(transformer, "Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA3), ragged),
+    "bloom": (partial(transformer, "BloomForCausalLM", "BloomConfig", BLOOM), partial(ragged, "left")),
     "t5": (partial(transformer, "T5ForConditionalGeneration", "T5Config", T5), pairs),
+    "whisper": (partial(transformer, "WhisperForConditionalGeneration", "WhisperConfig", WHISPER), spectrograms),
+    "vit": (vit, images),
+    "pictures": (vit, pictures),
+    "yolos": (partial(transformer, "YolosForObjectDetection", "YolosConfig", YOLOS), images),
+    "qwen3-vl": (qwen3_vl, partial(images_in_texts, True, True, True)),
+    "qwen3-vl-mixed": (qwen3_vl, partial(images_in_texts, True, False, True, False)),
+    "qwen3-vl-later": (qwen3_vl, partial(images_in_texts, False, True, True)),
     "albert": (partial(transformer, "AlbertForMaskedLM", "AlbertConfig", SIZES, embedding_size=16), ragged),
     "mixtral": (partial(transformer, "MixtralForCausalLM", "MixtralConfig", EXPERTS), ragged),
     "gpt-oss": (partial(transformer, "GptOssForCausalLM", "GptOssConfig", EXPERTS, head_dim=8), ragged),
@@ -125,6 +220,8 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "cnn": (cnn, images),
     "encoder": (lambda: nn.TransformerEncoder(layer(), 2), sequences),
     "no-stack": (layer, sequences),
+    "skipping": (partial(Odd, overwrites=False), activations),
+    "overwriting": (partial(Odd, overwrites=True), activations),
 }
 
 
@@ -142,7 +239,7 @@ def built(name: str) -> Any:
 
 
 def with_data(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    data = {} if {"data_loader", "forward_loop"} & options.keys() else MODELS[name][1]()
+    data = {} if {"data", "data_loader", "forward_loop"} & options.keys() else MODELS[name][1]()
     return {"progress": False, **(data if isinstance(data, dict) else {"data_loader": data}), **options}
 
 
@@ -171,7 +268,10 @@ def own_method(at: int = 0) -> Any:
 
 def digest(values: Tensor) -> str:
     data = values.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{values.dtype} {list(values.shape)} {hashlib.sha256(data).hexdigest()}"
+    name = hashlib.sha256(data).hexdigest()
+    if kept is not None and not (kept / name).exists():
+        (kept / name).write_bytes(data)
+    return f"{values.dtype} {list(values.shape)} {name}"
 
 
 def without_times(value: Any) -> Any:
@@ -180,21 +280,41 @@ def without_times(value: Any) -> Any:
     return [without_times(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def printed(text: str) -> Result:
+    """The numbers, patterns and numbered names in printed text, and all of it as words; not how it is laid out."""
+    paragraphs = [TIMES.sub("#", " ".join(lines.split())) for lines in text.split("\n\n")]
+    counting = [lines for lines in paragraphs if not lines.startswith(("note:", "[", "Error", "modelopt-sparse:"))]
+    numbers = [word.strip(".,;:()") for lines in counting for word in lines.split() if re.search(r"\d", word)]
+    return {"numbers": numbers, "words": [re.sub("-{2,}", "", lines) for lines in paragraphs]}
+
+
+def warned(job: Callable[[], Result]) -> Result:
+    """What a job gives, and the warnings that it raises, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = job()
+    said = dict.fromkeys(f"{each.category.__name__}: {each.message}" for each in caught)
+    return {**result, "warnings": list(said)}
+
+
 def result_of(model: nn.Module) -> Result:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
         "tensors": {name: digest(values) for name, values in named},
         "masks": {name: digest(mask) for name, mask in mts.named_masks(model)},
         "report": without_times(mts.report(model).as_dict()),
-        "verified": str(mts.verify(model)),
+        "printed report": printed(str(mts.report(model))),
+        "verified": printed(str(mts.verify(model))),
     }
 
 
 def files_in(folder: Path) -> Result:
-    """Hashes of all files; sparsity.json, which holds times, as what it says."""
+    """Hashes of all files, and of their tensors; sparsity.json, which holds times, as what it says."""
     files = {str(x.relative_to(folder)): x.read_bytes() for x in sorted(folder.rglob("*")) if x.is_file()}
     texts = {name: without_times(json.loads(data)) for name, data in files.items() if name.endswith("sparsity.json")}
-    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | texts
+    shards = {name: load_file(folder / name) for name in files if name.endswith(".safetensors")}
+    tensors = {f"in {name}": {key: digest(x) for key, x in shard.items()} for name, shard in shards.items()}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | texts | tensors
 
 
 # jobs -----------------------------------------------------------------------------------------------------------------
@@ -204,7 +324,7 @@ def sparse(name: str, method: Any, dtype: torch.dtype = torch.float32, **options
     model, options = built(name).to(dtype), with_data(name, options)
     plan = mts.make_plan(model, method, **options)
     mts.sparsify(model, method, **options)
-    return {"printed plan": str(plan), "plan": plan.as_dict(), **result_of(model)}
+    return {"printed plan": printed(str(plan)), "plan": plan.as_dict(), **result_of(model)}
 
 
 def two(name: str, method: Any, **options: Any) -> Result:
@@ -215,7 +335,8 @@ def two(name: str, method: Any, **options: Any) -> Result:
 
 def one_of_two(rank: int, name: str, method: Any, options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
-    Path(f"{rank}.json").write_text(json.dumps(sparse(name, method, **options), default=str), encoding="utf-8")
+    result = warned(partial(sparse, name, method, **options))
+    Path(f"{rank}.json").write_text(json.dumps(result, default=str), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -223,7 +344,20 @@ def one_of_two(rank: int, name: str, method: Any, options: dict[str, Any]) -> No
 def stream(name: str, method: Any, **options: Any) -> Result:
     built(name).save_pretrained("dense")
     report = mts.sparsify_checkpoint("dense", "sparse", method, **with_data(name, options))
-    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": str(mts.verify("sparse"))}
+    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": verified()}
+
+
+def verified() -> Result:
+    return printed(str(mts.verify("sparse")))
+
+
+def hooked(hook: Callable[[nn.Module], Any], name: str, method: Any, **options: Any) -> Result:
+    """A model with accelerate's hooks, on the CPU, where they run as they would for a GPU."""
+    model = built(name)
+    hook(model)
+    mts.sparsify(model, method, **with_data(name, options))
+    mts.save(model, "sparse")
+    return {"files": files_in(Path()), **result_of(remove_hook_from_module(model, recurse=True))}
 
 
 def written(name: str, method: Any, **options: Any) -> Result:
@@ -232,7 +366,7 @@ def written(name: str, method: Any, **options: Any) -> Result:
     mts.save(model, "sparse")
     results = {"files": files_in(Path()), "restored": result_of(mts.restore(built(name), "sparse"))}
     if Path("sparse/config.json").exists():
-        results |= {"loaded": result_of(mts.load("sparse")), "verified": str(mts.verify("sparse"))}
+        results |= {"loaded": result_of(mts.load("sparse")), "verified": verified()}
     return {**results, "exported": result_of(mts.export(model))}
 
 
@@ -244,7 +378,8 @@ def masked(**options: Any) -> Result:
 
 def twice() -> Result:
     model = mts.sparsify(built("llama"), "magnitude", pattern="1:4", exclude="*.down_proj", progress=False)
-    return result_of(mts.sparsify(model, "wanda", include="*.1.mlp.*", **with_data("llama", {})))
+    options = with_data("llama", {"pattern": "1:4"})
+    return result_of(mts.sparsify(model, "wanda", include=["*.1.mlp.*", "*.down_proj"], **options))
 
 
 def begin(folder: Path, method: Any, **options: Any) -> None:
@@ -255,12 +390,12 @@ def begin(folder: Path, method: Any, **options: Any) -> None:
 
 
 def go_on(folder: Path, method: Any, **options: Any) -> Result:
-    """The folder must be that of a run that nobody has disturbed, but for what the notes say."""
+    """The folder must be that of a run that nobody has disturbed, but for one note."""
     mts.sparsify_checkpoint(folder / "dense", folder / "sparse", method, **with_data("deep", options))
     mts.sparsify_checkpoint(folder / "dense", folder / "fresh", own_method(), **with_data("deep", options))
     resumed, fresh = files_in(folder / "sparse"), files_in(folder / "fresh")
     notes = [files["sparsity.json"]["report"].pop("notes") for files in (resumed, fresh)]
-    assert notes[0][-1:] == ["1 of 3 blocks were reused from a stopped run"], notes
+    assert notes[0][:-1] == notes[1], notes
     assert not differences(fresh, resumed), f"not the undisturbed folder: {differences(fresh, resumed)}"
     return {"files": resumed, "notes": notes, "layers solved": method.calls}
 
@@ -271,7 +406,7 @@ def stopped(**options: Any) -> Result:
     return go_on(Path(), method, **options)
 
 
-def across(shared: Path) -> Result:
+def stopped_across(shared: Path) -> Result:
     """The side that comes first begins a run and is stopped, the other one goes on with it, or refuses to."""
     if not (shared / "dense").exists():
         begin(shared, own_method(at=10))
@@ -279,10 +414,145 @@ def across(shared: Path) -> Result:
     try:
         go_on(shared, own_method())
     except ValueError as error:
-        if "started with something else" not in str(error):
-            raise
-        return {"outcome": f"refused, with what differs: {error}"}
+        return {"outcome": f"refused: {error}"}
     return {"outcome": "goes on, to the folder of a run that nobody has disturbed"}
+
+
+def pickled_across(shared: Path) -> Result:
+    """The side that comes first writes a model by torch.save, the other one loads it, or names mts.save."""
+    if not (shared / "model.pt").exists():
+        model = mts.sparsify(built("llama"), "wanda", **with_data("llama", {}))
+        torch.save(model, shared / "model.pt")
+        (shared / "model.json").write_text(json.dumps(with_logits(model), default=str), encoding="utf-8")
+        return {"outcome": "written"}
+    try:
+        loaded = with_logits(torch.load(shared / "model.pt", weights_only=False))
+    except Exception as error:
+        if "mts.save" not in str(error):
+            raise
+        return {"outcome": f"refused: {type(error).__name__}: {error}"}
+    written = json.loads((shared / "model.json").read_text(encoding="utf-8"))
+    differing = differences(written, json.loads(json.dumps(loaded, default=str)))
+    assert not differing, f"not the model that was written: {differing}"
+    return {"outcome": "is loaded, with the same tensors, masks, report and output"}
+
+
+@torch.no_grad()
+def with_logits(model: nn.Module) -> Result:
+    return {**result_of(model), "logits": digest(model(tokens()[0]).logits)}
+
+
+def trained(algorithm: str, *arguments: Any, **options: Any) -> Result:
+    """Some steps of sparse training."""
+    model, ids = built("llama").train(), tokens()
+    sparsity = getattr(mts.training, algorithm)(*arguments, include="blocks", **options)
+    sparsity.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sparsity.apply(optimizer)
+    for step in range(8):
+        model(input_ids=ids[step % 4], labels=ids[step % 4]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"printed training": printed(str(sparsity.report())), **result_of(model.eval())}
+
+
+def wider(**options: Any) -> Result:
+    torch.manual_seed(0)
+    ift = mts.training.sparse_ift(built("llama"), 0.5, **options)
+    ift.sparsity.apply(ift.model)
+    return {"plan": printed(str(ift.plan)), **result_of(ift.model)}
+
+
+def own_text_file() -> Result:
+    options = {key: value for key, value in text().items() if key != "batch_size"}
+    mts.write_text(built("text"), "own.jsonl", windows=4, **options)
+    return {"text": Path("own.jsonl").read_text(encoding="utf-8")}
+
+
+def evaluated() -> Result:
+    """Two models of the same weights but for the zeros, on text."""
+    model = mts.sparsify(built("text"), "magnitude", progress=False)
+    ids = torch.randint(3, 2048, (200,), generator=torch.Generator().manual_seed(1))
+    done = mts.evaluate(model, ids, seq_len=32, reference=built("text"), progress=False)
+    return {"values": without_times(vars(done)), "printed": printed(str(done))}
+
+
+def refused() -> Result:
+    """What is wrong, and with what; the messages are words."""
+    wrong: dict[str, Any] = {
+        "pattern": {"pattern": "5:4"},
+        "name of a method": {"method": "wonda"},
+        "name of an option": {"dampening": 1},
+        "value of an option": {"sequential": "blocks"},
+        "no data": {"data_loader": None},
+        "empty data": {"data_loader": []},
+        "data that is not finite": {"data_loader": [{"inputs_embeds": torch.full((1, 4, WIDTH), torch.nan)}]},
+        "not a batch": {"data_loader": ["text"]},
+        "no layer": {"include": "*.nothing"},
+        "pattern that does not fit": {"pattern": "5:7"},
+        "quality": {"quality": "good"},
+        "quality and method": {"method": "magnitude", "quality": "best"},
+        "rule": {"rules": {"*": {"patern": "2:4"}}},
+        "allocation": {"allocation": "owl"},
+        "reconstruct": {"reconstruct": {"epoch": 1}},
+        "loop that runs nothing": {"data_loader": None, "forward_loop": lambda model: None},
+        "metric and loop": {"forward_loop": lambda model: model(tokens()[0]), "distill": True},
+        "mask": {"method": None, "masks": {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2, dtype=torch.bool)}},
+        "processes": {"distributed": True},
+        "device": {"device": "nowhere"},
+    }
+    results: Result = {}
+    for name, options in wrong.items():
+        model = built("llama")
+        before = {key: digest(x) for key, x in model.named_parameters()}
+        chosen = {"method": "wanda", "data_loader": tokens(), "progress": False, **options}
+        try:
+            mts.sparsify(model, **{key: value for key, value in chosen.items() if value is not None})
+            results[name] = "taken"
+        except Exception as error:
+            same = before == {key: digest(x) for key, x in model.named_parameters()}
+            results[name] = {"type": type(error).__name__, "message": str(error), "model as it was": same}
+    return results
+
+
+def public_names() -> Result:
+    """Arguments of all that is public, with their defaults."""
+    results: Result = {}
+    for module in (mts, mts.training):
+        for name in module.__all__:
+            value = getattr(module, name)
+            members = {name: value}
+            if inspect.isclass(value):
+                own = [(key, x) for key, x in inspect.getmembers(value) if not key.startswith("_")]
+                members |= {f"{name}.{key}": x for key, x in own if "modelopt" in str(getattr(x, "__module__", ""))}
+            for key, member in members.items():
+                with suppress(TypeError, ValueError):  # what is no function, or is written in C
+                    arguments = list(inspect.signature(member).parameters.values()) if callable(member) else []
+                    defaults = [getattr(x.default, "__name__", repr(x.default)) for x in arguments]
+                    shown = [f"{x.kind.name} {x.name}={value}" for x, value in zip(arguments, defaults)]
+                    results[f"{module.__name__}.{key}"] = shown
+    return results
+
+
+def helped(*commands: str) -> Result:
+    """Flags of the commands, and what their help says."""
+    results: Result = {}
+    for command in commands:
+        code, out, _ = run_command(f"{command} --help".strip())
+        flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", out)))
+        results[command] = {"code": code, "flags": flags, "words": " ".join(out.split())}
+    return results
+
+
+def run_command(line: str) -> tuple[Any, str, str]:
+    """Exit code of `python -m modelopt_sparse`, run in this process, and what it prints to where."""
+    sys.argv, out, err, code = ["modelopt_sparse", *shlex.split(line)], io.StringIO(), io.StringIO(), None
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            runpy.run_module("modelopt_sparse", run_name="__main__")
+    except SystemExit as done:
+        code = done.code
+    return code, out.getvalue(), err.getvalue()
 
 
 def commands(*lines: str) -> Result:
@@ -292,16 +562,10 @@ def commands(*lines: str) -> Result:
     Path("text.txt").write_text(text()["data"][0][:5_000], encoding="utf-8")
     results: Result = {}
     for line in lines:
-        sys.argv, out, err, code = ["modelopt_sparse", *line.split()], io.StringIO(), io.StringIO(), None
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                runpy.run_module("modelopt_sparse", run_name="__main__")
-        except SystemExit as done:
-            code = done.code
-        rows = [re.sub("[ -]+", " ", TIMES.sub("#", row)) for row in out.getvalue().splitlines()]
-        printed = without_times(json.loads(out.getvalue())) if "--json" in line else rows
-        complaints = [row for row in err.getvalue().splitlines() if row.startswith("modelopt-sparse:")]
-        results[line] = {"code": code, "printed": printed, "complaints": complaints}
+        code, out, err = run_command(line)
+        said = without_times(json.loads(out)) if "--json" in line else printed(out)
+        complaints = [row for row in err.splitlines() if row.startswith("modelopt-sparse:")]
+        results[line] = {"code": code, "printed": said, "complaints": complaints}
     return {**results, "files": files_in(Path())}
 
 
@@ -313,14 +577,22 @@ two llama: sparsegpt; sparsegpt deterministic=true; wanda permute=true polish=4 
 two llama: wanda pattern=0.5 allocation=search; alps reconstruct=1 deterministic=true
 two mixtral: sparsegpt memory_limit=400KB; sparsegpt deterministic=true
 two t5: sparsegpt sequential=stage deterministic=true
+two padded: DEFAULT quality=balanced sequential=stage; wanda sequential=none polish=2
+two text: sparsegpt split_data=false distributed=false; wanda self_data=4 reconstruct=1
+two whisper: sparsegpt sequential=none deterministic=true
+two mixtral: wanda experts=weight_only min_tokens=30 sequential=stage
 sparse llama: magnitude; wanda; ria; sparsegpt; alps; OWN power=0.5; sparsegpt damping=0.1 block_size=16
 sparse llama: MODES hessian_damp=0.02 max_iter_data_loader=2; OWN power=2 polish=2 reconstruct=1
 sparse llama: sparsegpt pattern=1:4; wanda pattern=4:8; magnitude pattern=0.5; alps pattern=0.5
 sparse llama: ria pattern="50% per row"; sparsegpt pattern="50% per row"
 sparse llama: sparsegpt sequential=stage; sparsegpt sequential=none; alps sequential=none pattern=1:4
 sparse padded: sparsegpt; wanda count_padding=true max_batches=3; alps reconstruct=1 permute=true
-sparse left-padded: sparsegpt
-sparse text: wanda; sparsegpt seed=3 num_samples=5
+sparse padded: sparsegpt sequential=none permute=true; sparsegpt forward_loop=RAGGED polish=2
+sparse padded: alps forward_loop=RAGGED reconstruct=1 sequential=stage; wanda forward_loop=RAGGED sequential=none
+sparse left-padded: sparsegpt; wanda sequential=none
+sparse text: wanda; sparsegpt seed=3 num_samples=5; wanda self_data=4 reconstruct=1; DEFAULT quality=best
+sparse text: DEFAULT quality=max self_data=2 num_samples=4; wanda distill=1 polish=2 sequential=none
+sparse llama: wanda data=self num_samples=4 seq_len=16 batch_size=2; wanda distill=1; alps reconstruct=FISHER
 sparse llama: sparsegpt forward_loop=LOOP; wanda collect_func=SHORT data_loader=TOKENS; sparsegpt device=cpu
 sparse llama: sparsegpt deterministic=true; sparsegpt autocast=bfloat16; alps dtype=FLOAT64
 sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=balanced sequential=stage
@@ -330,31 +602,71 @@ sparse llama: sparsegpt update=false refine=2; sparsegpt reconstruct=true; wanda
 sparse llama: sparsegpt pattern=0.6 allocation=block; wanda pattern=60% allocation=owl
 sparse llama: wanda pattern="60% per row" allocation=search; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj
-sparse gpt2: sparsegpt; wanda reconstruct=2 sequential=stage
-sparse t5: sparsegpt sequential=stage; alps permute=true reconstruct=1
-sparse albert: sparsegpt; wanda permute=true reconstruct=1
+sparse deep: sparsegpt sequential=stage permute=true reconstruct=2; alps sequential=none; wanda reconstruct=MOVE
+sparse gpt2: sparsegpt; wanda reconstruct=2 sequential=stage; sparsegpt sequential=none
+sparse gemma3: sparsegpt; sparsegpt sequential=stage reconstruct=1; alps sequential=none permute=true
+sparse gemma3: wanda autocast=bfloat16
+sparse bloom: sparsegpt; wanda sequential=stage reconstruct=1; sparsegpt sequential=none
+sparse t5: sparsegpt sequential=stage; alps permute=true reconstruct=1; sparsegpt sequential=none
+sparse t5: DEFAULT quality=balanced; wanda forward_loop=PAIRS sequential=none
+sparse whisper: sparsegpt; sparsegpt sequential=stage reconstruct=1; wanda sequential=none; DEFAULT quality=balanced
+sparse vit: sparsegpt; alps sequential=none pattern=0.5; DEFAULT quality=balanced
+sparse pictures: sparsegpt
+sparse yolos: sparsegpt; sparsegpt sequential=stage reconstruct=1; wanda sequential=none
+sparse qwen3-vl: sparsegpt; wanda sequential=stage reconstruct=1; sparsegpt sequential=none; DEFAULT quality=balanced
+sparse qwen3-vl-mixed: sparsegpt reconstruct=1; wanda sequential=stage; sparsegpt sequential=none
+sparse qwen3-vl-later: sparsegpt
+sparse albert: sparsegpt; wanda permute=true reconstruct=1; wanda sequential=none; sparsegpt sequential=stage
 sparse cnn: sparsegpt include=* pattern=1:4; alps include=* pattern=0.5 polish=2; wanda include=* hardware_only=true
-sparse encoder: sparsegpt; ria permute=true reconstruct=1
+sparse encoder: sparsegpt; ria permute=true reconstruct=1; sparsegpt sequential=none; wanda sequential=stage
 sparse no-stack: sparsegpt include=*
+sparse skipping: sparsegpt; wanda sequential=stage permute=true; sparsegpt sequential=none
+sparse overwriting: sparsegpt; wanda sequential=stage; sparsegpt sequential=none; wanda reconstruct=1
 sparse mixtral: sparsegpt min_tokens=30; sparsegpt experts=all_tokens; wanda experts=weight_only min_tokens=30
 sparse mixtral: sparsegpt memory_limit=400KB min_tokens=30; sparsegpt polish=2 reconstruct=1 min_tokens=8
-sparse gpt-oss: sparsegpt min_tokens=8
-sparse llama4: sparsegpt min_tokens=8
-sparse jetmoe: sparsegpt min_tokens=8
+sparse mixtral: sparsegpt sequential=none min_tokens=30; alps sequential=stage min_tokens=30 reconstruct=1
+sparse mixtral: DEFAULT quality=balanced min_tokens=8; magnitude pattern=1:4
+sparse mixtral: wanda pattern=0.5 allocation=owl min_tokens=8
+sparse gpt-oss: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens; ria sequential=stage reconstruct=1
+sparse llama4: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens
+sparse jetmoe: sparsegpt min_tokens=8; wanda sequential=none experts=weight_only
 sparse embedded: sparsegpt; wanda permute=true reconstruct=1
 written llama: wanda; sparsegpt pattern=0.5
 written mixtral: magnitude
 written encoder: sparsegpt
+written whisper: wanda
+written qwen3-vl: wanda
+offloaded llama: sparsegpt; wanda sequential=none permute=true; sparsegpt sequential=stage
+offloaded t5: sparsegpt
+offloaded mixtral: wanda min_tokens=30
+dispatched padded: sparsegpt reconstruct=1; alps sequential=stage
+dispatched gemma3: wanda sequential=none
 stream llama: sparsegpt; alps permute=true reconstruct=1 spill=true; sparsegpt dtype=BFLOAT16; magnitude
-stream padded: wanda spill=true; DEFAULT quality=balanced
-stream gpt2: sparsegpt sequential=none
-stream t5: sparsegpt; wanda reconstruct=1
+stream llama: sparsegpt spill=true sequential=none polish=2; wanda pattern=0.5 spill=true
+stream llama: DEFAULT quality=fast spill=true
+stream padded: wanda spill=true; DEFAULT quality=balanced; DEFAULT quality=balanced spill=true sequential=stage
+stream left-padded: sparsegpt spill=true reconstruct=2
+stream text: wanda spill=true; sparsegpt quality=best
+stream gpt2: sparsegpt sequential=none; wanda spill=true sequential=stage
+stream gemma3: sparsegpt spill=true; wanda sequential=stage reconstruct=1 spill=true
+stream bloom: sparsegpt spill=true
+stream t5: sparsegpt; wanda reconstruct=1; sparsegpt spill=true; wanda spill=true sequential=stage
+stream whisper: sparsegpt spill=true; wanda sequential=none
+stream vit: sparsegpt spill=true reconstruct=1
+stream yolos: sparsegpt spill=true
+stream qwen3-vl: sparsegpt spill=true; wanda sequential=stage
 stream mixtral: sparsegpt min_tokens=30; wanda spill=true sequential=stage
+stream mixtral: sparsegpt spill=true memory_limit=400KB min_tokens=30
+stream gpt-oss: wanda spill=true experts=all_tokens
 """
 CALIBRATED = "sparsify dense --out sparse --data text.txt --seq-len 32"
 MAGNITUDE = "sparsify dense --out sparse --method magnitude"
+EVAL = "eval sparse --data text.txt --reference dense --seq-len 32"
 READING = ("report sparse", "report sparse --json", "verify sparse", "verify sparse --pattern 1:4 --json")
-ACROSS = "stopped stream, begun by the other checkout"
+ACROSS: dict[str, Callable[[Path], Result]] = {  # jobs that both sides share a folder in
+    "stopped stream, begun by the other checkout": stopped_across,
+    "torch.save(model), of the other checkout": pickled_across,
+}
 OTHERS: dict[str, Callable[[], Result]] = {
     "own masks": masked,
     "own masks, polish, reconstruct": partial(masked, polish=True, reconstruct=1),
@@ -365,8 +677,22 @@ OTHERS: dict[str, Callable[[], Result]] = {
     "commands: sparsify --stream": partial(commands, f"{CALIBRATED} --quality fast --stream --spill --set pattern=4:8"),
     "commands: plan": partial(commands, "plan dense --data text.txt", "plan dense --pattern 50% --json"),
     "commands: report, verify": partial(commands, MAGNITUDE, *READING),
-    "commands: eval": partial(commands, MAGNITUDE, "eval sparse --data text.txt --reference dense --seq-len 32"),
+    "commands: eval": partial(commands, MAGNITUDE, f"{EVAL} --json", EVAL),
     "commands: wrong input": partial(commands, "sparsify dense --out sparse", "plan dense --set x"),
+    "commands: sparse-ift": partial(commands, "sparse-ift dense --sparsity 0.5 --out wide", "plan dense --pattern 1:2"),
+    "commands: stream twice": partial(commands, f"{CALIBRATED} --stream --spill", f"{CALIBRATED} --stream"),
+    "help": partial(helped, "", "sparsify", "plan", "eval", "verify", "report", "speed", "sparse-ift", "finalize"),
+    "refused": refused,
+    "public names": public_names,
+    "evaluate": evaluated,
+    "write_text": own_text_file,
+    "training: Static": partial(trained, "Static", 0.75),
+    "training: GMP": partial(trained, "GMP", [0.0, 0.5, 0.75], update={"freq": 2, "stop": 6}),
+    "training: SET": partial(trained, "SET", 0.75, update={"freq": 2, "stop": 6}),
+    "training: RigL": partial(trained, "RigL", 0.75, scope="row", update={"freq": 2, "stop": 6}),
+    "sparse_ift: wide": wider,
+    "sparse_ift: parallel": partial(wider, member="parallel"),
+    "sparse_ift: factorized": partial(wider, member="factorized"),
 }
 
 
@@ -383,12 +709,26 @@ def value_of(word: str) -> Any:
         "RULES": rules,
         "TOKENS": tokens(),
         "SHORT": lambda batch: {"input_ids": batch[:, :7]},
+        "FISHER": {"epochs": 1, "metric": "fisher"},
+        "MOVE": {"epochs": 2, "masks": "move"},
+        "RAGGED": lambda model: [model(**batch) for batch in ragged()],
+        "PAIRS": lambda model: [model(**batch) for batch in pairs()],
         "LOOP": lambda model: [model(batch) for batch in tokens()],
     }
     try:
         return values[word] if word in values else json.loads(word)
     except ValueError:
         return word
+
+
+KINDS: dict[str, Callable[..., Result]] = {
+    "two": two,
+    "sparse": sparse,
+    "written": written,
+    "stream": stream,
+    "offloaded": partial(hooked, partial(cpu_offload, execution_device=torch.device("cpu"))),
+    "dispatched": partial(hooked, partial(dispatch_model, device_map={"": "cpu"}, main_device="cpu", force_hooks=True)),
+}
 
 
 def jobs_of(lines: str) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -398,8 +738,7 @@ def jobs_of(lines: str) -> Iterator[tuple[str, Callable[[], Result]]]:
         for job in rest.split("; "):
             method, *options = shlex.split(job)
             named = {key: value_of(value) for key, _, value in (option.partition("=") for option in options)}
-            run: Any = {"two": two, "sparse": sparse, "written": written, "stream": stream}[how]
-            yield f"{head}: {job}", partial(run, model, value_of(method), **named)
+            yield f"{head}: {job}", partial(KINDS[how], model, value_of(method), **named)
 
 
 # the two sides --------------------------------------------------------------------------------------------------------
@@ -407,7 +746,7 @@ def jobs_of(lines: str) -> Iterator[tuple[str, Callable[[], Result]]]:
 
 def run_jobs(checkout: Path, results: Path, only: str) -> None:
     """Run the jobs with the checkout that is in the path of this process, each in an empty folder."""
-    global mts
+    global mts, kept
     import modelopt_sparse as mts
 
     if not Path(mts.__file__).resolve().is_relative_to(checkout):
@@ -416,33 +755,45 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    jobs = {**dict(jobs_of(LINES)), **OTHERS, ACROSS: partial(across, results.parent / "shared")}
+    kept, shared = results.with_suffix(".values"), results.parent / "shared"
+    kept.mkdir()
+    jobs = {**dict(jobs_of(LINES)), **OTHERS}
+    for number, (name, job) in enumerate(ACROSS.items()):
+        (shared / str(number)).mkdir(parents=True, exist_ok=True)
+        jobs[name] = partial(job, shared / str(number))
     done: Result = {}
     for name in [name for name in jobs if only in name]:
         folder = results.with_suffix("") / str(len(done))
         folder.mkdir(parents=True)
         os.chdir(folder)
-        began = time.monotonic()
+        began = time.process_time(), children_time()
         try:
-            done[name] = jobs[name]()
+            done[name] = warned(jobs[name])
         except Exception:
             done[name] = {"fails": traceback.format_exc()}
-        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        seconds = time.process_time() - began[0] + children_time() - began[1]
+        print(f"{seconds:6.1f} s  {name}", flush=True)
     results.write_text(json.dumps(done, default=str), encoding="utf-8")
     print(f"{len(done)} jobs with {mts.__file__}")
+
+
+def children_time() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def start(checkout: Path, results: Path, only: str) -> Result:
     """One side, in a process of its own."""
     arguments = [sys.executable, __file__, str(checkout), "--results", str(results), "--only", only]
     fixed = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    began = time.monotonic()
+    began = children_time()
     done = subprocess.run(arguments, env={**os.environ, **fixed}, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
         raise SystemExit(2)
-    print(f"{done.stdout.splitlines()[-1]} in {time.monotonic() - began:.0f} s", flush=True)
+    *jobs, last = done.stdout.splitlines()
+    results.with_suffix(".times").write_text("\n".join(sorted(jobs, reverse=True)), encoding="utf-8")
+    print(f"{last} in {children_time() - began:.0f} s of processor time", flush=True)
     return json.loads(results.read_text(encoding="utf-8"))
 
 
@@ -453,15 +804,57 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     yield path, f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
 
 
-def differences(other: Any, this: Any) -> list[str]:
-    there, here = dict(flat(other)), dict(flat(this))
-    differing = [path for path in {**there, **here} if there.get(path) != here.get(path)]
-    return [f"{path}: {there.get(path, 'nothing')} there, {here.get(path, 'nothing')} here" for path in differing]
+def is_words(path: str) -> bool:
+    return not WORDS.isdisjoint(path.split(" > "))
 
 
-def problems_of(name: str, other: Result, this: Result) -> list[str]:
+def differing(other: Any, this: Any, words: bool = False) -> dict[str, tuple[str, str]]:
+    """What differs, on both sides, by where it stands. ``words``: only words; else all but words."""
+    there, here = ({path: TIMES.sub("#", x) if words else x for path, x in flat(side)} for side in (other, this))
+    paths = [path for path in {**there, **here} if is_words(path) == words and there.get(path) != here.get(path)]
+    return {path: (there.get(path, "nothing"), here.get(path, "nothing")) for path in paths}
+
+
+def differences(other: Any, this: Any, words: bool = False) -> list[str]:
+    sides = differing(other, this, words)
+    return [f"{path}: {there} there, {here} here" for path, (there, here) in sides.items()]
+
+
+def values_of(shown: str, side: Path) -> Tensor | None:
+    """The tensor whose digest is shown, in float64; None if it is no digest."""
+    found = re.fullmatch(r"'torch\.(\w+) \[([\d, ]*)\] (\w{64})'", shown)
+    if found is None or not (side / found[3]).exists():
+        return None
+    data, sizes = (side / found[3]).read_bytes(), [int(size) for size in found[2].split(",") if size]
+    if not data:
+        return torch.zeros(sizes)
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, found[1])).view(sizes).double()
+
+
+def largest_difference(sides: Mapping[str, tuple[str, str]], folder: Path) -> list[str]:
+    """How far the tensors are from each other that differ, and in which it is the most."""
+    found: dict[str, float] = {}
+    for path, (there, here) in sides.items():
+        a, b = values_of(there, folder / "other.values"), values_of(here, folder / "this.values")
+        if a is not None and b is not None and a.shape == b.shape:
+            found[path] = (a - b).abs().nan_to_num(torch.inf).max().item()
+    if not found:
+        return []
+    most = max(found, key=lambda path: found[path])
+    return [f"{len(found)} tensors differ, by at most {found[most]:.3g} ({most})"]
+
+
+def problems_of(name: str, other: Result, this: Result, folder: Path) -> list[str]:
     failed = [f"fails {where}: {x['fails']}" for where, x in (("there", other), ("here", this)) if "fails" in x]
-    return failed or ([] if name == ACROSS else differences(other, this))
+    if failed or name in ACROSS:
+        return failed
+    return largest_difference(differing(other, this), folder) + differences(other, this)
+
+
+def shortened(problems: list[str]) -> str:
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    lines = [" ".join(problem.split()) for problem in problems[:SHOWN]]
+    return "; ".join([*(line if len(line) < 240 else f"{line[:120]} ... {line[-120:]}" for line in lines), *more])
 
 
 def main() -> None:
@@ -469,30 +862,38 @@ def main() -> None:
     parser.add_argument("other", type=Path, metavar="OTHER_CHECKOUT")
     parser.add_argument("--this", type=Path, default=TESTBED.parents[1], help="default: the one this file lies in")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="jobs with this in their names")
+    parser.add_argument("--words", action="store_true", help="compare words as well")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, with all that differs")
+    parser.add_argument("--times", action="store_true", help="say which jobs take the most processor time")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # this process is one of the sides
     chosen = parser.parse_args()
     if chosen.results is not None:
         return run_jobs(chosen.other, chosen.results, chosen.only)
-    with tempfile.TemporaryDirectory() as folder:
-        other = start(chosen.other.resolve(), Path(folder).resolve() / "other.json", chosen.only)
-        this = start(chosen.this.resolve(), Path(folder).resolve() / "this.json", chosen.only)
-    wrong = {name: problems_of(name, result, this[name]) for name, result in other.items()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        other = start(chosen.other.resolve(), folder / "other.json", chosen.only)
+        this = start(chosen.this.resolve(), folder / "this.json", chosen.only)
+        if chosen.times:
+            print("\n".join((folder / "this.times").read_text(encoding="utf-8").splitlines()[:20]))
+        wrong = {name: problems_of(name, result, this[name], folder) for name, result in other.items()}
     if not wrong:
         parser.error(f"no job has {chosen.only!r} in its name")
+    wording = {
+        name: differences(result, this[name], words=True) if chosen.words else [] for name, result in other.items()
+    }
     short, long, width = [], [], max(map(len, wrong))
     for name, problems in wrong.items():
-        same = this[name]["outcome"] if name == ACROSS and not problems else "same"
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        lines = [" ".join(problem.split()) for problem in problems[:SHOWN]]
-        shown = [line if len(line) < 240 else f"{line[:120]} ... {line[-120:]}" for line in lines]
-        short.append(f"{name:{width}}  {'; '.join([*shown, *more]) or same}")
-        long.append(f"{name:{width}}  {'; '.join(problems) or same}")
+        same = this[name]["outcome"] if name in ACROSS and not problems else "same"
+        words = [f"words: {line}" for line in wording[name]]
+        short.append(f"{name:{width}}  {'; '.join(filter(None, [shortened(problems) or same, shortened(words)]))}")
+        long += ["\n    ".join([f"{name:{width}}  {'' if problems else same}", *problems, *words])]
     ending = f"{sum(not problems for problems in wrong.values())} of {len(wrong)} jobs are the same"
+    if chosen.words:
+        ending += f", {sum(not words for words in wording.values())} in their words as well"
     print("\n".join([*short, ending]))
     if chosen.out is not None:
         chosen.out.write_text("\n".join([*long, ending, ""]), encoding="utf-8")
-    raise SystemExit(any(wrong.values()))
+    raise SystemExit(any(wrong.values()) or any(wording.values()))
 
 
 if __name__ == "__main__":
