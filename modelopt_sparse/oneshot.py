@@ -1,7 +1,7 @@
 """One-shot pruning: `sparsify` and `export`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import nn
 from modelopt_sparse.accuracy.allocate import allocated
 from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.order import blocks_in_call_order
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
@@ -98,8 +98,8 @@ def prune(
         with report.timed("dense predictions"):
             teacher = None if data is None or config.distill is None else Teacher.of(data)
         later = []
-        with report.timed("blocks"):
-            blocks = blocks_in_call_order(run, data)
+        with report.timed("blocks"), ExitStack() as ending:
+            blocks = blocks_in_call_order(run, data, ending)
             with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
                 for block in blocks:
                     bar.say(block.name, *run.so_far())

@@ -15,10 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.collect import sum_up
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.inputs import Inputs, Replay
-from modelopt_sparse.calibration.order import BlockTask
+from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector
 from modelopt_sparse.methods.base import Stats
@@ -68,7 +68,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     run by itself stays as it is; the report says so.
     """
     folds = list(possible_folds(run.model, block.by_input()))
-    if not folds or not isinstance(inputs, Replay):
+    if not folds or not isinstance(inputs, AtBlock):
         return {}
     takers = list({fold.taker.name: fold.taker for fold in folds}.values())
     collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
@@ -134,7 +134,7 @@ def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor
     return torch.cat([order + k * fold.head for k, order in enumerate(taken)]), [rows]
 
 
-def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: Replay, run: Run) -> bool:
+def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: AtBlock, run: Run) -> bool:
     """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
     not, everything is as before.
 
@@ -143,7 +143,7 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: Replay, run: 
     layer = fold.taker.layer
 
     def outputs() -> list[Tensor]:
-        return inputs.outputs_of([layer.owner, inputs.block], 0)
+        return inputs.outputs_of([layer.owner, inputs.block], 0) if inputs.calls else []
 
     def changes() -> list[float]:
         return [float((now.float() - then.float()).norm()) for now, then in zip(outputs(), dense)]
@@ -157,7 +157,10 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: Replay, run: 
         for maker, order in zip(fold.makers, rows):
             _reorder_rows(maker, order)
         here = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
-        same = run.processes.all_gather("a permutation", here)[0]
+        # the first process that has a batch decides
+        same = next(
+            x for x in run.processes.all_gather("a permutation", here if inputs.calls else None) if x is not None
+        )
     finally:
         if not same:  # or interrupted half way
             for values, old in zip(_values(fold), before):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers, Movable, TunedWeights, only_these_require_grad, tunable
+from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.inputs import Inputs, Replay
-from modelopt_sparse.calibration.order import BlockTask
+from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
@@ -40,7 +40,7 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     that cannot be run by itself; the report says so."""
     options = run.config.reconstruct
     assert options is not None
-    if not isinstance(inputs, Replay):
+    if not isinstance(inputs, AtBlock):
         return []
     modules = {block.name: inputs.block} if block.layer_plans else {}
     if options.parts == "children":
@@ -76,7 +76,7 @@ def reconstruct(
     """
     options = run.config.reconstruct
     assert options is not None
-    assert isinstance(inputs, Replay)
+    assert isinstance(inputs, AtBlock)
     outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in block.layer_plans}
     with forward_context(run):
         batches = _Batches(inputs, _token_masks(block, inputs, tuned[-1].goals), run.processes)
@@ -98,10 +98,10 @@ def reconstruct(
             raise
 
 
-def _token_masks(block: BlockTask, inputs: Replay, goals: list[Tensor]) -> list[Tensor | None]:
+def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
     """Which tokens of a block's outputs are real, on each batch; None: all."""
     side = inputs.data.side_of(inputs.block)
-    masks = [getattr(masks, side) for masks in inputs.replay.masks]
+    masks = [getattr(masks, side) for masks in inputs.masks]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
             raise PaddingError(
@@ -115,9 +115,9 @@ def _token_masks(block: BlockTask, inputs: Replay, goals: list[Tensor]) -> list[
 class _Batches:
     """The calibration batches of all processes, and what is measured on them."""
 
-    def __init__(self, inputs: Replay, token_masks: list[Tensor | None], processes: Processes) -> None:
+    def __init__(self, inputs: AtBlock, token_masks: list[Tensor | None], processes: Processes) -> None:
         self._inputs, self._token_masks = inputs, token_masks
-        self.numbers = BatchNumbers.of(processes, len(token_masks), inputs.data.own)
+        self.numbers = BatchNumbers.of(processes, len(token_masks), inputs.own)
 
     def error(self, part: TunedModule, number: int) -> Tensor:
         """The squared error of a batch of this process."""

@@ -34,12 +34,14 @@ class BatchNumbers:
 
     @classmethod
     def of(cls, processes: Processes, batches: int, written: int) -> "BatchNumbers":
-        """``batches``: how many this process has; ``written``: how many of all processes' the model has written."""
-        counts = processes.all_gather("the batches to tune by", batches)
+        """``batches``: how many this process has; ``written``: how many of them the model has written."""
+        counts, written_counts = zip(*processes.all_gather("the batches to tune by", (batches, written)))
         places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
         own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
         count = len(places)
-        return cls(processes, [rank for rank, _ in places], own, range(count - judging(count - written), count))
+        return cls(
+            processes, [rank for rank, _ in places], own, range(count - judging(count - sum(written_counts)), count)
+        )
 
     @property
     def tuned_on(self) -> int:

@@ -27,23 +27,30 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan.plan import LayerPlan
 
 
-def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[SharedInput]:
+def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_pass: bool = True) -> list[SharedInput]:
     """The layers by shared input, each with its statistics; the same in all processes.
 
-    With ``sequential="none"`` the dense outputs of the block go on at the same time. Inputs that are all zero, or too
-    small for the sums, are no data. Raises ValueError for a layer that saw no data, or data that is not finite.
+    With ``sequential="none"`` the calls go on through the dense block, in the same pass if it takes ``one_pass``.
+    Inputs that are all zero, or too small for the sums, are no data. Raises ValueError for a layer that saw no data,
+    or data that is not finite.
     """
     goes_on = run.config.sequential == "none" and inputs.blockwise
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
+    at_once = goes_on and one_pass
     try:
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, hold=goes_on)
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
     except SharingChanged:
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run, hold=goes_on)
+        if at_once:
+            raise ValueError(
+                f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
+                "others, which sequential='none' cannot sum up: give sequential='block'"
+            ) from None
+        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
     saw = {name: (stats.tokens, stats.square_sums) for names, stats in groups for name in names}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
-    if goes_on:
-        inputs.advance(held=True)
+    if goes_on and not at_once:
+        inputs.advance()
     for names, stats in groups:
         if not torch.isfinite(stats.square_sums).all():
             raise ValueError(
@@ -70,12 +77,12 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run) -> list[
 
 
 def sum_up(
-    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, hold: bool = False
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, go_on: bool = False
 ) -> Groups:
     """What the ``collector`` sums up over all calls of all processes. Raises SharingChanged, in all of them."""
     sums = SumsOfAllProcesses(collector, run)
     try:
-        inputs.collect(layer_plans, collector.see, sums, hold=hold)
+        inputs.collect(layer_plans, collector.see, sums, go_on=go_on)
     except SharingChanged:
         sums.changed()
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}

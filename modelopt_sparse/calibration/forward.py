@@ -21,7 +21,6 @@ from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
     flat_tensors,
     free_bytes,
-    has_hook,
     input_device,
     is_out_of_memory,
     map_tensors,
@@ -46,7 +45,7 @@ class InputHooks:
     """Entered, it calls ``see(layer, inputs, token_mask)`` for every input of the layers.
 
     ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. `begin`
-    announces each call of the model. ``after``, if it is set, is called with a hooked module once its inputs were seen.
+    announces each call of the model, `on_block` what one of the ``blocks`` is called with.
     """
 
     def __init__(
@@ -59,18 +58,20 @@ class InputHooks:
         self._blocks = blocks
         self._padding = _PaddingOfInputs(side_of)
         self._see = see
-        self.after: Callable[[nn.Module], None] = lambda module: None
         self._inside = False
         self._hooks = ExitStack()
 
     def begin(self, masks: TokenMasks) -> None:
         self._padding.masks = masks
 
+    def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._padding.on_block(args, kwargs)
+
     def __enter__(self) -> "InputHooks":
         padding = self._padding
         routers = {layer.router for layers in self._layers.values() for layer in layers if layer.router is not None}
         for block in self._blocks:
-            self._hooks.enter_context(block.register_forward_pre_hook(padding.on_block, with_kwargs=True))
+            self._hooks.enter_context(block.register_forward_pre_hook(self.on_block, with_kwargs=True))
         for module in self._layers:
             self._hooks.enter_context(module.register_forward_pre_hook(self._on_layer, with_kwargs=True))
         for router in routers:
@@ -93,7 +94,6 @@ class InputHooks:
                     self._see(layer, inputs, self._padding.token_mask(module, layer, inputs))
         finally:
             self._inside = False
-        self.after(module)
 
 
 class _PaddingOfInputs:
@@ -105,8 +105,7 @@ class _PaddingOfInputs:
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
-    def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        del block
+    def on_block(self, args: tuple, kwargs: dict) -> None:
         _, *others = (*args, *kwargs.values()) or (None,)
         self._from_encoder = [x for x in others if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
 
@@ -163,18 +162,20 @@ def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
     return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner))
 
 
-def watched_outputs(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Tensor]]:
-    """What ``run`` returns, and the first output tensor of each of the ``modules`` in it."""
+def watched_outputs(
+    run: Callable[[], Any], modules: Sequence[nn.Module], hold: Callable[[Tensor], Tensor] = lambda x: x
+) -> list[Tensor]:
+    """The first output tensor of each of the ``modules`` in what ``run`` runs, each held as soon as it is there."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = flat_tensors(output)[0]
+        outputs[module] = hold(flat_tensors(output)[0])
 
     with ExitStack() as hooks:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(see))
-        returned = run()
-    return returned, [outputs[module] for module in modules]
+        run()
+    return [outputs[module] for module in modules]
 
 
 # forward --------------------------------------------------------------------------------------------------------------
@@ -222,31 +223,30 @@ class CalibrationData:
     def side_of(self, module: nn.Module) -> Side:
         return self._sides.get(module, "decoder")
 
+    def own_among(self, numbers: Iterable[int]) -> int:
+        """How many of this process's calls with these ``numbers`` hold text that the model has written itself."""
+        processes = self.run.processes
+        return sum(number * processes.size + processes.rank < self.own for number in numbers)
+
+    def masks_of(self, call: Call) -> TokenMasks:
+        """Which tokens of a call are padding."""
+        return token_masks(self.run.model, call.args, call.kwargs, count_padding=self.run.config.count_padding)
+
     def input_hooks(self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See) -> InputHooks:
         """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
         return InputHooks(layer_plans, blocks, self.side_of, see)
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether a call of the model can be ended early: not inside of a user's loop, nor under hooks of accelerate,
-        which clean up after their module's forward."""
-        return self.calls is not None and not has_hook(self.run.model)
 
     def run_model(
         self,
         begin: Callable[[TokenMasks], None],
         hooks: InputHooks | None = None,
-        stop_after: nn.Module | None = None,
-        digest: "hashlib._Hash | None" = None,
+        numbers: Iterable[int] | None = None,
     ) -> None:
-        """Run the whole model over all calls. ``begin`` is called with the padding of each; ``hooks`` are entered
-        meanwhile; ``stop_after``: a module whose output is the last that is needed; every input tensor goes into
-        ``digest``."""
+        """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with the
+        padding of each; ``hooks`` are entered meanwhile."""
         run = self.run
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if digest is not None:
-                take_in(digest, args, kwargs)
             begin(token_masks(module, args, kwargs, count_padding=run.config.count_padding))
 
         with ExitStack() as contexts:
@@ -260,28 +260,23 @@ class CalibrationData:
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return
-            if stop_after is not None and self.may_stop:
-                contexts.enter_context(stop_after.register_forward_hook(lambda *_: stop_call()))
             assert self.calls is not None
-            for index, call in enumerate(self.calls):
-                _call_model(run.model, call, index * run.processes.size + run.processes.rank)
+            for number in range(len(self.calls)) if numbers is None else numbers:
+                call_model(run, self.calls[number], number)
 
 
-def stop_call() -> None:
-    """End the current call of the model, from a hook."""
-    raise _Stopped
+def call_model(run: Run, call: Call, number: int) -> None:
+    """Call ``number`` of the model in this process."""
+    device = input_device(run.model)
+    with errors_name_batch(run, call, number):
+        run.model(*map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs))
 
 
-class _Stopped(Exception):
-    """The part of the model that was to run has run."""
-
-
-def _call_model(model: nn.Module, call: Call, index: int) -> None:
-    device = input_device(model)
+@contextmanager
+def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
+    """An error of the user's model names the batch that it was called with."""
     try:
-        model(*map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs))
-    except _Stopped:
-        pass
+        yield
     except (PaddingError, SharingChanged, Unreadable, OSError, SafetensorError):  # the batch is not to blame
         raise
     except Exception as error:
@@ -289,8 +284,9 @@ def _call_model(model: nn.Module, call: Call, index: int) -> None:
             raise
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
         raise ValueError(
-            f"{type(model).__name__} cannot take calibration batch {index}, {shapes}: {type(error).__name__}: "
-            f"{error}. Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
+            f"{type(run.model).__name__} cannot take calibration batch "
+            f"{number * run.processes.size + run.processes.rank}, {shapes}: {type(error).__name__}: {error}. "
+            "Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
         ) from error
 
 

@@ -1,28 +1,26 @@
-"""How the inputs of a block's layers are had: block by block, through the whole model, or not at all."""
+"""How the inputs of layers are collected: block by block, through the whole model, or not at all."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.between import look_between
-from modelopt_sparse.calibration.dense_run import whole_runs_because
-from modelopt_sparse.calibration.early_exit import EarlyExits
 from modelopt_sparse.calibration.forward import (
     CalibrationData,
     See,
     forward_context,
     has_room,
     on_execution_device,
-    stop_call,
     watched_outputs,
 )
-from modelopt_sparse.calibration.recorder import Recording, StackRecorder
-from modelopt_sparse.calibration.replay import StackReplay
+from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import SumsOfAllProcesses
+from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls
+from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.memory import activation_copies
 from modelopt_sparse.plan.plan import LayerPlan
 
@@ -37,13 +35,13 @@ class Inputs(ABC):
         """To be entered for all the work on a block: its weights go to the execution device and come back once."""
 
     @abstractmethod
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         """Run what reaches the layers on all calls; ``see`` sees their inputs, and each call is ended for ``sums``.
-        ``hold``: what the block puts out is held, for `advance`."""
+        ``go_on``: the calls go on to the next block, as in `advance`."""
 
     @abstractmethod
-    def advance(self, *, held: bool = False) -> None:
-        """Go on to the next block with what this one puts out now, or with the outputs that were ``held``."""
+    def advance(self) -> None:
+        """Let the calls go on through the block, as it is now, to the next one."""
 
 
 class NoData(Inputs):
@@ -54,11 +52,11 @@ class NoData(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         raise AssertionError("there is no data to collect the inputs of layers from")
 
-    def advance(self, *, held: bool = False) -> None:
-        """Nothing is sent from block to block."""
+    def advance(self) -> None:
+        """There are no calls."""
 
 
 class WholeModel(Inputs):
@@ -72,186 +70,151 @@ class WholeModel(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
-        del hold
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
         self._data.run_model(sums.between(hooks.begin), hooks)
         sums.end_call()
 
-    def advance(self, *, held: bool = False) -> None:
+    def advance(self) -> None:
         """The next run goes through the block as it is then."""
 
 
-class Replay(Inputs):
-    """The blocks of a stack are run by themselves, from a record of what they were called with.
+class Segment:
+    """Stacks that the same calls go through block by block, from when the first of them is asked for.
 
-    dense: a second replay, which goes through dense blocks alone, if these are what blocks are tuned against.
-    outputs_stay: outputs are held on the execution device.
+    blocks: those of all the stacks, in the order in which calls come to them. outputs_may_stay: what a block puts out
+    may be left on the execution device for the next block. outputs_change: the model writes to what a block puts out.
     """
+
+    def __init__(
+        self,
+        data: CalibrationData,
+        calls: Sequence[NumberedCall],
+        blocks: Sequence[nn.Module],
+        *,
+        outputs_may_stay: bool,
+        outputs_change: bool,
+    ) -> None:
+        self.data, self.blocks, self.outputs_change = data, blocks, outputs_change
+        self._calls, self._outputs_may_stay = calls, outputs_may_stay
+        self._sparse: WaitingCalls | None = None
+        self._dense: dict[Stack, WaitingCalls] = {}
+
+    def at(self, stack: Stack, block: nn.Module) -> "AtBlock":
+        run = self.data.run
+        if self._sparse is None:
+            self._sparse = self._started(self.blocks)
+        dense = None
+        if run.config.reconstruct is not None and run.config.reconstruct.target == "dense":
+            dense = self._dense_calls(stack).at(block)
+        return AtBlock(self, block, self._sparse.at(block), dense, outputs_stay=self._outputs_stay(stack, block))
+
+    def leave(self, block: nn.Module) -> None:
+        """The work on a block is done. After the last one of a stack its dense calls are not needed any more, after the
+        last one of all no call is."""
+        for stack in [stack for stack in self._dense if block is stack.blocks[-1]]:
+            self._dense.pop(stack).close()
+        if block is self.blocks[-1]:
+            self.close()
+
+    def close(self) -> None:
+        for calls in (*self._dense.values(), *([] if self._sparse is None else [self._sparse])):
+            calls.close()
+        self._dense.clear()
+
+    def _started(self, blocks: Sequence[nn.Module]) -> WaitingCalls:
+        calls = WaitingCalls(self.data.run, self._calls, blocks)
+        try:
+            calls.start()
+        except BaseException:
+            calls.close()
+            raise
+        return calls
+
+    def _dense_calls(self, stack: Stack) -> WaitingCalls:
+        """A second set of calls, which goes through the dense blocks of a stack. What lies before it is sparse."""
+        if stack not in self._dense:
+            self._dense[stack] = self._started(stack.blocks)
+        return self._dense[stack]
+
+    def _outputs_stay(self, stack: Stack, block: nn.Module) -> bool:
+        """What leaves a stack goes home; so does what the device has no room for."""
+        if not self._outputs_may_stay or block is stack.blocks[-1] or self.data.run.storage.spills:
+            return False
+        assert self._sparse is not None
+        inputs = {id(x): x for call in self._sparse.at(block) for x in flat_tensors((call.args, call.kwargs))}
+        return has_room(self.data.run, activation_copies(self.data.run.config) * sum(x.nbytes for x in inputs.values()))
+
+
+class AtBlock(Inputs):
+    """The ``calls`` that wait at one block; ``dense``: those that go through dense blocks alone, if these are what
+    blocks are tuned against; ``outputs_stay``: outputs are held on the execution device."""
 
     blockwise = True
 
     def __init__(
-        self, data: CalibrationData, replay: StackReplay, dense: StackReplay | None, *, outputs_stay: bool
+        self,
+        segment: Segment,
+        block: nn.Module,
+        calls: list[WaitingCall],
+        dense: list[WaitingCall] | None,
+        *,
+        outputs_stay: bool,
     ) -> None:
-        self.data, self.replay, self.dense = data, replay, dense
-        self._outputs_stay = outputs_stay
-        self._exits = EarlyExits()
-        self._held: list[list[Tensor | None]] = []
+        self.data, self.block, self.calls = segment.data, block, calls
+        self._segment, self._dense, self._outputs_stay = segment, dense, outputs_stay
 
     @property
-    def block(self) -> nn.Module:
-        return self.replay.stack.blocks[self.replay.position]
+    def masks(self) -> list[TokenMasks]:
+        return [call.masks for call in self.calls]
 
     @property
-    def _is_last(self) -> bool:
-        return self.replay.position == len(self.replay.stack.blocks) - 1
+    def own(self) -> int:
+        """How many of the calls hold text that the model has written itself."""
+        return self.data.own_among(call.number for call in self.calls)
 
     def on_device(self) -> AbstractContextManager[Any]:
         return on_execution_device(self.data.run, [self.block], outputs_stay=self._outputs_stay)
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, hold: bool) -> None:
-        early_exit = self._exits.of(self.block, layer_plans, allowed=not hold, will_be_checked=not self._is_last)
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         hooks = self.data.input_hooks(layer_plans, [self.block], see)
-        hooks.after = early_exit.after
-        held: list[list[Tensor | None]] = []
+        last = self.block is self._segment.blocks[-1]
         with forward_context(self.data.run), hooks:
-            for index, masks in enumerate(self.replay.masks):
-                hooks.begin(masks)
-                output = early_exit.run(lambda i=index: self.replay.forward(i))
+            for call in self.calls:
+                hooks.begin(call.masks)
+                if go_on and not last:
+                    call.go_on(hooks.on_block)
+                else:
+                    call.run_block()
                 sums.end_call()
-                if hold:
-                    held.append(self.replay.held(index, output))
-        self._held = held or self._held
+        if go_on:
+            self._segment.leave(self.block)
 
-    def advance(self, *, held: bool = False) -> None:
-        if held:
-            for index, state in enumerate(self._held):
-                self.replay.advance_one(index, state)
-            self._held = []
-        elif not self._is_last:  # nothing is sent on after the last one
-            name = self.replay.stack.names[self.replay.position] or type(self.data.run.model).__name__
-            problem = self._exits.check(name, self.block, self._send_on)
-            if problem is not None:
-                warnings.warn(problem, stacklevel=2)
-                self.data.run.report.notes.append(problem)
-        self._exits.next_block()
-        self.replay.next_block()
-
-    def _send_on(self) -> None:
-        with forward_context(self.data.run):
-            for index in range(len(self.replay)):
-                self.replay.advance_one(index, self.replay.held(index, self.replay.forward(index)))
+    def advance(self) -> None:
+        if self.block is not self._segment.blocks[-1]:
+            with forward_context(self.data.run):
+                for call in self.calls:
+                    call.go_on()
+        self._segment.leave(self.block)
 
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
 
     def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
         """The first output tensor of each module in a forward of the block on call ``index``."""
-        return watched_outputs(lambda: self.replay.forward(index), modules)[1]
+        return watched_outputs(self.calls[index].run_block, modules)
 
     def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
-        """For each module its outputs on all calls, to be asked for while the block is dense. The dense replay, if
-        there is one, goes on to the next block."""
-        source, hold = self.dense or self.replay, self.data.run.storage.hold_activations
-        goes_on = self.dense is not None and not self._is_last
+        """For each module its outputs on all calls, to be asked for while the block is dense. Calls that go through
+        dense blocks go on to the next one."""
+        if self._dense is None and not modules:
+            return []
+        hold = self.data.run.storage.hold_activations
+        if self._dense is not None and self._segment.outputs_change and not self.data.run.storage.spills:
+            hold = torch.clone
         goals: list[list[Tensor]] = [[] for _ in modules]
         with forward_context(self.data.run):
-            for index in range(len(source) if modules or goes_on else 0):
-                block_output, outputs = watched_outputs(lambda i=index: source.forward(i), modules)
-                for of_module, output in zip(goals, outputs):
-                    of_module.append(hold(output))
-                if goes_on:
-                    source.advance_one(index, source.held(index, block_output))
-        if self.dense is not None:
-            self.dense.next_block()
+            for call in self.calls if self._dense is None else self._dense:
+                run = call.run_block if self._dense is None else call.go_on
+                for goal, output in zip(goals, watched_outputs(run, modules, hold)):
+                    goal.append(output)
         return goals
-
-
-class StackInputs:
-    """Called, it gives the inputs of one stack's blocks. They are recorded in the dense run, or, for a stack that comes
-    later, when they are first asked for: then the parts before the stack are sparse.
-
-    ``pruned``: how many of the blocks have layers to prune.
-    """
-
-    def __init__(self, data: CalibrationData, recorder: StackRecorder, pruned: int) -> None:
-        self._data, self._stack, self._pruned = data, recorder.recording.stack, pruned
-        self._between = recorder.recording.between
-        self._inputs = self._from_record(recorder)
-        if data.run.config.sequential == "none":
-            self()  # while the whole model is dense
-
-    def __call__(self) -> Inputs:
-        if self._inputs is None:
-            recorder = self._record()
-            if look_between(self._data, recorder):
-                self._between = recorder.recording.between
-                recorder = self._record()
-            self._inputs = self._from_record(recorder)
-            assert self._inputs is not None
-        return self._inputs
-
-    @property
-    def through_whole_model(self) -> bool:
-        return isinstance(self._inputs, WholeModel)
-
-    def _record(self) -> StackRecorder:
-        data, stack = self._data, self._stack
-        complete = stop_call if data.may_stop else lambda: None
-        recorder = StackRecorder(stack, complete, data.run.storage.hold_activations, self._between)
-        recorder.start()
-        try:
-            data.run_model(recorder.begin, stop_after=stack.blocks[-1])
-        finally:
-            recorder.stop()
-        return recorder
-
-    def _from_record(self, recorder: StackRecorder) -> Inputs | None:
-        """The inputs by a record; None if there is none yet in some process."""
-        run = self._data.run
-        problem, recorded = self._agreed(
-            "the record", recorder.problem and recorder.problem.why, bool(recorder.recording.calls)
-        )
-        if problem is None and not recorded:
-            recorder.forget()
-            return None
-        if problem is not None:
-            return self._through_whole_model(problem)
-        recording = recorder.recording
-        replay = StackReplay(recording, run.storage.hold_activations)
-        with on_execution_device(run, self._stack.blocks), forward_context(run):
-            problem, _ = self._agreed("the check of the record", replay.problem(recording.first_outputs))
-        if problem is not None:
-            return self._through_whole_model(problem)
-        outputs_stay = not run.storage.spills and has_room(run, activation_copies(run.config) * replay.nbytes)
-        return Replay(self._data, replay, self._dense(recording), outputs_stay=outputs_stay)
-
-    def _dense(self, recording: Recording) -> StackReplay | None:
-        """A replay through dense blocks, where blocks are tuned against what they put out."""
-        run = self._data.run
-        if run.config.reconstruct is None:
-            return None
-        if (number := sum(run.processes.all_gather("the batches to tune by", len(recording.calls)))) < 2:
-            raise ValueError(
-                "reconstruct needs at least two calibration batches, because one is held back to judge by, "
-                f"and there is {number}: give smaller batches"
-            )
-        wanted = run.config.reconstruct.target == "dense"
-        return StackReplay(recording, run.storage.hold_activations) if wanted else None
-
-    def _through_whole_model(self, problem: str) -> WholeModel:
-        run = self._data.run
-        why = whole_runs_because(run.model, self._stack, problem)
-        run.storage.check_whole_runs(why)
-        text = f"{why}: {self._pruned} runs of the model over the data, one for each block, instead of two"
-        asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
-        if any(asked.values()):
-            text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
-        warnings.warn(text, stacklevel=2)
-        run.report.notes.append(text)
-        return WholeModel(self._data)
-
-    def _agreed(self, what: str, problem: str | None, ready: bool = True) -> tuple[str | None, bool]:
-        """The first problem that a process has, and whether all are ready."""
-        of_ranks = self._data.run.processes.all_gather(f"{what} of a stack", (problem, ready))
-        return next((text for text, _ in of_ranks if text is not None), None), all(ready for _, ready in of_ranks)

@@ -82,19 +82,28 @@ class InMemory(Storage):
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
     modes = [(module, module.training) for module in model.modules()]
-    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    caches = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
     try:
         model.eval()
-        for module_config, _ in caches:
-            module_config.use_cache = False
-        with torch.no_grad():
+        with switched_off(model, "use_cache"), torch.no_grad():
             yield
     finally:
-        for module_config, use_cache in caches:
-            module_config.use_cache = use_cache
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
+    """While entered, these flags are False in every config of the model."""
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    before = [(c, name, getattr(c, name, None)) for c in configs.values() for name in names]
+    before = [(c, name, value) for c, name, value in before if isinstance(value, bool)]
+    try:
+        for config, name, _ in before:
+            setattr(config, name, False)
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 # run ------------------------------------------------------------------------------------------------------------------

@@ -268,11 +268,16 @@ def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module in model.modules():
-            hook = offloading_hook(module)
-            if hook is not None and any(not p.is_meta for p in module.parameters(recurse=hook.place_submodules)):
-                hook.post_forward(module, None)
+        offload_again(model)
         raise
+
+
+def offload_again(model: nn.Module) -> None:
+    """Offload the weights that accelerate has loaded for forwards that did not come to their end."""
+    for module in model.modules():
+        hook = offloading_hook(module)
+        if hook is not None and any(not p.is_meta for p in module.parameters(recurse=hook.place_submodules)):
+            hook.post_forward(module, None)
 
 
 def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:

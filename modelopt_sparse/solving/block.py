@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
+from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.collect import collect
-from modelopt_sparse.calibration.order import BlockTask
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.solving.attach import attach
@@ -40,7 +40,7 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
                 inputs.advance()
             stored.write_sparse_weights()
         for stage in [] if reused else block.stages(config.sequential):
-            for solved in solve_layers(collect(stage, inputs, run), run):
+            for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
                 movable |= _movable(solved, config)
                 write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
                 if stays_dense:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.permute import permute
-from modelopt_sparse.calibration.inputs import Replay
-from modelopt_sparse.calibration.order import blocks_in_call_order
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.inputs import AtBlock
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
@@ -89,8 +89,8 @@ def permuted_alone(model: nn.Module, batches, **options) -> list[str]:
     """Permute every block of a model and solve nothing -> the layers whose columns moved."""
     run, data = calibrated_run(model, "wanda", data_loader=batches, permute=True, **options)
     names = []
-    with calibrating(model):
-        for block in blocks_in_call_order(run, data):
+    with calibrating(model), ExitStack() as ending:
+        for block in blocks_in_call_order(run, data, ending):
             undo = ExitStack()  # nothing is taken back
             names += permute(block, block.inputs(), run, undo)
             block.inputs().advance()
@@ -243,7 +243,7 @@ def test_a_block_of_which_nothing_was_solved_is_put_back():
 def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call, monkeypatch):
     """The first run of the block is the dense one, the second has its columns reordered alone, the third has both."""
     model = tiny_llama()
-    before, asked, outputs_of = state_of(model), 0, Replay.outputs_of
+    before, asked, outputs_of = state_of(model), 0, AtBlock.outputs_of
 
     def interrupted(*args):
         nonlocal asked
@@ -252,7 +252,7 @@ def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call, monkey
             raise KeyboardInterrupt
         return outputs_of(*args)
 
-    monkeypatch.setattr(Replay, "outputs_of", interrupted)
+    monkeypatch.setattr(AtBlock, "outputs_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mts.sparsify(model, "wanda", data_loader=token_batches(), permute=True, progress=False)
     assert asked == call

@@ -13,6 +13,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.collect import collect
-from modelopt_sparse.calibration.order import blocks_in_call_order
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
@@ -187,8 +188,8 @@ def gram_matrices() -> Found:
     for name, make in MODELS.items():
         model = make()
         run, data = calibrated_run(model, "sparsegpt", data_loader=BATCHES[name], min_tokens=1)
-        with run.processes, calibrating(model):
-            for block in blocks_in_call_order(run, data):
+        with run.processes, calibrating(model), ExitStack() as ending:
+            for block in blocks_in_call_order(run, data, ending):
                 for shared in collect(block.layer_plans, block.inputs(), run):
                     assert isinstance(shared.stats, Stats)
                     found[f"{name} {shared.layer_plans[0].name}"] = (shared.stats.tokens, shared.stats.gram)

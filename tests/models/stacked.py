@@ -1,10 +1,12 @@
 """Toy models of residual blocks on vectors, and what may stand between, before or inside of the blocks."""
 
 from collections.abc import Callable
+from threading import Lock
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Stacked(nn.Module):
@@ -386,3 +388,151 @@ class Interleaved(nn.Module):
         for one, other in zip(self.one, self.other):
             x = other(one(x))
         return x
+
+
+# what calls that are under way at the same time disturb --------------------------------------------------------------
+
+
+class Appending(Stacked):
+    """The blocks append to a list that the model hands them, and take what stands before."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
+            states.append(x)
+            return super().forward(x * len(states) ** -0.5)
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, states = self.stem(x), []
+        for block in self.blocks:
+            x = block(x, states)
+        return self.head(x)
+
+
+class Attributes(Stacked):
+    """Sets an attribute on its blocks in each call, as models of images do with height and width."""
+
+    class Block(Block):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.scale = len(x) ** -0.5
+        return super().forward(x)
+
+
+class Calling(Stacked):
+    """Each block counts its calls, and starts anew behind the last one of a call of the model."""
+
+    class Block(Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x / self.calls)
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.calls = 0
+        return super().forward(x)
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Shuffled(Stacked):
+    """Large batches go through the blocks backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, large = self.stem(x), len(x) > 6
+        for block in reversed(self.blocks) if large else self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Locked(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(x)
+
+    def __deepcopy__(self, memo: dict) -> "Locked":  # a lock has no copy
+        copy = Locked()
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+
+class Autocast(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Inference(Stacked):
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class WithGradients(Stacked):
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+# what they do not -----------------------------------------------------------------------------------------------------
+
+
+class NoGrad(Stacked):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Checkpointed(Stacked):
+    """Runs its blocks behind torch's own frames."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Skipping(Stacked):
+    """Large batches skip the second block, small ones the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skipped = self.stem(x), self.blocks[1 if len(x) > 6 else 0]
+        for block in self.blocks:
+            x = x if block is skipped else block(x)
+        return self.head(x)
+
+
+class Swallowing(Stacked):
+    """Goes on with what it has, whatever a block raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BaseException:
+                x = x * 2
+        return self.head(x)

@@ -1,0 +1,489 @@
+"""What is made sparse together, and in which order: found out by running the dense model, before any weight changes.
+
+The dense run shows in which order layers are called and which of them get the same input, whether the data reaches all
+layers and is finite there, and whether calls of the model can wait at its blocks.
+"""
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.data import Call, take_in
+from modelopt_sparse.calibration.forward import CalibrationData, input_key
+from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, cannot_wait, is_exact, print_of
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.model.hf import inputs_that_reach, tower_of
+from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.progress import Progress
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """The layers of one block, or one layer outside of every stack.
+
+    layer_plans: in the order of their first calls. A block without any is still run through.
+    input_of: layer name -> the first layer with the same input.
+    stack, block: where the layers are; None for a layer outside of the stacks.
+    inputs: gives the inputs of its layers, from when the work on the block begins.
+    one_pass: whether one pass over the calls gives all statistics of its layers.
+    """
+
+    name: str
+    layer_plans: list[LayerPlan]
+    input_of: Mapping[str, str]
+    block: nn.Module | None
+    inputs: Callable[[], Inputs]
+    one_pass: bool = True
+
+    def by_input(self) -> list[list[LayerPlan]]:
+        """The layers by the input that they share, in call order."""
+        groups: dict[str, list[LayerPlan]] = {}
+        for layer_plan in self.layer_plans:
+            groups.setdefault(self.input_of[layer_plan.name], []).append(layer_plan)
+        return list(groups.values())
+
+    def stages(self, sequential: str) -> list[list[LayerPlan]]:
+        """The layers that are solved before the inputs of the next ones are collected."""
+        if sequential != "stage":
+            return [self.layer_plans] if self.layer_plans else []
+        groups: dict[str, list[LayerPlan]] = {}
+        for layer_plan in self.layer_plans:
+            # experts in a list are collected together, for one may need the tokens of the others
+            groups.setdefault(layer_plan.layer.mixture or self.input_of[layer_plan.name], []).append(layer_plan)
+        return list(groups.values())
+
+
+def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitStack) -> list[BlockTask]:
+    """Blocks with their layers, and each layer outside of the blocks, in the order of their first calls.
+
+    Without ``data``, which no layer wants then, in the order of the model. With ``sequential="none"``, what is
+    collected through the whole model comes first, while all of it is dense. ``ending`` gets what ends calls that wait.
+    """
+    if data is None:
+        return _without_data(run)
+    block_of = _block_of_layers(run.plan)
+    dense = run_dense(data, block_of)
+    order = dense.seen.order
+    by_block: dict[str | None, list[LayerPlan]] = {}
+    for layer_plan in sorted(run.plan.layers, key=lambda layer_plan: order[layer_plan.name]):
+        by_block.setdefault(block_of[layer_plan.name], []).append(layer_plan)
+
+    starts: list[tuple[int, Stack | LayerPlan]] = [(order[plan.name], plan) for plan in by_block.get(None, [])]
+    for stack in run.plan.stacks:
+        if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
+            starts.append((min(calls), stack))
+    in_order = [start for _, start in sorted(starts, key=lambda pair: pair[0])]
+    stacks = [start for start in in_order if isinstance(start, Stack)]
+    whole = _through_whole_model(dense, stacks, by_block)
+    if run.config.sequential == "none":
+        in_order.sort(key=lambda start: isinstance(start, Stack) and start not in whole)
+
+    def task(stack: Stack, block: nn.Module, inputs: Callable[[], Inputs]) -> BlockTask:
+        name = stack.names[stack.blocks.index(block)]
+        plans = by_block.get(name, [])
+        one_pass = run.config.experts != "all_tokens" and not dense.seen.varying & {plan.name for plan in plans}
+        return BlockTask(name or type(run.model).__name__, plans, dense.seen.input_of, block, inputs, one_pass)
+
+    tasks: list[BlockTask] = []
+    whole_model = WholeModel(data)
+    for blockwise, group in groupby(in_order, lambda start: isinstance(start, Stack) and start not in whole):
+        starts_of_group = list(group)
+        if blockwise:
+            own = [start for start in starts_of_group if isinstance(start, Stack)]
+            home = {block: stack for stack in own for block in stack.blocks}
+            named = {block for stack in own for name, block in zip(stack.names, stack.blocks) if by_block.get(name)}
+            # blocks that no call comes to may have layers that need no data
+            blocks = [block for block in dense.blocks if block in home]
+            blocks += [block for block in home if block in named and block not in blocks]
+            segment = Segment(
+                data,
+                dense.calls,
+                blocks,
+                outputs_may_stay=dense.outputs_may_stay,
+                outputs_change=dense.outputs_change,
+            )
+            ending.callback(segment.close)
+            tasks += [task(home[block], block, partial(segment.at, home[block], block)) for block in blocks]
+            continue
+        for start in starts_of_group:
+            if isinstance(start, Stack):
+                tasks += [task(start, block, lambda: whole_model) for block in start.blocks]
+            else:
+                tasks.append(BlockTask(start.name, [start], dense.seen.input_of, None, lambda: whole_model))
+    return tasks
+
+
+def _without_data(run: Run) -> list[BlockTask]:
+    homes = {name: block for stack in run.plan.stacks for name, block in zip(stack.names, stack.blocks)}
+    by_block: dict[str | None, list[LayerPlan]] = {}
+    for layer_plan in run.plan.layers:
+        by_block.setdefault(layer_plan.block, []).append(layer_plan)
+    no_data = NoData()
+    tasks = []
+    for name, layer_plans in by_block.items():
+        input_of = {layer_plan.name: layer_plan.name for layer_plan in layer_plans}
+        title = layer_plans[0].name if name is None else name or type(run.model).__name__
+        block = None if name is None else homes[name]
+        tasks.append(BlockTask(title, layer_plans, input_of, block, lambda: no_data))
+    return tasks
+
+
+def _block_of_layers(plan: Plan) -> dict[str, str | None]:
+    """Layer name -> the block that it is used in. A tied weight that is used in several blocks sees all of its inputs
+    in the whole model alone: None."""
+    home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
+    block_of: dict[str, str | None] = {}
+    for layer_plan in plan.layers:
+        used_in = {home.get(module) for module in layer_plan.layer.hooked_modules}
+        block_of[layer_plan.name] = used_in.pop() if len(used_in) == 1 else None
+    return block_of
+
+
+# the dense run --------------------------------------------------------------------------------------------------------
+
+
+class SeenInputs:
+    """What the inputs of layers show. ``block_of``: layer name -> the one block that it is in, or None.
+
+    order: layer name -> position of its first call.
+    input_of: layer name -> the first layer of its block that got the same input.
+    varying: layers that share an input with others at some times only.
+    first_call: layer name -> the number of the first call of the model that reached it.
+    """
+
+    def __init__(self, block_of: Mapping[str, str | None]) -> None:
+        self.order: dict[str, int] = {}
+        self.input_of: dict[str, str] = {}
+        self.varying: set[str] = set()
+        self.first_call: dict[str, int] = {}
+        self.finite: dict[str, Tensor] = {}
+        self.block_of = block_of
+        self._call = 0
+        self._leader_of: dict[str, str] = {}
+        # of one call, by block: input -> the first layer that got it, and the tensors, so that no id is reused
+        self._leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = {}
+        self._keys: dict[str, list[tuple]] = {}  # of one call: layer name -> its inputs
+
+    def begin(self, number: int) -> None:
+        """Call ``number`` of the model starts."""
+        self._call = number
+        self.end_call()
+
+    def end_call(self) -> None:
+        """Inputs are not held any more."""
+        self.varying |= {n for n in self._keys if self._keys[n] != self._keys.get(self._leader_of[n])}
+        self._leaders.clear()
+        self._keys.clear()
+
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        if not (inputs[0].numel() if token_mask is None else token_mask.any()):
+            return  # no token is no data
+        leader, key = self._leader(layer, inputs), input_key(layer, inputs)
+        if self._leader_of.setdefault(layer.name, leader) != leader:
+            self.varying.add(layer.name)
+        self._keys.setdefault(layer.name, []).append(key)
+        self.input_of.setdefault(layer.name, leader if self._call == 0 else layer.name)
+        self.order.setdefault(layer.name, len(self.order))
+        self.first_call.setdefault(layer.name, self._call)
+        for x in inputs:
+            finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
+            self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
+
+    def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
+        block = self.block_of[layer.name]
+        if block is not None and block not in self._leaders:  # inputs of the blocks before it are not wanted any more
+            for other in self._leaders.keys() - {None}:
+                del self._leaders[other]
+        leaders = self._leaders.setdefault(block, {})
+        return leaders.setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
+
+
+@dataclass
+class DenseRun:
+    """What running the dense model has shown.
+
+    calls: all calls of the model in this process. dense: those that were run, at least one of each kind.
+    blocks: in the order in which calls come to them. outputs_may_stay, outputs_change: see `Segment`.
+    """
+
+    data: CalibrationData
+    seen: SeenInputs
+    exact: bool
+    calls: list[NumberedCall] = field(default_factory=list)
+    dense: list[DenseCall] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
+    outputs_may_stay: bool = False
+    outputs_change: bool = False
+    _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.look_at_output()
+        self.seen.begin(numbered.number)
+        self.dense.append(DenseCall(numbered, kind_of(numbered), {}, set()))
+
+    def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
+        call = self.dense[-1]
+        call.again.update({block} & call.prints.keys())
+        call.prints[block] = print_of(output, exact=self.exact)
+        self.look_at_output()
+        self._output = [(x, version(x)) for x in flat_tensors(output)]
+
+    def look_at_output(self) -> None:
+        """See whether the model has written to the last output. Inference tensors count no writes."""
+        self.outputs_change |= any(x.is_inference() or version(x) != before for x, before in self._output)
+        self._output.clear()
+
+
+def run_dense(data: CalibrationData, block_of: Mapping[str, str | None]) -> DenseRun:
+    """Run the dense model on the first two calls and on one call of each further kind; on all calls if a layer has seen
+    no data up to then. Raises ValueError for layers that no data reaches, or none that is finite."""
+    run, dense = data.run, DenseRun(data, SeenInputs(block_of), is_exact(data.run))
+    if data.calls is None:
+        _run_loop(dense)
+    else:
+        _run_calls(dense, data.calls)
+    _agree(dense)
+    _check(dense.seen, run)
+    return dense
+
+
+def kind_of(numbered: NumberedCall) -> list[Any]:
+    """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
+    and whether there is padding."""
+    call, masks = numbered.call, numbered.masks
+    leaves: list[Any] = []
+    for leaf in leaves_of((call.args, call.kwargs)):
+        constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+        leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
+    return [len(call.args), list(call.kwargs), leaves, [x is None for x in (masks.encoder, masks.decoder, masks.image)]]
+
+
+def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
+    data, run = dense.data, dense.data.run
+    dense.calls = [NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls)]
+    digest = hashlib.sha256()
+    for call in calls if data.sha256 is None else ():
+        take_in(digest, call.args, call.kwargs)
+    run.report.calibration.update(calls=len(calls), sha256=data.sha256 or digest.hexdigest())
+    kinds: list[Any] = []
+    chosen = []
+    for numbered in dense.calls:
+        if (kind := kind_of(numbered)) not in kinds or numbered.number == 1:
+            kinds.append(kind)
+            chosen.append(numbered.number)
+    _run_some(dense, chosen)
+    wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
+    unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.seen.order)))
+    if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
+        _run_some(dense, [numbered.number for numbered in dense.calls if numbered.number not in chosen])
+
+
+def _run_some(dense: DenseRun, numbers: Sequence[int]) -> None:
+    data = dense.data
+    hooks = data.input_hooks(data.run.plan.layers, data.run.plan.blocks, dense.seen.see)
+    left = iter(numbers)
+    with (
+        Progress("run the dense model", "batch", len(numbers), show=data.run.config.progress) as bar,
+        ExitStack() as on,
+    ):
+        for block in data.run.plan.blocks:
+            on.enter_context(block.register_forward_hook(dense.after_block))
+
+        def begin(masks: TokenMasks) -> None:
+            hooks.begin(masks)
+            dense.begin(dense.calls[next(left)])
+            bar.update()
+
+        data.run_model(begin, hooks, numbers)
+    dense.look_at_output()
+    dense.seen.end_call()
+
+
+def _run_loop(dense: DenseRun) -> None:
+    """A forward_loop runs once, to its end. What it calls the model with is kept."""
+    data, run = dense.data, dense.data.run
+    hooks = data.input_hooks(run.plan.layers, run.plan.blocks, dense.seen.see)
+    digest = hashlib.sha256()
+
+    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
+    def keep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        take_in(digest, args, kwargs)
+        call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
+        dense.calls.append(NumberedCall(len(dense.calls), call, data.masks_of(call)))
+
+    def begin(masks: TokenMasks) -> None:
+        hooks.begin(masks)
+        dense.begin(dense.calls[-1])
+
+    with ExitStack() as on:
+        for block in run.plan.blocks:
+            on.enter_context(block.register_forward_hook(dense.after_block))
+        # `run_model` puts its own hook in front of this one
+        on.enter_context(run.model.register_forward_pre_hook(lambda *_: begin(dense.calls[-1].masks), prepend=True))
+        on.enter_context(run.model.register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
+        data.run_model(lambda masks: None, hooks)
+    dense.look_at_output()
+    dense.seen.end_call()
+    run.report.calibration.update(calls=len(dense.calls), sha256=digest.hexdigest())
+    if not dense.calls:
+        raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+
+
+def _agree(dense: DenseRun) -> None:
+    """What the data of all processes show together, as one process would see it that goes over the batches in their
+    order."""
+    seen, run = dense.seen, dense.data.run
+    blocks = list(run.plan.blocks)
+    ways = [[blocks.index(block) for block in call.prints] for call in dense.dense]
+    own: Any = (
+        {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
+        seen.input_of,
+        {name: bool(value) for name, value in seen.finite.items()},
+        seen.varying,
+        ways,
+        run.report.calibration,
+    )
+    places, inputs, finites, varying, ways, calibrations = zip(*run.processes.all_gather("the dense run", own))
+    firsts: dict[str, tuple[int, int]] = {}
+    for of_rank in places:
+        for name, place in of_rank.items():
+            firsts[name] = min(place, firsts.get(name, place))
+    seen.order = {name: number for number, name in enumerate(sorted(firsts, key=firsts.__getitem__))}
+    seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
+    seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
+    seen.varying = set().union(*varying)
+    dense.blocks = [blocks[index] for index in _merged(way for of_rank in ways for way in of_rank)]
+    run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
+    if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
+        together = "".join(calibration["sha256"] for calibration in calibrations)
+        run.report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
+
+
+def _merged(ways: Any) -> list[int]:
+    """All that calls come to, in an order in which each of them comes to it, if there is one."""
+    order: list[int] = []
+    for way in ways:
+        place = 0
+        for stop in way:
+            if stop in order:
+                place = order.index(stop) + 1
+            else:
+                order.insert(place, stop)
+                place += 1
+    return order
+
+
+def _check(seen: SeenInputs, run: Run) -> None:
+    """Raise ValueError for layers without data; layers that need none come last in the order."""
+    plan = run.plan
+    unseen = [layer_plan for layer_plan in plan.layers if layer_plan.name not in seen.order]
+    mixtures = {layer_plan.layer.mixture for layer_plan in plan.layers if layer_plan.name in seen.order}
+    needing = [
+        layer_plan.name
+        for layer_plan in unseen
+        if layer_plan.needs != "nothing"
+        and (layer_plan.layer.mixture is None or layer_plan.layer.mixture not in mixtures)
+    ]
+    if needing:
+        raise ValueError(
+            f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
+            f"{', ...' if len(needing) > 8 else ''}; {_what_to_give(run.model, needing)}. (A layer whose parent reads "
+            "its weight without calling it sees none either.)"
+        )
+    for layer_plan in unseen:
+        seen.order[layer_plan.name] = len(seen.order)
+        seen.input_of[layer_plan.name] = layer_plan.name
+    for name, finite in seen.finite.items():
+        if not finite:
+            raise ValueError(
+                f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
+                "model in bfloat16 or float32"
+            )
+
+
+def _what_to_give(model: nn.Module, names: Sequence[str]) -> str:
+    """What the data lacks, where transformers says what the model inside of the model takes that holds a layer."""
+    towers: dict[str, int] = Counter(path for name in names if (path := tower_of(model, name)) is not None)
+    wanted = {path: inputs for path in towers if (inputs := inputs_that_reach(model, path)) is not None}
+    if not wanted:
+        return "give data that reaches them, or exclude them"
+    said = "; ".join(f"{path!r} ({towers[path]} of them) runs on {inputs}" for path, inputs in wanted.items())
+    globs = ", ".join(f"'{path}.*'" for path in wanted)
+    return f"{said}: give {' and '.join(dict.fromkeys(wanted.values()))} with the data, or exclude {globs}"
+
+
+# stacks at which calls cannot wait ------------------------------------------------------------------------------------
+
+
+def _through_whole_model(
+    dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+) -> set[Stack]:
+    """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
+    run, whole = dense.data.run, set()
+    while waiting := [stack for stack in stacks if stack not in whole]:
+        own = _why_not(dense, waiting)
+        of_ranks = run.processes.all_gather("whether calls can wait", own)
+        problem = next((problem for problem in of_ranks if problem is not None), None)
+        if problem is None:
+            break
+        name, why = problem
+        (stack,) = [stack for stack in waiting if stack.name == name]
+        whole.add(stack)
+        pruned = sum(bool(by_block.get(name)) for name in stack.names)
+        _say(
+            run,
+            f"stack {stack.name or type(run.model).__name__!r} is calibrated through the whole model, because {why}",
+            pruned,
+        )
+    config = run.config
+    if waiting and config.reconstruct is not None:
+        count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
+        if count < 2:
+            raise ValueError(
+                "reconstruct needs at least two calibration batches, because one is held back to judge by, "
+                f"and there is {count}: give smaller batches"
+            )
+    return whole
+
+
+def _say(run: Run, why: str, pruned: int) -> None:
+    run.storage.check_whole_runs(why)
+    text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"
+    asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
+    if any(asked.values()):
+        text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
+    warnings.warn(text, stacklevel=2)
+    run.report.notes.append(text)
+
+
+def _why_not(dense: DenseRun, stacks: Sequence[Stack]) -> tuple[str, str] | None:
+    """(name of a stack, why calls cannot wait at its blocks); None if they can at those of all stacks."""
+    home = {block: stack for stack in stacks for block in stack.blocks}
+    for call in dense.dense:
+        if again := [block for block in call.again if block in home]:
+            return home[again[0]].name, "its blocks are called more than once in a call of the model"
+        places = [(dense.blocks.index(block), block) for block in call.prints if block in home]
+        for (place, _), (after, block) in pairwise(places):
+            if after < place:
+                return home[block].name, "its blocks are called in another order in some calls than in others"
+    blocks = [block for block in dense.blocks if block in home]
+    run = dense.data.run
+    dense.outputs_may_stay = run.config.device is not None and not run.storage.spills
+    problem = cannot_wait(run, dense.dense, stacks, blocks, outputs_stay=dense.outputs_may_stay)
+    if problem is not None and dense.outputs_may_stay:
+        dense.outputs_may_stay = False
+        problem = cannot_wait(run, dense.dense, stacks, blocks, outputs_stay=False)
+    return None if problem is None else (problem[0].name, problem[1])

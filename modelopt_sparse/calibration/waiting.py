@@ -1,0 +1,298 @@
+"""Calls of the model that wait at each block.
+
+Each calibration call runs in a coroutine of its own, and waits whenever it comes to a block. While it waits, the block
+is run with the arguments at hand, so that the inputs of its layers are seen, and its layers are solved. Then the call
+goes on through the sparse block to the next one. The model itself does what lies between blocks.
+
+Calls that are under way at the same time compute what they would compute one after the other, unless the model or its
+blocks keep something from one call to the next. `cannot_wait` tries that before anything is changed.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.forward import call_model, errors_name_batch, forward_context, on_execution_device
+from modelopt_sparse.calibration.padding import PaddingError, TokenMasks
+from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
+from modelopt_sparse.model.devices import (
+    flat_tensors,
+    has_hook,
+    is_out_of_memory,
+    map_tensors,
+    offload_again,
+    onloaded,
+    version,
+)
+from modelopt_sparse.model.layers import Stack
+
+CANDIDATES = 4  # tensors of one shape that a new one is compared with, newest first
+
+
+@dataclass(frozen=True)
+class NumberedCall:
+    """Call ``number`` of the model in this process, and its padding."""
+
+    number: int
+    call: Call
+    masks: TokenMasks
+
+
+class WaitingCall(greenlet):
+    """One call of the model. It waits at ``block``, which it is about to call with ``args`` and ``kwargs``; None: it
+    has not begun, or it has ended. ``state``: torch's state of the thread when it began to wait."""
+
+    def __init__(self, owner: "WaitingCalls", numbered: NumberedCall) -> None:
+        super().__init__(self._work)
+        self.gr_context = copy_context()
+        self.owner, self.number, self.masks = owner, numbered.number, numbered.masks
+        self.block: nn.Module | None = None
+        self.args: tuple = ()
+        self.kwargs: dict[str, Any] = {}
+        self.state: tuple = ()
+        self._call = numbered.call
+
+    def _work(self) -> None:
+        call_model(self.owner.run, self._call, self.number)
+
+    def go_on(self, see: Callable[[nn.Module, tuple, dict], None] | None = None) -> None:
+        """Run on to the next block, or to the end. ``see`` gets the block and its arguments first.
+
+        Hooks that were registered on the block after the call had come to it are not called. Therefore its arguments
+        are moved to its device here.
+        """
+        block, device = self.block, self.owner.run.config.device
+        if block is not None and device is not None and not has_hook(block):
+            self.args, self.kwargs = map_tensors(lambda x: x.to(device), (self.args, self.kwargs))
+        if see is not None:
+            assert block is not None
+            see(block, self.args, self.kwargs)
+        self.block, self.parent = None, getcurrent()
+        self.switch()
+
+    def wait(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Let the others run until `go_on`; called by the call itself -> the arguments to go on with."""
+        self.block, self.args, self.kwargs, self.state = block, args, kwargs, thread_state()
+        assert self.parent is not None
+        self.parent.switch()
+        args, kwargs, self.args, self.kwargs = self.args, self.kwargs, (), {}
+        return args, kwargs
+
+    def run_block(self) -> Any:
+        """The output of the block in this call, which stays where it is."""
+        assert self.block is not None
+        with errors_name_batch(self.owner.run, self._call, self.number):
+            return self.block(*self.args, **self.kwargs)
+
+
+class WaitingCalls:
+    """Calls of the model that wait at each of the ``blocks``, from `start` until `close`."""
+
+    def __init__(self, run: Run, calls: Sequence[NumberedCall], blocks: Sequence[nn.Module]) -> None:
+        self.run, self.calls = run, [WaitingCall(self, call) for call in calls]
+        self._blocks = blocks
+        self._hooks = ExitStack()
+        self._outputs: dict[tuple, list[Tensor]] = {}
+
+    def start(self) -> None:
+        """Let each call come to its first block."""
+        run, hooks = self.run, self._hooks
+        hooks.enter_context(switched_off(run.model, "output_hidden_states", "output_attentions"))
+        for block in run.plan.blocks:
+            if run.config.device is not None and block is not run.model and block not in self._blocks:
+                hooks.enter_context(onloaded(block, run.config.device, resident=False))
+        for block in self._blocks:
+            # before all other hooks: a block is loaded when it runs, not when a call comes to it
+            hooks.enter_context(block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(self._after))
+        with forward_context(run):
+            for call in self.calls:
+                call.go_on()
+
+    def at(self, block: nn.Module) -> list[WaitingCall]:
+        """The calls that wait at a block."""
+        return [call for call in self.calls if call.block is block]
+
+    def close(self) -> None:
+        """End the calls where they are, the last one first: contexts that they have entered are left in order."""
+        self._hooks.close()
+        for call in reversed(self.calls):
+            call.parent = getcurrent()
+            while call:  # a model may catch everything and go on
+                with suppress(Exception):  # of a call that nobody needs any more
+                    call.throw()
+        if self.calls:
+            offload_again(self.run.model)
+        self.calls = []
+        self._outputs.clear()
+
+    def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        call = self._current()
+        if call is None:
+            return None
+        if self.run.storage.spills:
+            for x in flat_tensors((args, kwargs)):
+                self._spill(x)
+        return call.wait(block, args, kwargs)
+
+    def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """The output as the model will hold it: in a file with spill. What equals an output of another call (such as
+        T5's position bias) is held once. Hidden states come first, and are not compared."""
+        if self._current() is None or not isinstance(output, (Tensor, tuple)):
+            return None
+        first = next(iter(flat_tensors(output)), None)
+        return map_tensors(lambda x: self.run.storage.hold_activations(x) if x is first else self._once(x), output)
+
+    def _current(self) -> WaitingCall | None:
+        """The call of these that runs now; None outside of them."""
+        call = getcurrent()
+        return call if isinstance(call, WaitingCall) and call.owner is self else None
+
+    def _once(self, x: Tensor) -> Tensor:
+        alike = self._outputs.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
+        twin = next((y for y in reversed(alike[-CANDIDATES:]) if y is x or torch.equal(x, y)), None)
+        if twin is None:
+            twin = self.run.storage.hold_activations(x)
+            alike.append(twin)
+        return twin
+
+    def _spill(self, x: Tensor) -> None:
+        """Move the memory of a tensor to a file, wherever the model holds the tensor."""
+        if x.untyped_storage().filename is None and (held := self.run.storage.hold_activations(x)) is not x:
+            x.set_(held.untyped_storage(), held.storage_offset(), held.shape, held.stride())
+
+
+def thread_state() -> tuple:
+    """What torch keeps for the thread, and contexts around the blocks would change for all calls."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    # there is no public way to see the modes of torch.overrides and torch.utils._python_dispatch
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *modes
+
+
+# whether calls can wait -----------------------------------------------------------------------------------------------
+
+# what a model raises when it is called in an order that it does not expect; errors of reading files are none of these
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)
+Print = list[tuple]  # tells whether two outputs are equal
+
+
+@dataclass(frozen=True)
+class DenseCall:
+    """A call of the dense model. ``prints``: of the output of each of its blocks, in the order in which it came to
+    them; ``again``: the blocks that it came to more than once."""
+
+    numbered: NumberedCall
+    kind: list[Any]
+    prints: dict[nn.Module, Print]
+    again: set[nn.Module]
+
+
+def print_of(output: Any, *, exact: bool) -> Print:
+    """Of each tensor in an output its dtype, its shape and the sum of its bits; not ``exact``: sums of its numbers."""
+    prints = []
+    for x in flat_tensors(output):
+        real = torch.view_as_real(x) if x.is_complex() else x
+        if exact:
+            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
+            numbers = (int(real.view(bits).sum(dtype=torch.int64)),)
+        else:
+            wide = real.double().nan_to_num()
+            numbers = (float(wide.abs().sum()), float(wide.square().sum()))
+        prints.append((x.dtype, x.shape, numbers))
+    return prints
+
+
+def is_exact(run: Run) -> bool:
+    """Whether equal calls give equal bits: on other devices than the CPU, atomic operations add in any order."""
+    devices = {parameter.device.type for parameter in run.model.parameters()}
+    return devices <= {"cpu", "meta"} and (run.config.device is None or run.config.device.type == "cpu")
+
+
+def same(one: Print, other: Print) -> bool:
+    """Whether two prints are those of equal outputs; if they are sums of numbers, up to a few roundings."""
+    if [of_tensor[:2] for of_tensor in one] != [of_tensor[:2] for of_tensor in other]:
+        return False
+    for (dtype, _, numbers), (_, _, others) in zip(one, other):
+        roundings = 8 * torch.finfo(dtype).eps if dtype.is_floating_point and isinstance(numbers[0], float) else 0
+        if any(abs(a - b) > roundings * abs(b) for a, b in zip(numbers, others)):
+            return False
+    return True
+
+
+def cannot_wait(
+    run: Run, dense: Sequence[DenseCall], stacks: Sequence[Stack], blocks: Sequence[nn.Module], *, outputs_stay: bool
+) -> tuple[Stack, str] | None:
+    """A stack of which the blocks cannot be waited at, and why; None: calls can wait at all ``blocks``, in this order.
+    ``outputs_stay``: within a stack, outputs are left on the execution device.
+
+    Two calls, the first and one of another kind if there is one, wait at the blocks in turns. Each block is run twice
+    for each of them. They have to come to the blocks, and put out there, what they did one after the other.
+    """
+    if any(isinstance(value, LOCKS) for module in run.model.modules() for value in vars(module).values()):
+        return stacks[0], "the model holds a lock, and calls of one thread would wait for each other"
+    pair = [dense[0], *[call for call in dense if call.kind != dense[0].kind][:1]]
+    pair += dense[1:2] if len(pair) == 1 else []
+    prints = {call.numbered.number: call.prints for call in pair}
+    home = {block: (stack, name) for stack in stacks for name, block in zip(stack.names, stack.blocks)}
+    stack, name = stacks[0], stacks[0].names[0]
+    waiting = WaitingCalls(run, [call.numbered for call in pair], blocks)
+    came, exact = [], is_exact(run)
+    other = "blocks run one by one do not give the model's own output"
+    try:
+        with forward_context(run):
+            outside = thread_state()
+        waiting.start()
+        for block in blocks:
+            stack, name = home[block]
+            stays = outputs_stay and block is not stack.blocks[-1]
+            with on_execution_device(run, [block], outputs_stay=stays), forward_context(run):
+                for call in waiting.at(block):
+                    came.append((call.number, block))
+                    if call.state != outside:
+                        return stack, "the model runs its blocks in another mode of torch than it is called in"
+                    before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
+                    output = print_of(call.run_block(), exact=exact)
+                    if any(version(x) != was for x, was in before):
+                        return stack, "blocks write to their inputs"
+                    if not same(output, prints[call.number].get(block, [])):
+                        return stack, other
+                for call in waiting.at(block) if block is not blocks[-1] else ():
+                    outputs: list[Print] = []
+
+                    def see(module: nn.Module, args: Any, output: Any, outputs: list[Print] = outputs) -> None:
+                        outputs.append(print_of(output, exact=exact))
+
+                    with block.register_forward_hook(see):
+                        call.go_on()
+                    if not outputs or not same(outputs[0], prints[call.number][block]):
+                        return stack, other
+    except FAILURES as error:
+        if isinstance(error, (PaddingError, Unreadable)) or is_out_of_memory(error):
+            raise
+        cause = error.__cause__ or error
+        return stack, f"calls of the model cannot wait at block {name!r} ({cause})"
+    finally:
+        waiting.close()
+    expected = {(number, block) for number, of_call in prints.items() for block in of_call if block in home}
+    if missed := expected - set(came):
+        return home[next(iter(missed))[1]][0], "calls do not come to its blocks when they wait"
+    return None
