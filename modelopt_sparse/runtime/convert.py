@@ -17,7 +17,7 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.fold import first_few, nearest, table
-from modelopt_sparse.reports.values import library_versions
+from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
     BACKENDS,

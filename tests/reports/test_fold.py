@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.checkpoint.verify import Verification, Verified
-from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_names, folded_table, paragraph, table
+from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_names, paragraph, rows_of, table
 from tests.helpers import tiny_llama, token_batches
 
 LLAMA_8B: dict[str, Any] = {
@@ -128,7 +128,7 @@ def test_cells_of_a_folded_row():
             "notes", ["", "", "5 of 64 dead", "12 of 64 dead", "7 of 64 dead", "layer h.5.up: odd"], "range", below=True
         ),
     ]
-    lines = folded_table("layer", names, columns).splitlines()
+    lines = rows_of("layer", names, columns).splitlines()
     assert lines[:2] == ["In every row: same x.", ""]
     assert lines[2].split() == ["layer", "recipe", "pattern", "error", "notes"]
     assert [re.split(" {2,}", line) for line in lines[4:7]] == [
@@ -143,7 +143,7 @@ def test_cells_of_a_folded_row():
 def test_many_levels_are_a_range_and_few_are_rows(levels):
     names = [f"h.{i}.up" for i in range(10)]
     column = Column("pattern", [f"{50 + i % levels}.5% per row" for i in range(10)], "levels")
-    lines = folded_table("layer", [*names, "head"], [replace(column, cells=[*column.cells, "2:4"])]).splitlines()[2:-1]
+    lines = rows_of("layer", [*names, "head"], [replace(column, cells=[*column.cells, "2:4"])]).splitlines()[2:-1]
     assert len(lines) == (4 if levels == 4 else 1)
     assert lines[0].endswith("50.5% per row" if levels == 4 else "50.5..54.5% per row")
 
