@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
-from modelopt_sparse.runtime.convert import Place, Settings, loading_place
+from modelopt_sparse.runtime.convert import Settings, loading_place
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
+from modelopt_sparse.runtime.timing import Place
 from tests.helpers import assert_bits, tiny_llama
 from tests.runtime.unpacking import place_for
 
@@ -49,7 +50,7 @@ def test_load_refuses_before_it_reads(folder, monkeypatch):
     for device_map in ("auto", "cpu", {"model": 0, "lm_head": 1}):
         with pytest.raises(ValueError, match="2:4 layers are packed for one CUDA device, such as 'cuda:0'"):
             mts.load(folder, semi_structured=True, device_map=device_map)
-    with pytest.raises(ValueError, match="option 'tun' of to_semi_structured is not known"):
+    with pytest.raises(ValueError, match="option 'tun' is not known"):
         mts.load(folder, semi_structured={"tun": 1})
 
 
@@ -57,9 +58,9 @@ def test_load_refuses_before_it_reads(folder, monkeypatch):
 def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Place, "of", lambda device, settings: (device, settings))
-    settings, place = loading_place(device_map, {"quantize": "fp8"})
-    assert place == (torch.device("cuda:0"), settings)
+    monkeypatch.setattr(Place, "of", lambda *options: options)
+    settings, place = loading_place(device_map, {"quantize": "fp8", "timing": "graph", "backend": "cutlass"})
+    assert place == (torch.device("cuda:0"), "cutlass", "fp8", "graph")
     assert settings.quantize == "fp8"
 
 
