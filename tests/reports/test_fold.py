@@ -68,7 +68,7 @@ parts = st.sampled_from(["layers", "mlp", "0", "1", "2", "3", "4", "7", "11", "0
 some_names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), unique=True, max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some_names, some_names, st.randoms(use_true_random=False))
 def test_unfolding_gives_back_every_name_once(names, more, chance):
     everything = {*names, *more}
@@ -83,7 +83,7 @@ def test_unfolding_gives_back_every_name_once(names, more, chance):
     assert firsts == sorted(firsts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_a_whole_stack_is_one_row_and_a_deviating_layer_another(blocks, experts, chance):
     names = [f"h.{block}.experts.{expert}.w" for block in range(blocks) for expert in range(experts)]
@@ -166,7 +166,7 @@ def test_numbers_in_a_cell(text, numbers):
 cells = st.text("ab.,+ 01", max_size=150)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=4))
 def test_a_table_fits_and_loses_no_letter(rows):
     rows = [tuple(cell.strip() for cell in row) for row in rows]
