@@ -103,7 +103,8 @@ def evaluate(
     if seq_len < 2 or (batch_size is not None and batch_size < 1):
         raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
     if len(tokens) < seq_len:
-        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more text")
+        short = f"{len(tokens)} tokens, less than one window of {seq_len}"
+        raise ValueError(f"the text has {short}: give more, or a shorter seq_len")
     refuse_longer_windows(model, seq_len)
     refuse_unknown_tokens(model, tokens)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
@@ -312,7 +313,7 @@ def _tasks_of(names: Sequence[str], folder: str | Path | None) -> Any:
 
 
 def _scores(names: Sequence[str], measured: Any, beside: Any = None) -> Iterator[TaskScore]:
-    """The numbers of the harness's results: of what was asked for, and of a group's tasks if the group has none."""
+    """The scores in the harness's results: of the names, or of a group's tasks if the group has none itself."""
     rows = {**measured["results"], **measured.get("groups", {})}
     for name in _with_numbers(names, rows, measured.get("group_subtasks", {})):
         for key, score in rows[name].items():

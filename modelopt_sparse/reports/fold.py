@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this
-LEVELS = 4  # so many different cells of one name stay rows of their own in a column of levels
+LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
 NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
 BREAKS = re.compile(r"(?<=[ ,+/])|(?<=\.)(?=\D)")  # where a cell may go on in the next line
 INDEX = re.compile(r"0|[1-9][0-9]*")  # a part of a name that is a number

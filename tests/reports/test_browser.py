@@ -61,8 +61,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
     started.driver.quit()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [SCREEN, PHONE])
+@pytest.mark.parametrize(("width", "scheme"), [(SCREEN, "light"), (PHONE, "dark")])
 def test_every_plot_is_drawn_and_nothing_is_wider_than_the_screen(browser, page, scheme, width):
     browser.open(page, width=width, scheme=scheme)
     drawn = browser.run(

@@ -138,7 +138,7 @@ def test_no_gradients_are_kept():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": text(8)}, "the text has 8 tokens, less than one window of 9: give more"),
+        ({"tokens": text(8)}, "the text has 8 tokens, less than one window of 9: give more, or a shorter seq_len"),
         ({"tokens": text(0)}, "the text has 0 tokens"),
         ({"tokens": text().view(1, -1)}, r"tokens have shape \[1, 45\]: give one row of token ids"),
         ({"seq_len": 1}, "seq_len=1, batch_size=None: at least 2 tokens predict one"),

@@ -116,7 +116,7 @@ def test_allocation_and_experts(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=97, num_hidden_layers=2, num_local_experts=4, **sizes)).eval()
-    options = {"data_loader": token_batches(4), "progress": False, "pattern": "50%", "allocation": "search"}
+    options = {"data_loader": token_batches(1), "progress": False, "pattern": "50%", "allocation": "search"}
     mts.sparsify(model, "sparsegpt", options)
     report = mts.report(model)
     drawn = figures(report.to_html(tmp_path / "a.html", masks=dict(mts.named_masks(model))))
