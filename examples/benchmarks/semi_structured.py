@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports.values import library_versions
+from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import quantize_rows
 from modelopt_sparse.runtime.timing import TIMERS, Timer
 

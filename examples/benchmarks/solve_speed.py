@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.reports.values import library_versions
+from modelopt_sparse.reports.report import library_versions
 
 EIGHT_B: dict[str, Any] = {
     "vocab_size": 128_256,

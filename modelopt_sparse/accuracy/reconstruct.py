@@ -21,7 +21,7 @@ from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Reconstruct
-from modelopt_sparse.reports.values import BlockReport
+from modelopt_sparse.reports.report import BlockReport
 
 
 @dataclass(frozen=True)

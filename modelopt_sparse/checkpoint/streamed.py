@@ -33,8 +33,7 @@ from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.reports.fold import first_few
-from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.values import BlockReport, LayerReport
+from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
 
 # shards ---------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of, table
-from modelopt_sparse.reports.values import Skipped, library_versions
+from modelopt_sparse.reports.report import Skipped, library_versions
 
 # plan -----------------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from modelopt_sparse.plan.names import MODE_RULES, Rule, class_rules, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import nearest
-from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.reports.report import Skipped
 
 # planner --------------------------------------------------------------------------------------------------------------
 

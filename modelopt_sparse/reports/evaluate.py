@@ -1,8 +1,10 @@
-"""Perplexity and KL divergence of language models, by the protocol of the pruning literature.
+"""Measures a sparse language model beside the dense one: `evaluate` on text, `evaluate_tasks` on tasks.
 
-The text is tokenized as a whole, without special tokens, and cut into windows that do not overlap. Each window is fed
-to the model alone; tokens that do not fill the last window are dropped. Perplexity is exp of the mean negative
-log-likelihood of the windows' predictions.
+Perplexity follows the protocol of the pruning literature. The text is tokenized as a whole, without special tokens, and
+cut into windows that do not overlap. The model sees one window at a time; tokens that do not fill the last window are
+dropped. Perplexity is exp of the mean negative log-likelihood of the windows' predictions.
+
+Tasks, their prompts and their metrics are those of lm-evaluation-harness.
 """
 
 import logging
@@ -22,7 +24,12 @@ from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, 
 from modelopt_sparse.reports.fold import first_few, table
 from modelopt_sparse.reports.progress import Progress
 
-# evaluate -------------------------------------------------------------------------------------------------------------
+MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
+BATCH_SIZE = 8  # prompts per forward
+HEADS = ("task", "metric", "dense", "sparse", "recovery", "asked")  # of the printed table of scores
+
+
+# text -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,15 @@ def evaluate(
     Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
     the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
     """
-    _check(model, tokens, seq_len, batch_size)
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
+    if seq_len < 2 or (batch_size is not None and batch_size < 1):
+        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
+    if len(tokens) < seq_len:
+        short = f"{len(tokens)} tokens, less than one window of {seq_len}"
+        raise ValueError(f"the text has {short}: give more, or a shorter seq_len")
+    refuse_longer_windows(model, seq_len)
+    refuse_unknown_tokens(model, tokens)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
     windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     loss = reference_loss = kl = 0.0
@@ -104,9 +119,9 @@ def evaluate(
                 if reference is not None:
                     log_q = _log_probabilities(reference, batch).to(log_p.device)
                     if log_q.shape != log_p.shape:
+                        vocabularies = f"a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}"
                         raise ValueError(
-                            f"the reference has a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}: "
-                            "give the dense model that it was made from"
+                            f"the reference has {vocabularies}: give the dense model that it was made from"
                         )
                     reference_loss -= _picked(log_q, batch)
                     kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
@@ -115,15 +130,13 @@ def evaluate(
         if not math.isfinite(total):
             raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
     count = windows.shape[0] * (seq_len - 1)
-    beside = None if reference is None else math.exp(reference_loss / count)
-    return Evaluation(
-        math.exp(loss / count), beside, None if reference is None else kl / count, windows.shape[0], seq_len
-    )
+    beside = (None, None) if reference is None else (math.exp(reference_loss / count), kl / count)
+    return Evaluation(math.exp(loss / count), *beside, windows.shape[0], seq_len)
 
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Within it models are in evaluation mode; afterwards each module is in the mode that it was in."""
+    """With models in evaluation mode; afterwards each module is in its mode from before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for module, _ in modes:
@@ -132,19 +145,6 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _check(model: nn.Module, tokens: Tensor, seq_len: int, batch_size: int | None) -> None:
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
-    if seq_len < 2 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
-    if len(tokens) < seq_len:
-        raise ValueError(
-            f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more, or a shorter seq_len"
-        )
-    refuse_longer_windows(model, seq_len)
-    refuse_unknown_tokens(model, tokens)
 
 
 def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
@@ -159,13 +159,6 @@ def _picked(log_p: Tensor, batch: Tensor) -> float:
 
 
 # tasks ----------------------------------------------------------------------------------------------------------------
-# Scores on tasks, by lm-evaluation-harness, of a sparse model beside the dense one.
-#
-# Tasks, prompts and metrics are the harness's own; this file calls it and puts the two models side by side.
-
-
-MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
-BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -192,7 +185,9 @@ class TaskScore:
     def recovery(self) -> float | None:
         """What is left of the reference's score, 1 for all of it: ``score / reference``, and the inverse where lower is
         better. None without a reference, and where one of the two is 0."""
-        return _recovery(self.score, self.reference, self.higher_is_better)
+        if not self.score or not self.reference:
+            return None
+        return self.score / self.reference if self.higher_is_better else self.reference / self.score
 
 
 @dataclass(frozen=True)
@@ -209,23 +204,16 @@ class TaskScores:
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """(task, metric, dense, sparse, recovery, shots and samples) as text, and the mean of each metric that several
         tasks have."""
-        shown = [
-            (
-                score.task,
-                score.metric,
-                *_numbers(score.reference, score.score, score.recovery, score.stderr),
-                f"{score.shots} shots, {score.samples:,} samples",
-            )
-            for score in self.scores
-        ]
+        shown = [_row(score, f"{score.shots} shots, {score.samples:,} samples") for score in self.scores]
         by_metric: dict[str, list[TaskScore]] = {}
         for score in self.scores:
             by_metric.setdefault(score.metric, []).append(score)
         for metric, scores in by_metric.items():
             if len(scores) > 1:
-                sparse, dense = mean(each.score for each in scores), _mean([each.reference for each in scores])
-                recovery = _recovery(sparse, dense, scores[0].higher_is_better)
-                shown.append((f"mean of {len(scores)} tasks", metric, *_numbers(dense, sparse, recovery, None), ""))
+                known = [each.reference for each in scores if each.reference is not None]
+                dense, sparse = mean(known) if len(known) == len(scores) else None, mean(each.score for each in scores)
+                title, rising = f"mean of {len(scores)} tasks", scores[0].higher_is_better
+                shown.append(_row(TaskScore(title, metric, rising, sparse, dense, None, 0, 0), ""))
         return shown
 
     def as_dict(self) -> dict[str, Any]:
@@ -243,7 +231,11 @@ class TaskScores:
         return table(HEADS, self.rows())
 
 
-HEADS = ("task", "metric", "dense", "sparse", "recovery", "asked")
+def _row(score: TaskScore, asked: str) -> tuple[str, str, str, str, str, str]:
+    """A score as text."""
+    dense = "" if score.reference is None else f"{score.reference:.4f}"
+    sparse = f"{score.score:.4f}" + ("" if score.stderr is None else f" \N{PLUS-MINUS SIGN} {score.stderr:.4f}")
+    return (score.task, score.metric, dense, sparse, "" if score.recovery is None else f"{score.recovery:.1%}", asked)
 
 
 def evaluate_tasks(
@@ -275,7 +267,13 @@ def evaluate_tasks(
     none, and for a limit or batch_size below 1.
     """
     names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
-    _check_tasks(names, task_folder, shots, limit, batch_size)
+    if not names:
+        raise ValueError("no task is named: give names of lm-evaluation-harness, such as 'arc_easy,hellaswag'")
+    for name, value, least in (("shots", shots, 0), ("limit", limit, 1), ("batch_size", batch_size, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+    if task_folder is not None and not Path(task_folder).is_dir():
+        raise ValueError(f"task_folder {str(task_folder)!r} is not a folder: give one that holds YAML files of tasks")
     try:
         import lm_eval  # an extra, and slow to import: only when tasks are run
         from lm_eval.models.huggingface import HFLM
@@ -286,29 +284,15 @@ def evaluate_tasks(
     manager = _tasks_of(names, task_folder)
     names = manager.match_tasks(names)
     options: dict[str, Any] = {"tasks": names, "task_manager": manager, "num_fewshot": shots, "limit": limit}
-    options.update(apply_chat_template=chat_template, log_samples=False)
+    options |= {"apply_chat_template": chat_template, "log_samples": False}
     results = []
     for network in (model, reference):
         if network is not None:
             with _quiet(), in_eval_mode(network):
-                asked = make(
-                    pretrained=network,
-                    tokenizer=tokenizer,
-                    device=str(input_device(network)),
-                    batch_size=batch_size or BATCH_SIZE,
-                )
+                device, size = str(input_device(network)), batch_size or BATCH_SIZE
+                asked = make(pretrained=network, tokenizer=tokenizer, device=device, batch_size=size)
                 results.append(lm_eval.simple_evaluate(asked, **options))
     return TaskScores(tuple(_scores(names, *results)), lm_eval.__version__)
-
-
-def _check_tasks(names: Sequence[str], folder: str | Path | None, shots: Any, limit: Any, batch_size: Any) -> None:
-    if not names:
-        raise ValueError("no task is named: give names of lm-evaluation-harness, such as 'arc_easy,hellaswag'")
-    for name, value, least in (("shots", shots, 0), ("limit", limit, 1), ("batch_size", batch_size, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"task_folder {str(folder)!r} is not a folder: give one that holds YAML files of tasks")
 
 
 def _tasks_of(names: Sequence[str], folder: str | Path | None) -> Any:
@@ -324,14 +308,12 @@ def _tasks_of(names: Sequence[str], folder: str | Path | None) -> Any:
     unknown = [name for name in names if not known.match_tasks([name])]
     if unknown:
         where = "lm-evaluation-harness" + ("" if folder is None else f" and {str(folder)!r}")
-        raise ValueError(
-            f"{first_few(unknown)}: no task of {where}; `lm-eval ls tasks` lists its own, and task_folder= adds yours"
-        )
+        raise ValueError(f"{first_few(unknown)}: no task of {where}; `lm-eval ls tasks` lists its own")
     return known
 
 
 def _scores(names: Sequence[str], measured: Any, beside: Any = None) -> Iterator[TaskScore]:
-    """The numbers of the harness's results: of what was asked for, and of a group's tasks if the group has none."""
+    """The scores in the harness's results: of the names, or of a group's tasks if the group has none itself."""
     rows = {**measured["results"], **measured.get("groups", {})}
     for name in _with_numbers(names, rows, measured.get("group_subtasks", {})):
         for key, score in rows[name].items():
@@ -347,7 +329,7 @@ def _scores(names: Sequence[str], measured: Any, beside: Any = None) -> Iterator
                 score=float(score),
                 reference=None if other is None else float(other),
                 stderr=float(error) if isinstance(error, int | float) else None,
-                shots=_count(measured["n-shot"], name),
+                shots=shots if isinstance(shots := measured["n-shot"].get(name), int) else 0,
                 samples=int(rows[name].get("sample_len", 0)),  # of a group: of all its tasks
             )
 
@@ -362,34 +344,9 @@ def _with_numbers(names: Sequence[str], rows: Mapping[str, Any], members: Mappin
     return list(dict.fromkeys(chosen))
 
 
-def _count(shots: Mapping[str, Any], name: str) -> int:
-    value = shots.get(name, 0)
-    return value if isinstance(value, int) else 0
-
-
-def _recovery(sparse: float, dense: float | None, higher_is_better: bool) -> float | None:
-    if not sparse or not dense:
-        return None
-    return sparse / dense if higher_is_better else dense / sparse
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == len(values) else None
-
-
-def _numbers(dense: float | None, sparse: float, recovery: float | None, stderr: float | None) -> tuple[str, str, str]:
-    beside = "" if stderr is None else f" \N{PLUS-MINUS SIGN} {stderr:.4f}"
-    return (
-        "" if dense is None else f"{dense:.4f}",
-        f"{sparse:.4f}{beside}",
-        "" if recovery is None else f"{recovery:.1%}",
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it the harness does not warn of what is as it should be, such as a model that is in memory already."""
+    """Without the harness's warnings of what is right here, such as a model that is in memory already."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

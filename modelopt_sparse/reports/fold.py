@@ -1,25 +1,51 @@
-"""Tables that fold: rows whose names differ only in numbers and whose cells are equal become one row.
+"""Text for messages, plans and reports: suggestions, lists, tables, and tables that fold.
 
-A name is folded with `*` where a number between dots may be any that occurs: `model.layers.*.mlp.up_proj`. Where only
-some of them are meant they are listed: `model.layers.0-3,7.mlp.up_proj`. Numbers that differ are shown as `0.01..0.05`,
-the smallest and the largest.
+A table folds rows whose names differ only in numbers and whose cells are equal. `*` in a folded name stands for all
+numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, they are listed:
+`model.layers.0-3,7.mlp.up_proj`. Cells that differ in numbers show the smallest and the largest: `0.01..0.05`.
 """
 
 import difflib
+import json
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
-from typing import Literal
+from typing import Any, Literal
 
-# text -----------------------------------------------------------------------------------------------------------------
-# Text for error messages, plans and reports: suggestions, lists, tables.
-
-
+WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this
+LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
+NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
 BREAKS = re.compile(r"(?<=[ ,+/])|(?<=\.)(?=\D)")  # where a cell may go on in the next line
+INDEX = re.compile(r"0|[1-9][0-9]*")  # a part of a name that is a number
+# a number that stands alone: not in a name (layers.3), not in a pattern (2:4), not in a version (1.2.3)
+NUMBER = re.compile(r"(?<![\w.:])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|[.:]\d)")
+
+Stem = tuple[str | None, ...]  # the parts of a name; None for a number
+Places = tuple[int, ...]  # the numbers of a name
+
+
+class Printed:
+    """What ``print`` shows to people as `text` gives it, and machines read as `as_dict` or `to_json` give it."""
+
+    def text(self, *, all_rows: bool = False) -> str:
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_json(self) -> str:
+        """`as_dict` as indented JSON."""
+        return json.dumps(self.as_dict(), indent=2, default=str)
+
+
+# words and plain tables -----------------------------------------------------------------------------------------------
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
@@ -70,17 +96,7 @@ def _broken(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-# fold -----------------------------------------------------------------------------------------------------------------
-
-
-WIDTH = 100  # columns of the terminal that folded text fits
-NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
-LEVELS = 4  # so many different cells of one name stay rows of their own in a column of levels
-# a number that stands alone: not in a name (layers.3), not in a pattern (2:4), not in a version (1.2.3)
-NUMBER = re.compile(r"(?<![\w.:])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|[.:]\d)")
-
-Stem = tuple[str | None, ...]  # the parts of a name; None for a number
-Places = tuple[int, ...]  # the numbers of a name
+# tables that fold ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,9 @@ class Column:
     """A column of a table, with a cell for each row.
 
     numbers: "exact": rows with different cells are never folded. "range": rows whose cells differ only in numbers are
-      folded, and show the smallest and the largest. "levels": the same, if a name has more than four different cells.
+      folded. "levels": the same, if a name has more than four different cells.
     below: cells are texts that stand below the table, under a number.
-    shared: whether a cell that all rows share is said once, above the table.
+    shared: a cell that all rows share stands once, above the table.
     """
 
     head: str
@@ -129,11 +145,16 @@ def folded_names(names: Sequence[str], among: Iterable[str] = ()) -> list[str]:
     return [label if len(indices) == 1 else f"{label} x{len(indices)}" for label, indices in rows]
 
 
-def folded_table(head: str, names: Sequence[str], columns: Sequence[Column], among: Iterable[str] = ()) -> str:
-    """A table of at most 100 columns with folded rows.
+def rows_of(
+    head: str, names: Sequence[str], columns: Sequence[Column], among: Iterable[str] = (), *, all_rows: bool = False
+) -> str:
+    """A table of at most 100 columns with folded rows: what all rows share, the rows, and the texts that stand below.
 
-    Before it stands what all rows share, and after it the texts of columns that have them below.
+    all_rows: a line for each row instead, as wide as it is.
     """
+    if all_rows:
+        heads = (head, *(column.head for column in columns))
+        return table(heads, list(zip(names, *(column.cells for column in columns), strict=True)))
     groups = fold(names, list(zip(*(_keys(names, column) for column in columns), strict=True)), among)
     shown = [[_spread([column.cells[i] for i in indices]) for _, indices in groups] for column in columns]
     equal, heads, cells, texts = [], [head], [[label for label, _ in groups]], []
@@ -158,16 +179,6 @@ def folded_table(head: str, names: Sequence[str], columns: Sequence[Column], amo
     return "\n\n".join(parts)
 
 
-def rows_of(
-    head: str, names: Sequence[str], columns: Sequence[Column], among: Iterable[str] = (), *, all_rows: bool = False
-) -> str:
-    """`folded_table`, or with ``all_rows`` a table with a line for each row, as wide as it is."""
-    if not all_rows:
-        return folded_table(head, names, columns, among)
-    heads = (head, *(column.head for column in columns))
-    return table(heads, list(zip(names, *(column.cells for column in columns), strict=True)))
-
-
 def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), *, all_rows: bool = False) -> str:
     """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
     names: dict[str, list[str]] = {}
@@ -181,7 +192,7 @@ def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), 
 
 
 def paragraph(text: str, *, all_rows: bool = False) -> str:
-    """Text in lines of at most 100 columns; one line with ``all_rows``."""
+    """Text in lines of at most 100 columns; with ``all_rows`` as it is."""
     if all_rows:
         return text
     lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -197,9 +208,8 @@ def counted(values: Iterable[str]) -> str:
 def _split(name: str) -> tuple[Stem, Places]:
     """The parts of a name, with None for numbers, and these numbers."""
     parts = name.split(".")
-    numeric = [part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") for part in parts]
-    stem = tuple(None if number else part for part, number in zip(parts, numeric, strict=True))
-    return stem, tuple(int(part) for part, number in zip(parts, numeric, strict=True) if number)
+    stem = tuple(None if INDEX.fullmatch(part) else part for part in parts)
+    return stem, tuple(int(part) for part in parts if INDEX.fullmatch(part))
 
 
 def _columns(places: Iterable[Places]) -> tuple[frozenset[int], ...]:

@@ -5,7 +5,7 @@ const ROW = 28; // pixels, as in page.css
 const FEW = 10; // rows of a table that needs no filter
 const MOST_PRINTED = 2000; // rows of a table
 const COLORS = ["#3b82c4", "#e0802b", "#2f9e73", "#c4548d", "#8b6fd0", "#a89316", "#d1495b", "#3fa3bf", "#96704f", "#7f8891"];
-const GLYPHS = { // in the order of SYMBOLS in plots.py
+const GLYPHS = { // in the order of SYMBOLS in page.py
   circle: "\u25CF", square: "\u25A0", diamond: "\u25C6", x: "\u2716", "triangle-up": "\u25B2", cross: "\u271A",
   "triangle-down": "\u25BC", star: "\u2605", pentagon: "\u2B1F", hexagon: "\u2B22",
 };

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal or in a notebook; elsewhere, as in a log file, a line every minute."""
+"""Shows how far a run is: a bar on a terminal or in a notebook; elsewhere, as in a log file, a line every minute."""
 
 import sys
 import time
@@ -18,7 +18,8 @@ class Progress:
     """
 
     def __init__(self, title: str, unit: str, total: int | None = None, *, show: bool | None = None) -> None:
-        shown = show if show is not None else _in_notebook() or sys.stderr.isatty()
+        in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)  # where tqdm draws widgets
+        shown = show if show is not None else in_notebook or sys.stderr.isatty()
         self._bar = tqdm(desc=title, unit=unit, total=total, disable=not shown)
         self._writes_lines = show is None and not shown
         self._title, self._unit, self._said = title, unit, ""
@@ -39,12 +40,12 @@ class Progress:
         self._bar.reset(total)
 
     def say(self, *words: str) -> None:
-        """What stands behind the bar from now on."""
+        """The words behind the bar from now on."""
         self._said = ", ".join(filter(None, words))
         self._bar.set_postfix_str(self._said)
 
     def update(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count further ones as done."""
         self.count += count
         self._bar.update(count)
         now = time.monotonic()
@@ -54,14 +55,9 @@ class Progress:
             sys.stderr.flush()
 
     def line(self, seconds: float) -> str:
-        """All of it in one line, after so many seconds."""
+        """Title, count, time and words in one line. ``seconds``: since the beginning."""
         of_total = "" if self.total is None else f" of {self.total}"
         parts = [f"{self._title}: {self._unit} {self.count}{of_total}, {tqdm.format_interval(seconds)} gone"]
         if self.total is not None and 0 < self.count <= self.total:
             parts.append(f"{tqdm.format_interval(seconds / self.count * (self.total - self.count))} left")
         return ", ".join([*parts, *filter(None, [self._said])])
-
-
-def _in_notebook() -> bool:
-    """Whether tqdm draws widgets, as it does in a notebook that has them."""
-    return any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)

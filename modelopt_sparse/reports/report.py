@@ -1,34 +1,188 @@
-"""What was really done, per layer: for people as a table, for machines as JSON."""
+"""What a run did and measured: a row for each layer, each tuned block and each weight that stays dense.
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+`Report` holds these rows. It prints them as a table, gives them to machines as JSON, and draws them in an HTML page.
+"""
+
+import math
+import platform
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import safetensors
+import torch
+import transformers
 from torch import Tensor, nn
 
-from modelopt_sparse.reports.fold import Column, by_reason, paragraph, rows_of
-from modelopt_sparse.reports.page import write_page
-from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, ReportValues
+from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
+from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, paragraph, rows_of
+from modelopt_sparse.version import __version__
 
-ATTRIBUTE = "sparsity_report"
-PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"
+ATTRIBUTE = "sparsity_report"  # where a model holds its report
+PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
+# what the error of a layer was measured with -> what its row says, and how exact that is
+ERROR_FROM = {
+    "gram": ("X", "exact, for X as calibration saw it"),
+    "square_sums": ("norms of X", "the same with the channels of X taken as uncorrelated"),
+    "weights": ("W alone", "X taken as white, for no data was used"),
+}
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON takes."""
+        return {**vars(self), "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One part of a layer's recipe (the method, or what followed it): the error after it, and the time it took."""
+
+    step: str
+    error: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, step: str, error: float, seconds: float) -> "StepReport":
+        """``error``: NaN or inf if none was measured."""
+        return cls(step, error if math.isfinite(error) else None, round(seconds, 4))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One pruned layer.
+
+    error: the relative squared error of its output after the last of ``steps``, measured with ``error_from``; None if
+      the method measures none. Reconstruction comes later, and has an error of its own for each block.
+    expert_tokens: the tokens that were routed to each expert of a mixture; empty for all other layers.
+    """
+
+    name: str
+    parameter: str
+    type: str
+    shape: list[int]
+    recipe: str
+    pattern: str
+    options: Mapping[str, Any]
+    zeros: int
+    size: int
+    error: float | None
+    error_from: str
+    tokens: int
+    seconds: float
+    notes: list[str]
+    steps: list[StepReport] = field(default_factory=list)
+    expert_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[float]:
+        """The errors that were measured, in the order of the steps."""
+        errors = [step.error for step in self.steps] or [self.error]
+        return [error for error in errors if error is not None]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
+        return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One tuned block, or part of it.
+
+    error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
+    epoch: the epoch whose values were chosen; 0: those from before.
+    """
+
+    name: str
+    error_before: float
+    error_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The distillation of the whole model.
+
+    kl_before, kl_after: the mean KL divergence from the dense model's predictions, in nats, on the calibration batches
+      that were held back.
+    epoch: the epoch whose values were chosen; 0: those from before.
+    """
+
+    kl_before: float
+    kl_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+# the report -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Report(ReportValues):
+class Report(Printed):
     """Everything `sparsify` did to a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all
     rows; ``as_dict`` and ``to_json`` are for machines.
 
-    Notes, settings, calibration and versions are those of the last run. ``earlier`` holds those of the runs before it,
-    each with the names of its layers that still stand. ``skipped`` are the weights that stay dense, as in the plan.
-    ``peak_memory`` is the most that the process of the last run held in its life, on the device that blocks ran on, in
-    bytes; ``seconds`` is how long its parts took, by the clock. ``evaluation`` and ``tasks`` are what was measured of
-    the whole model after the last run, if that was put there.
+    layers, blocks, skipped: the layers that were pruned, the blocks that were tuned, the weights that stay dense.
+    notes, settings, calibration, versions: those of the last run.
+    earlier: the same of the runs before it, each with the names of its layers that still stand.
+    distillation: what distilling the whole model did, or None.
+    peak_memory: device -> the most bytes that the process of the last run held there in its life.
+    seconds: part of the last run -> how long it took, by the clock.
+    evaluation, tasks: measurements of the model after the last run, if they were put there.
     """
 
+    layers: list[LayerReport] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)
+    skipped: tuple[Skipped, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    distillation: Distilled | None = None
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    tasks: TaskScores | None = None
+
+    # while the run goes on
+
+    @classmethod
+    def begin(cls, skipped: Sequence[Skipped], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
+        """The report of a run that starts now; ``skipped`` and ``notes`` are those of its plan."""
+        return cls(skipped=tuple(skipped), notes=list(notes), settings=dict(settings), versions=library_versions())
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time within as time of this part of the run."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if spent := round(time.perf_counter() - began, 3):
+                self.seconds[part] = round(self.seconds.get(part, 0.0) + spent, 3)
+
     def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:
-        """Say how the zeros were shared out over the layers, and what the plans that were tried measured."""
+        """Add how the zeros were shared out over the layers, and what the plans that were tried measured."""
         how = self.settings["allocation"]
         self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": dict(tried)}
         note = f"zeros shared out over the layers by {chosen}"
@@ -37,22 +191,62 @@ class Report(ReportValues):
         self.notes.append(note)
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
-        """Add a block, or part of one, that was tuned, and say so in the recipes of its ``layers``."""
+        """Add a block, or part of one, that was tuned, also to the recipes of its ``layers``."""
         self.blocks.append(tuned)
         self._add_step(RECONSTRUCTED, layers)
 
     def distilled(self, distillation: Distilled) -> None:
-        """Add the distillation of the model, and say so in the recipes of all layers."""
+        """Add the distillation of the model, also to the recipes of all layers."""
         self.distillation = distillation
         self._add_step(DISTILLED, {layer.name for layer in self.layers})
 
     def _add_step(self, step: str, layers: Collection[str]) -> None:
-        self.layers = [
-            replace(layer, recipe=f"{layer.recipe}+{step}")
-            if layer.name in layers and not layer.recipe.endswith(step)
-            else layer
-            for layer in self.layers
-        ]
+        for i, layer in enumerate(self.layers):
+            if layer.name in layers and not layer.recipe.endswith(step):
+                self.layers[i] = replace(layer, recipe=f"{layer.recipe}+{step}")
+
+    # sums
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction pruned, over the pruned layers."""
+        size = sum(layer.size for layer in self.layers)
+        return sum(layer.zeros for layer in self.layers) / size if size else 0.0
+
+    def time_by_part(self) -> dict[str, float]:
+        """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
+        which solve at the same time."""
+        solving, tuning = sum(layer.seconds for layer in self.layers), sum(block.seconds for block in self.blocks)
+        distilling = 0.0 if self.distillation is None else self.distillation.seconds
+        parts = dict(self.seconds) or {"distillation": distilling}
+        permuting = parts.pop("permutation", 0.0)  # in "blocks" as well
+        if "processes" not in self.settings:
+            running = parts.pop("blocks", solving + tuning) - permuting - solving - tuning
+            parts |= {"forwards and statistics": running, "permutation": permuting, "solving": solving}
+            parts["reconstruction"] = tuning
+        return {part: spent for part, spent in parts.items() if spent > 0}
+
+    # as JSON, as a page and as text
+
+    def as_dict(self) -> dict[str, Any]:
+        scores = None if self.tasks is None else self.tasks.as_dict()
+        return {**asdict(self), "skipped": [weight.as_dict() for weight in self.skipped], "tasks": scores}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        values = dict(data)
+        values["layers"] = [LayerReport.from_dict(layer) for layer in data["layers"]]
+        values["blocks"] = [BlockReport(**block) for block in data.get("blocks", ())]
+        values["skipped"] = tuple(
+            Skipped(**{**each, "shape": tuple(each["shape"])}) for each in data.get("skipped", ())
+        )
+        if data.get("distillation") is not None:
+            values["distillation"] = Distilled(**data["distillation"])
+        if data.get("evaluation") is not None:
+            values["evaluation"] = Evaluation.from_dict(data["evaluation"])
+        if data.get("tasks") is not None:
+            values["tasks"] = TaskScores.from_dict(data["tasks"])
+        return cls(**values)
 
     def to_html(
         self,
@@ -75,17 +269,16 @@ class Report(ReportValues):
         Needs plotly, which the extra ``report`` installs. Raises ValueError without it, for another suffix, for a
         folder, and for masks that are not bool.
         """
-        return write_page(path, self, title, masks or {}, compare, compare_title)
+        from modelopt_sparse.reports.page import write_page  # only when a page is written, as plotly is
 
-    def __str__(self) -> str:
-        return self.text()
+        return write_page(path, self, title, masks or {}, compare, compare_title)
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        say = partial(paragraph, all_rows=all_rows)
         names = [layer.name for layer in self.layers]
-        skipped = {weight.name: weight.reason for weight in self.skipped}
-        parts = [paragraph(self.summary(), all_rows=all_rows)]
-        parts.append(rows_of("layer", names, _columns(self.layers), skipped, all_rows=all_rows))
+        reasons = {weight.name: weight.reason for weight in self.skipped}
+        parts = [say(self.summary()), rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows)]
         if self.blocks:
             blocks = [block.name for block in self.blocks]
             parts.append(rows_of("reconstructed", blocks, _block_columns(self.blocks), all_rows=all_rows))
@@ -93,24 +286,50 @@ class Report(ReportValues):
             divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} nats"
             said = f"distilled: KL from the dense model {divergences}, on calibration batches that it was not tuned on"
             said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
-            parts.append(paragraph("; ".join([said, *tuned.notes]), all_rows=all_rows))
-        if skipped:
-            parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
-        notes = [note for run in self.earlier for note in run["notes"]] + self.notes
-        if notes:
-            parts.append("\n".join(paragraph(f"note: {note}", all_rows=all_rows) for note in notes))
-        measured = {layer.error_from for layer in self.layers if layer.errors}
-        how = "; ".join(f"from {short}: {text}" for key, (short, text) in ERROR_FROM.items() if key in measured)
+            parts.append(say("; ".join([said, *tuned.notes])))
+        if reasons:
+            parts.append(by_reason("stays dense", reasons, names, all_rows=all_rows))
+        parts.append("\n".join(say(f"note: {note}") for note in notes_of(self)))
+        how = "; ".join(f"from {short}: {text}" for short, text in errors_from(self).items())
         legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {how}."] if how else []
         if self.blocks:
             legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
-        if legend:
-            parts.append("\n".join(paragraph(line, all_rows=all_rows) for line in legend))
+        parts.append("\n".join(map(say, legend)))
         if self.evaluation is not None:
-            parts.append(paragraph(self.evaluation.beside_dense(), all_rows=all_rows))
+            parts.append(say(self.evaluation.beside_dense()))
         if self.tasks is not None:
             parts.append(str(self.tasks))
-        return "\n\n".join(parts)
+        return "\n\n".join(filter(None, parts))
+
+    def summary(self) -> str:
+        """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
+        said = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
+        if "training" in self.settings:
+            algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
+            said[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {said[0]}"
+        pruned = sum(layer.size for layer in self.layers)
+        total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
+        if total > pruned:
+            said.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
+        spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
+        if self.blocks:
+            spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
+        if self.distillation is not None:
+            spent.append(f"{self.distillation.seconds:.1f} s of distillation")
+        said.append(" and ".join(spent))
+        what = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
+        return f"{', '.join(said)}{': ' if what else ''}{what}."
+
+
+def notes_of(report: Report) -> list[str]:
+    """The notes of earlier runs, and those of the last one."""
+    return [note for run in report.earlier for note in run["notes"]] + report.notes
+
+
+def errors_from(report: Report) -> dict[str, str]:
+    """What the errors of layers were measured with, and how exact that is."""
+    measured = {layer.error_from for layer in report.layers if layer.errors}
+    return dict(words for key, words in ERROR_FROM.items() if key in measured)
 
 
 def _columns(layers: Sequence[LayerReport]) -> list[Column]:
@@ -138,12 +357,14 @@ def _block_columns(blocks: Sequence[BlockReport]) -> list[Column]:
     ]
 
 
+# reports of models ----------------------------------------------------------------------------------------------------
+
+
 def merged_report(earlier: Report, new: Report) -> Report:
     """The report of a model that was pruned twice.
 
-    Layers of the first run stand where the second did not touch them, with the circumstances of their run in
-    ``earlier``; layers that were pruned again say so, because their error counts from the weights that the second run
-    found.
+    Layers of the first run stand where the second did not touch them, and ``earlier`` holds the settings and notes of
+    their run. Layers that were pruned again say so: their error counts from the weights that the first run left.
     """
     before = {layer.name: layer for layer in earlier.layers}
     again = {layer.name for layer in new.layers}
@@ -158,7 +379,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
     runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
     older = {name for run in runs for name in run["layers"]}
     last: dict[str, Any] = {"layers": [layer.name for layer in untouched if layer.name not in older]}
-    last.update({key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")})
+    last |= {key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")}
     tuned = {block.name for block in new.blocks}
     return replace(
         new,
@@ -180,3 +401,14 @@ def attach_report(model: nn.Module, report: Report | None) -> None:
 def attached_report(model: nn.Module) -> Report | None:
     """The report that `sparsify`, `restore` or `load` left on the model."""
     return getattr(model, ATTRIBUTE, None)
+
+
+def library_versions() -> dict[str, str]:
+    return {
+        "modelopt_sparse": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,4 +1,7 @@
-"""`to_semi_structured` and `to_dense`: packing a model's layers for 2:4 kernels, one by one, and the way back."""
+"""`to_semi_structured` and `to_dense`: packs a model's layers for 2:4 kernels, one by one, and unpacks them.
+
+`semi_structured_report` says how each layer runs, in which bytes and times, and why the others stay dense.
+"""
 
 import fnmatch
 import json
@@ -16,8 +19,8 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.fold import first_few, nearest, table
-from modelopt_sparse.reports.values import library_versions
+from modelopt_sparse.reports.fold import by_reason, first_few, nearest, table, unknown_option
+from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
     BACKENDS,
@@ -25,7 +28,7 @@ from modelopt_sparse.runtime.kernels import (
     FORMATS,
     Backend,
     NotPackable,
-    choose_backend,
+    dtype_name,
     library_version,
     misfit,
     multiply,
@@ -35,10 +38,14 @@ from modelopt_sparse.runtime.kernels import (
     shape_misfit,
 )
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
-from modelopt_sparse.runtime.timing import LIBRARIES, TIMERS, Timer, Timing, TimingCache, decide, time_layer, timing_key
+from modelopt_sparse.runtime.timing import TIMERS, Place, Timing, TimingCache, decide, time_layer, timing_key
 
-# settings -------------------------------------------------------------------------------------------------------------
-# The options of `to_semi_structured`, checked, and the device that layers are packed for.
+ATTRIBUTE = "semi_structured_report"  # where a model holds its report
+SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
+ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
+ERROR_SEED = 20_240_813  # of those inputs; an unusual one, so that test weights are not drawn with the same seed
+
+# options --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,31 +69,21 @@ class Settings:
         known = [option.name for option in fields(cls)]
         for key in options:
             if key not in known:
-                raise ValueError(
-                    f"option {key!r} of to_semi_structured is not known{nearest(key, known)}; "
-                    f"allowed are {', '.join(known)}"
-                )
+                raise ValueError(unknown_option(key, known))
         values = dict(options)
         for key in ("include", "exclude"):
-            if isinstance(values.get(key), str):
-                values[key] = (values[key],)
             if values.get(key) is not None:
-                values[key] = tuple(values[key])
-        if isinstance(values.get("tune"), int) and not isinstance(values["tune"], bool):
-            values["tune"] = (values["tune"],)
+                values[key] = (values[key],) if isinstance(values[key], str) else tuple(values[key])
         if values.get("tune") is not None:
             values["tune"] = _token_counts(values["tune"])
         return cls(**values)
 
     def __post_init__(self) -> None:
-        if self.timing not in TIMERS:
-            raise ValueError(f"timing {self.timing!r} is not known: allowed are {', '.join(TIMERS)}")
+        for key, allowed in (("timing", TIMERS), ("quantize", (*FORMATS, None)), ("backend", (*BACKENDS, None))):
+            if (value := getattr(self, key)) not in allowed:
+                raise ValueError(f"{key} {value!r} is not known: allowed are {', '.join(map(str, allowed))}")
         if not self.min_speedup > 0:
             raise ValueError(f"min_speedup {self.min_speedup}: it must be above 0; 1.05 asks for 5 % more speed")
-        if self.quantize is not None and self.quantize not in FORMATS:
-            raise ValueError(f"quantize {self.quantize!r} is not known: allowed are {', '.join(FORMATS)}, or None")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"backend {self.backend!r} is not known: allowed are {', '.join(BACKENDS)}, or None")
         if self.tune is None:
             for key in ("keep_both", "cache"):
                 if getattr(self, key):
@@ -108,39 +105,8 @@ def _token_counts(tune: Any) -> tuple[int, ...]:
     return tuple(sorted(set(counts)))
 
 
-@dataclass(frozen=True)
-class Place:
-    """A device that layers are packed for.
-
-    backend: the library that multiplies there.
-    title: the device's name, for the report and for the cache of timings.
-    timer: how a layer is timed there.
-    cache_bytes: size of the L2 cache.
-    libraries: the libraries that dense products are timed with.
-    """
-
-    device: torch.device
-    backend: Backend
-    title: str
-    timer: Timer
-    cache_bytes: int
-    libraries: Sequence[str] = LIBRARIES
-
-    @classmethod
-    def of(cls, device: torch.device, settings: Settings) -> "Place":
-        backend = choose_backend(device, settings.backend)
-        properties = torch.cuda.get_device_properties(device)
-        if settings.quantize == "fp8" and (reason := _no_fp8(device, backend)):
-            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
-        return cls(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
-
-
-def _no_fp8(device: torch.device, backend: Backend) -> str:
-    if torch.float8_e4m3fn not in backend.dtypes:
-        return f'{backend.name} has no fp8; quantize="int8" runs with it'
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
-    return ""
+def _place(device: torch.device, settings: Settings) -> Place:
+    return Place.of(device, settings.backend, settings.quantize, settings.timing)
 
 
 def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
@@ -150,31 +116,24 @@ def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) ->
     weight is read.
     """
     settings = Settings.of({} if isinstance(semi_structured, bool) else semi_structured)
-    named = (
-        list(device_map.values()) if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
-    )
+    named = device_map.values() if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
     try:
         (device,) = {torch.device(name) for name in named}
     except (RuntimeError, TypeError, ValueError):  # "auto", or several
         device = torch.device("cpu")
     if device.type != "cuda":
         raise ValueError(
-            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; to spread a "
-            "model over several, load it dense with that device_map, export it and call to_semi_structured on it"
+            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; for several, "
+            "load the model dense, export it and call to_semi_structured on it"
         )
     if not torch.cuda.is_available():
         raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return settings, Place.of(device, settings)
+    return settings, _place(device, settings)
 
 
-# speed report ---------------------------------------------------------------------------------------------------------
-# The report of `to_semi_structured`: which layers run 2:4, their bytes and times, and why the others stay dense.
-
-
-ATTRIBUTE = "semi_structured_report"  # where a model holds its report
-SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
+# the report -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,18 +215,12 @@ class SpeedReport:
         shown = [layer for layer in self.layers if layer.runs != DENSE or layer.timings]
         counts = sorted({timing.tokens for layer in shown for timing in layer.timings})
         quantized = any(layer.weight_error is not None for layer in shown)
-        head = ["layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts)]
-        head += ["weight error", "output error"] if quantized else []
-        parts = []
-        if shown:
-            rows = [_row(layer, counts, quantized) for layer in shown]
-            parts.append(table((*head, "notes"), rows))
-        by_reason: dict[str, list[str]] = {}
-        for layer in self.layers:
-            if layer.runs == DENSE:
-                by_reason.setdefault(layer.reason, []).append(layer.name)
-        if by_reason:
-            parts.append("\n".join(f"stays dense: {', '.join(names)} ({why})" for why, names in by_reason.items()))
+        heads = ("layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts))
+        heads += ("weight error", "output error", "notes") if quantized else ("notes",)
+        reasons = {layer.name: layer.reason for layer in self.layers if layer.runs == DENSE}
+        parts = [table(heads, [_row(layer, counts, quantized) for layer in shown])] if shown else []
+        if reasons:
+            parts.append(by_reason("stays dense", reasons, all_rows=True))
         ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4 on {self.device}, "
         ending += f"weights {_mib(self.dense_bytes)} -> {_mib(self.bytes)} MiB."
         if counts:
@@ -301,13 +254,6 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f}"
 
 
-# convert --------------------------------------------------------------------------------------------------------------
-
-
-ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
-ERROR_SEED = 20_240_813  # of those inputs; an unusual one, so that test weights are not drawn with the same seed
-
-
 # the public functions -----------------------------------------------------------------------------------------------
 
 
@@ -334,9 +280,14 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
     sparse modules (export first), and for layers that cannot be packed and must be.
     """
     settings = Settings.of(options)
-    _refuse_masks(model)
-    _refuse_without_cuda(model)
-    convert(model, settings, cache(lambda device: Place.of(device, settings) if device.type == "cuda" else None))
+    if names := [name for name, _ in named_masks(model)]:
+        held = f"{len(names)} weights are held by masks ({names[0]!r} first)"
+        raise ValueError(f"{held}: call modelopt_sparse.export(model) first, for packed weights take no masks")
+    devices = {parameter.device for parameter in model.parameters() if parameter.dim() >= 2}
+    if not any(device.type == "cuda" for device in devices) and not any(_packed(model)):
+        where = f"this {type(model).__name__} is on {', '.join(sorted(map(str, devices))) or 'no device'}"
+        raise ValueError(f'2:4 kernels run on CUDA devices and {where}: move it with model.to("cuda") first')
+    convert(model, settings, cache(lambda device: _place(device, settings) if device.type == "cuda" else None))
     return model
 
 
@@ -371,66 +322,49 @@ def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
     return model.to(place.device)
 
 
-# conversion ---------------------------------------------------------------------------------------------------------
+# packing a model ------------------------------------------------------------------------------------------------------
+
+PlaceOf = Callable[[torch.device], Place | None]  # device of a weight -> where it is packed for; None: it is not packed
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A weight of the model, the module that holds it, and why it stays dense ("": it can be packed)."""
-
-    name: str
-    module: Any
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    reason: str = ""
-
-    @property
-    def entry(self) -> LayerSpeed:
-        """The report's entry if the weight stays dense."""
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return LayerSpeed(self.name, self.shape, _short(self.dtype), DENSE, size, size, self.reason)
-
-
-def convert(
-    model: nn.Module,
-    settings: Settings,
-    place_of: Callable[[torch.device], Place | None],
-) -> SpeedReport:
+def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedReport:
     """Pack the layers that can be packed, one by one, and attach the report to the model.
 
-    ``place_of``: device of a weight -> the place that it is packed for, or None if it is not packed there. Errors are
-    raised before the first layer changes, except for one that only packing itself can find. If packing is interrupted
-    (out of memory, Ctrl-C), the layers up to then are packed, the others are dense, and the report says so.
+    Errors are raised before the first layer changes, except for one that only packing itself can find. If packing is
+    interrupted (out of memory, Ctrl-C), the layers up to then are packed, the others are dense, and the report says so.
     """
-    candidates = list(_candidates(model, settings, place_of))
-    _check_asked_for(model, candidates, settings)
+    weights = list(_weights(model, settings, place_of))
+    layers = [layer for _, layer in weights]
+    _check_asked_for(model, layers, settings)
     report = SpeedReport(
-        layers=[_record(name, module) for name, module in _packed(model)],
+        layers=[replace(module.record, name=name) for name, module in _packed(model)],
         settings={key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
         versions=library_versions(),
     )
     timings = TimingCache(settings.cache)
-    waiting = [candidate.entry for candidate in candidates]
     try:
-        for index, candidate in enumerate(candidates):
-            if not candidate.reason:
-                place = place_of(candidate.module.get_parameter("weight").device)
+        for index, (module, layer) in enumerate(weights):
+            if not layer.reason:
+                place = place_of(module.get_parameter("weight").device)
                 assert place is not None
                 report.device = place.title
                 report.versions["backend"] = library_version(place.backend)
                 with torch.inference_mode(False), torch.no_grad():  # the packed tensors outlive the caller's mode
-                    waiting[index] = _convert_layer(candidate, settings, place, timings)
+                    layers[index] = _convert_layer(module, layer, settings, place, timings)
     finally:
-        report.layers += waiting
+        report.layers += layers
         setattr(model, ATTRIBUTE, report)
-    _check_still_packed(report, settings)
+    for layer in report.layers:
+        if layer.runs == DENSE and not layer.timings and layer.reason and _must_be_packed(layer.name, settings):
+            raise ValueError(f"layer {layer.name!r} cannot be packed 2:4: {layer.reason}")
     return report
 
 
-def _candidates(
-    model: nn.Module, settings: Settings, place_of: Callable[[torch.device], Place | None]
-) -> Iterator[_Candidate]:
-    """Every weight of two or more dimensions, except for those that are packed already."""
+def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterator[tuple[Any, LayerSpeed]]:
+    """Every weight of two or more dimensions that is not packed yet: its module, and its entry in the report.
+
+    The entry has the reason why the weight stays dense; "": it can be packed.
+    """
     layers, others = find_layers(model)
     uncalled = dict(_read_without_a_call(model))
     for layer in layers:
@@ -440,12 +374,17 @@ def _candidates(
             reason = "tied: another module holds the same weight"
         if not reason:
             reason = uncalled.get(layer.owner, "") or _not_eligible(layer.owner, weight, settings, place_of)
-        yield _Candidate(layer.name, layer.owner, tuple(weight.shape), weight.dtype, reason)
+        yield layer.owner, _dense(layer.name, weight, reason)
     for other in others:
         if not isinstance(other.module, SemiStructuredLinear):
-            dtype = next(p.dtype for p in other.module.parameters(recurse=False) if tuple(p.shape) == other.shape)
-            reason = _not_wanted(other.name, settings) or other.reason
-            yield _Candidate(other.name, other.module, other.shape, dtype, reason)
+            weight = next(p for p in other.module.parameters(recurse=False) if tuple(p.shape) == other.shape)
+            yield other.module, _dense(other.name, weight, _not_wanted(other.name, settings) or other.reason)
+
+
+def _dense(name: str, weight: Tensor, reason: str) -> LayerSpeed:
+    """The report's entry of a weight that stays dense."""
+    size = weight.numel() * weight.dtype.itemsize
+    return LayerSpeed(name, tuple(weight.shape), dtype_name(weight.dtype), DENSE, size, size, reason)
 
 
 def _not_wanted(name: str, settings: Settings) -> str:
@@ -468,9 +407,7 @@ def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from ((child, why) for name, child in module.named_children() if name == "dt_proj")
 
 
-def _not_eligible(
-    module: Any, weight: nn.Parameter, settings: Settings, place_of: Callable[[torch.device], Place | None]
-) -> str:
+def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_of: PlaceOf) -> str:
     """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
@@ -482,48 +419,38 @@ def _not_eligible(
     if (place := place_of(weight.device)) is None:
         return f"on {weight.device}, not on a CUDA device"
     if weight.dtype not in DTYPES:
-        return (
-            f"dtype: {_short(weight.dtype)}, the kernels take {' and '.join(map(_short, DTYPES))}: cast the model first"
-        )
+        taken = " and ".join(map(dtype_name, DTYPES))
+        return f"dtype: {dtype_name(weight.dtype)}, the kernels take {taken}: cast the model first"
     bias: Tensor | None = module.bias
     if bias is not None and bias.dtype != weight.dtype:
-        return f"dtype: its bias is {_short(bias.dtype)}, its weight {_short(weight.dtype)}"
+        return f"dtype: its bias is {dtype_name(bias.dtype)}, its weight {dtype_name(weight.dtype)}"
     packed_dtype = settings.packed_dtype or weight.dtype
     return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
 
 
-def _check_asked_for(model: nn.Module, candidates: Sequence[_Candidate], settings: Settings) -> None:
+def _check_asked_for(model: nn.Module, layers: Sequence[LayerSpeed], settings: Settings) -> None:
     """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
-    names = [candidate.name for candidate in candidates] + [name for name, _ in _packed(model)]
+    names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
     for glob in [*(settings.include or ()), *settings.exclude]:
         if not fnmatch.filter(names, glob):
             raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
-    refused = [candidate for candidate in candidates if candidate.reason and _must_be_packed(candidate.name, settings)]
+    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
     if refused:
-        named = first_few([f"{candidate.name}: {candidate.reason}" for candidate in refused])
-        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {named}")
+        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:
     """Whether it is an error if a layer cannot be packed."""
-    if name in (settings.include or ()):
-        return True
-    return settings.strict and not _not_wanted(name, settings)
+    return name in (settings.include or ()) or (settings.strict and not _not_wanted(name, settings))
 
 
-def _check_still_packed(report: SpeedReport, settings: Settings) -> None:
-    """Raise ValueError for a layer that must be packed, if packing itself found that it cannot be."""
-    for layer in report.layers:
-        if layer.runs == DENSE and not layer.timings and layer.reason and _must_be_packed(layer.name, settings):
-            raise ValueError(f"layer {layer.name!r} cannot be packed 2:4: {layer.reason}")
-
-
-def _convert_layer(candidate: _Candidate, settings: Settings, place: Place, timings: TimingCache) -> LayerSpeed:
-    """Pack one layer, or leave it dense -> its entry in the report.
+def _convert_layer(
+    module: Any, dense: LayerSpeed, settings: Settings, place: Place, timings: TimingCache
+) -> LayerSpeed:
+    """Pack one layer, or leave it dense -> its entry in the report, ``dense`` if nothing changes.
 
     The dense weight of a packed layer is freed before the next layer's is read.
     """
-    module = candidate.module
     weight = module.get_parameter("weight").detach().to(place.device)
     bias = None if module.bias is None else module.bias.detach().to(place.device)
     codes, scales = weight, None
@@ -532,54 +459,35 @@ def _convert_layer(candidate: _Candidate, settings: Settings, place: Place, timi
     try:
         packed = pack(codes, place.backend)
     except NotPackable as reason:
-        return replace(candidate.entry, reason=str(reason))
+        return replace(dense, reason=str(reason))
     measured: list[Timing] = []
     choices = ALWAYS_SPARSE
     if settings.tune is not None:
-        key = timing_key(place.title, place.backend, settings.timing, weight, codes.dtype, bias)
+        key = timing_key(place, settings.timing, weight, codes.dtype, bias)
         known = timings.get(key, settings.tune)
         if known is None:
-            known = time_layer(
-                settings.tune,
-                weight,
-                bias,
-                packed,
-                scales,
-                place.backend,
-                place.timer,
-                place.cache_bytes,
-                place.libraries,
-            )
+            known = time_layer(settings.tune, weight, bias, packed, scales, place)
             timings.put(key, known)
-        measured = known
-        decided = decide(measured, settings.min_speedup, settings.keep_both)
-        if decided is None:
-            return replace(candidate.entry, reason=_slower(measured, settings), timings=tuple(measured))
-        choices = decided
+        measured, choices = known, decide(known, settings.min_speedup, settings.keep_both)
+        if choices is None:
+            lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
+            slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
+            return replace(dense, reason=slower, timings=tuple(measured))
     both = not all(choice.sparse for choice in choices)
     pack_module(module, packed, scales, place.backend, choices, keep_dense=both)
     assert isinstance(module, SemiStructuredLinear)
+    negative = int(((codes == 0) & torch.signbit(codes)).sum()) if codes.dtype in DTYPES else 0
     module.record = replace(
-        candidate.entry,
+        dense,
         runs=BOTH if both else SPARSE,
         bytes=module.weight_bytes,
         backend=place.backend.name,
-        packed_dtype=_short(codes.dtype),
+        packed_dtype=dtype_name(codes.dtype),
         timings=tuple(measured),
-        notes=tuple(_notes(codes)),
+        notes=(f"{negative} weights were -0.0 and are +0.0 now",) if negative else (),
         **({} if scales is None else _errors(packed, weight, bias, codes, scales, place.backend)),
     )
     return module.record
-
-
-def _slower(timings: Sequence[Timing], settings: Settings) -> str:
-    lost = [str(timing.tokens) for timing in timings if timing.speedup < settings.min_speedup]
-    return f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
-
-
-def _notes(weight: Tensor) -> Iterator[str]:
-    if weight.dtype in DTYPES and (count := int(((weight == 0) & torch.signbit(weight)).sum())):
-        yield f"{count} weights were -0.0 and are +0.0 now"
 
 
 def _errors(
@@ -605,30 +513,3 @@ def _errors(
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, SemiStructuredLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, SemiStructuredLinear))
-
-
-def _record(name: str, module: SemiStructuredLinear) -> LayerSpeed:
-    return replace(module.record, name=name)
-
-
-def _refuse_masks(model: nn.Module) -> None:
-    if names := [name for name, _ in named_masks(model)]:
-        raise ValueError(
-            f"{len(names)} weights are held by masks ({names[0]!r} first), which packed weights cannot be: call "
-            "modelopt_sparse.export(model) first"
-        )
-
-
-def _refuse_without_cuda(model: nn.Module) -> None:
-    devices = {parameter.device for parameter in model.parameters() if parameter.dim() >= 2}
-    if any(device.type == "cuda" for device in devices) or any(_packed(model)):
-        return
-    where = ", ".join(sorted(map(str, devices))) or "no device, for it has no weights"
-    raise ValueError(
-        f"2:4 kernels run on CUDA devices and this {type(model).__name__} is on {where}: move it with "
-        'model.to("cuda") first, or load it with modelopt_sparse.load(folder, semi_structured=True)'
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,7 @@
-"""torch's two 2:4 libraries behind one contract: the only file that touches torch's private 2:4 functions.
+"""Packs, quantizes and multiplies 2:4 weights with torch's two 2:4 libraries, behind one contract.
 
-torch's public interface to them are the tensor subclasses of torch.sparse. It is not enough:
+No other file touches torch's private 2:4 functions. torch's public interface, the tensor subclasses of torch.sparse, is
+not enough:
 
 - a tensor holds one algorithm for all token counts;
 - it takes no fp8, and refuses non-contiguous inputs in `linear`;
@@ -8,7 +9,7 @@ torch's public interface to them are the tensor subclasses of torch.sparse. It i
 
 No class flag of torch is ever set: a backend is chosen by calling its own functions.
 
-Shape letters: R rows (out features), C columns (in features), T tokens.
+Shape letters: R rows (out features), C columns (in features), G groups of four columns, T tokens.
 """
 
 import functools
@@ -30,6 +31,12 @@ from torch.sparse import (
 # backends -------------------------------------------------------------------------------------------------------------
 
 
+DTYPES = (torch.float16, torch.bfloat16)  # of weights that can be packed; they are also quantized from these
+FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# dtypes of the sums of products of codes: exact for int8; for fp8 with the range of float32, as sums can pass 65,504,
+# the largest number of float16
+SUMS = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.int32}
 UNPACKED_AT_ONCE = 1024  # columns of the identity matrix that unpacking multiplies with at a time
 ALIGNMENT = 16  # bytes: both libraries are told that every operand's address is a multiple of this
 
@@ -206,19 +213,15 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CuSparseLt
 def choose_backend(device: torch.device, asked: str | None = None) -> Backend:
     """The backend named ``asked``, else the first that runs on the device.
 
-    Raises ValueError if there is no such backend, or, with the reasons, if none runs on the device.
+    Raises ValueError, with the reasons, if it does not run there, or none does.
     """
-    if asked is not None and asked not in BACKENDS:
-        raise ValueError(f"backend {asked!r} is not known: allowed are {', '.join(BACKENDS)}")
     reasons = {}
     for name in BACKENDS if asked is None else [asked]:
         if not (reason := BACKENDS[name].unavailable(device)):
             return BACKENDS[name]
         reasons[name] = reason
-    raise ValueError(
-        f"no 2:4 kernels for {device}: {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}; "
-        "leave the model dense here"
-    )
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(f"no 2:4 kernels for {device}: {why}; leave the model dense here")
 
 
 def library_version(backend: Backend) -> str:
@@ -226,6 +229,20 @@ def library_version(backend: Backend) -> str:
     if backend.name == "cusparselt":
         return f"cuSPARSELt {torch.backends.cusparselt.version()}"
     return f"torch {torch.__version__}"
+
+
+def no_fp8(device: torch.device, backend: Backend) -> str:
+    """Why fp8 does not run on a CUDA device, or ""."""
+    if torch.float8_e4m3fn not in backend.dtypes:
+        return f'{backend.name} has no fp8; quantize="int8" runs with it'
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
+    return ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -241,17 +258,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 # packing --------------------------------------------------------------------------------------------------------------
-# Packing a 2:4 weight: a weight is packed only if it can be unpacked bit for bit.
-#
 # torch's packing does not check its input. Of three nonzeros in a group it drops one silently, and some kernels take
-# -0.0
-# for a nonzero. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked once and compared.
-#
-# Shape letters: R rows (out features), C columns (in features), G groups of four columns.
-
-
-# dtypes of the weights that can be packed; quantize.py makes 8-bit codes from these
-DTYPES = (torch.float16, torch.bfloat16)
+# -0.0 for a nonzero. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked and compared.
 
 
 class NotPackable(ValueError):
@@ -312,22 +320,10 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
     return packed, metadata
 
 
-# quantize -------------------------------------------------------------------------------------------------------------
-# 8-bit codes for 2:4 layers: one scale for each row of the weight, one for each token of the input.
-#
-# The scales are applied to the product, not inside the kernel. To pass a scale to cuSPARSELt, torch reads it on the
-# host:
-# that waits for the GPU in every call, and cannot be captured in a CUDA graph. And the kernel takes one scale for all
-# rows and tokens; applied to the product, one for each costs nothing more.
-#
-# Shape letters: R rows (out features), C columns (in features), T tokens.
-
-
-FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-# dtypes of the sums of products of codes: exact for int8; for fp8 with the range of float32, as sums can pass 65,504,
-# the largest number of float16
-SUMS = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.int32}
+# quantizing -----------------------------------------------------------------------------------------------------------
+# 8-bit codes have one scale for each row of the weight and one for each token of the input. The scales are applied to
+# the product, not inside the kernel: to pass one to cuSPARSELt, torch reads it on the host. That waits for the GPU in
+# every call, and no CUDA graph can capture it. The kernel would also take only one scale for all rows and tokens.
 
 
 def quantize_rows(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -358,10 +354,7 @@ def relative_squared_error(actual: Tensor, wanted: Tensor) -> float:
     return float(distance / size) if size else float(distance)
 
 
-# matmul ---------------------------------------------------------------------------------------------------------------
-# Inputs times a packed weight: the choice of its form by the number of tokens, and the operators for torch.compile.
-#
-# Shape letters: R rows (out features), C columns (in features), T tokens.
+# multiplying ----------------------------------------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):
@@ -467,10 +460,8 @@ def register_operators() -> None:
         return multiply(*others, choices=_choices(choices))
 
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
-        raise RuntimeError(
-            "layers packed 2:4 are for inference and have no backward pass: run under torch.no_grad(), or call "
-            "modelopt_sparse.to_dense(model) before training"
-        )
+        why = "layers packed 2:4 are for inference and have no backward pass"
+        raise RuntimeError(f"{why}: call modelopt_sparse.to_dense(model) before training")
 
     def shapes(ctx, inputs, output):
         x, _, _, _, dense, bias, *_ = inputs

@@ -18,6 +18,7 @@ from modelopt_sparse.runtime.kernels import (
     Backend,
     Choice,
     as_numbers,
+    dtype_name,
     multiply,
     register_operators,
 )
@@ -54,7 +55,7 @@ class SemiStructuredLinear(PackedLayer):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"this layer is packed for {self.dtype} inputs of {self.in_features} channels and got {x.dtype} of "
-                f"{x.shape[-1]}: convert the input, or call modelopt_sparse.to_dense(model) and pack in that dtype"
+                f"{x.shape[-1]}: convert the input"
             )
         tensors = (self.packed, self.metadata, self.scales, self.dense_weight, self.bias)
         flat = x.reshape(-1, self.in_features)
@@ -90,11 +91,11 @@ class SemiStructuredLinear(PackedLayer):
         return (weight.float() * self.scales).to(self.dtype)
 
     def extra_repr(self) -> str:
-        kind = str((self.packed if self.scales is not None else torch.empty(0, dtype=self.dtype)).dtype)
+        kind = dtype_name(self.dtype if self.scales is None else self.packed.dtype)
         both = ", dense beside it" if self.dense_weight is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"2:4 {kind.removeprefix('torch.')} packed by {self.backend}{both}"
+            f"2:4 {kind} packed by {self.backend}{both}"
         )
 
     def _apply(self, fn, recurse: bool = True):
@@ -117,10 +118,8 @@ class SemiStructuredLinear(PackedLayer):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         if self.scales is not None:
-            raise ValueError(
-                f"{prefix}weight is quantized for this GPU alone and is not saved: save the model before "
-                "to_semi_structured, or call modelopt_sparse.to_dense(model) first and save its rounded weights"
-            )
+            why = "is quantized for this GPU alone and is not saved"
+            raise ValueError(f"{prefix}weight {why}: save the model before to_semi_structured")
         destination[f"{prefix}weight"] = self.unpacked().cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
@@ -130,8 +129,7 @@ class SemiStructuredLinear(PackedLayer):
     ) -> None:
         del state_dict, local_metadata, strict, missing_keys, unexpected_keys
         error_msgs.append(
-            f"{prefix}weight is packed 2:4 and cannot be loaded into: call modelopt_sparse.to_dense(model), load, and "
-            "pack it again"
+            f"{prefix}weight is packed 2:4 and cannot be loaded into: call modelopt_sparse.to_dense first"
         )
 
 
@@ -171,9 +169,7 @@ def unpack_module(module: SemiStructuredLinear) -> None:
         if weight is None:
             weight = nn.Parameter(module.unpacked(), module.requires_grad_before)
         drop_bound_forward(module)
-        for name in PACKED:
-            delattr(module, name)
-        for name in ("dense_weight", "bias"):
+        for name in (*PACKED, "dense_weight", "bias"):
             delattr(module, name)
         for name in ("dtype", "backend", "choices", "requires_grad_before", "record"):
             module.__dict__.pop(name, None)

@@ -1,33 +1,99 @@
-"""Timing dense against 2:4 for a layer on this GPU, and the rule that decides from the times which form it runs in.
+"""Times a layer dense and 2:4 on one device, and decides from the times in which form it runs.
 
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.runtime.kernels import SUMS, Algorithm, Backend, Choice, library_version, multiply, quantize_rows
+from modelopt_sparse.runtime.kernels import (
+    SUMS,
+    Algorithm,
+    Backend,
+    Choice,
+    choose_backend,
+    dtype_name,
+    library_version,
+    multiply,
+    no_fp8,
+    quantize_rows,
+)
 
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
 
 LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
-ROUNDS, ROUND_SECONDS = 5, 0.02  # a time is the median of this many rounds, each about this long
+TIMED_SECONDS = 0.1  # a time is the median of what runs in about so long
 LARGEST_SET = 64  # most copies of a weight that one timing goes through, so that no cache holds them all
 CACHE_FORMAT = "modelopt_sparse 2:4 timings"
 CACHE_VERSION = 1
+
+
+def eager_seconds(calls: Calls) -> float:
+    """Wall time of a call, when calls are made one after the other from Python. The cost of launching is included."""
+    from torch.utils import benchmark  # slow to import: only where layers are timed
+
+    timer = benchmark.Timer("for call in calls: call()", globals={"calls": calls})
+    return timer.blocked_autorange(min_run_time=TIMED_SECONDS).median / len(calls)
+
+
+def graph_seconds(calls: Calls) -> float:
+    """Time of a call that is replayed from a CUDA graph. The cost of launching is not included."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return eager_seconds([graph.replay]) / len(calls)
+
+
+TIMERS: dict[str, Timer] = {"eager": eager_seconds, "graph": graph_seconds}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that layers are packed for.
+
+    backend: the library that multiplies there.
+    title: the device's name, for the report and for the cache of timings.
+    timer: how a layer is timed there.
+    cache_bytes: size of the L2 cache.
+    libraries: the libraries that dense products are timed with.
+    """
+
+    device: torch.device
+    backend: Backend
+    title: str
+    timer: Timer
+    cache_bytes: int
+    libraries: Sequence[str] = LIBRARIES
+
+    @classmethod
+    def of(cls, device: torch.device, backend: str | None, quantize: str | None, timing: str) -> "Place":
+        """A CUDA device, with options of `to_semi_structured`. Raises ValueError for what does not run there."""
+        library, properties = choose_backend(device, backend), torch.cuda.get_device_properties(device)
+        if quantize == "fp8" and (reason := no_fp8(device, library)):
+            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
+        return cls(device, library, properties.name, TIMERS[timing], properties.L2_cache_size)
+
+
+# timing a layer -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,81 +120,51 @@ class Timing:
         return cls(**{**data, "algorithm": Algorithm(*data["algorithm"])})
 
 
-# the rule -----------------------------------------------------------------------------------------------------------
-
-
-def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tuple[Choice, ...] | None:
-    """How a layer is to run, by token count; None if it is to stay dense.
-
-    2:4 wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A layer
-    is packed if 2:4 wins at every token count that was timed. With ``keep_both`` it is also packed if 2:4 wins at some
-    of them: then both forms are kept, and each count uses the winner. A count that was not timed runs as the largest
-    timed one below it.
-    """
-    ordered = sorted(timings, key=lambda timing: timing.tokens)
-    wins = [timing.speedup >= min_speedup for timing in ordered]
-    if not any(wins) or (not keep_both and not all(wins)):
-        return None
-    return tuple(Choice(timing.tokens, win, timing.algorithm) for timing, win in zip(ordered, wins))
-
-
-# timing -------------------------------------------------------------------------------------------------------------
-
-
 def time_layer(
     tokens: Sequence[int],
     weight: Tensor,
     bias: Tensor | None,
     packed: tuple[Tensor, Tensor | None],
     scales: Tensor | None,
-    backend: Backend,
-    timer: Timer,
-    cache_bytes: int,
-    libraries: Sequence[str] = LIBRARIES,
+    place: Place,
 ) -> list[Timing]:
     """Time F.linear with the dense weight [R, C] against the packed one, for each token count.
 
-    One timing multiplies by copies of the weight that together take twice ``cache_bytes``. A single weight would stay
-    in the L2 cache and look faster than it is in a model, where other layers come in between.
+    One timing multiplies by copies of the weight that together take twice the cache. A single weight would stay in the
+    L2 cache and look faster than it is in a model, where other layers come in between.
     """
-    dense_set: list[Any] = _copies((weight,), 2 * cache_bytes)
-    sparse_set: list[Any] = _copies(packed, 2 * cache_bytes)
+    dense_set: list[Any] = _copies((weight,), 2 * place.cache_bytes)
+    sparse_set: list[Any] = _copies(packed, 2 * place.cache_bytes)
     timings = []
-    with _current(weight.device):
+    # timers and graphs use the current device
+    with torch.cuda.device(weight.device) if weight.device.type == "cuda" else nullcontext():
         for count in sorted(tokens):
             generator = torch.Generator(weight.device).manual_seed(count)
             x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
             dense: dict[str, float] = {}
-            for library in libraries:
+            for library in place.libraries:
                 with blas_library(library):
-                    dense[library] = timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
+                    dense[library] = place.timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
             sparse: dict[Algorithm, float] = {}
-            for algorithm in _candidates(x, packed, scales, bias, backend):
-                how: dict[str, Any] = {
-                    "rows": weight.shape[0],
-                    "backend": backend.name,
-                    "choices": (Choice(0, True, algorithm),),
-                }
-                sparse[algorithm] = timer([partial(multiply, x, *one, scales, None, bias, **how) for one in sparse_set])
+            for algorithm in _algorithms(x, packed, scales, bias, place.backend):
+                choices = (Choice(0, True, algorithm),)
+                product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
+                sparse[algorithm] = place.timer([partial(product, x, *one, scales, None, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
     return timings
 
 
-def _candidates(
+def _algorithms(
     x: Tensor, packed: tuple[Tensor, Tensor | None], scales: Tensor | None, bias: Tensor | None, backend: Backend
 ) -> list[Algorithm]:
+    """The algorithms worth timing for these inputs."""
     values, metadata = packed
     missing = -x.shape[0] % backend.multiples(values.dtype).tokens
     x = F.pad(x, (0, 0, 0, missing))
     if scales is None:
         return backend.search(values, metadata, x, bias, None)
     return backend.search(values, metadata, quantize_rows(x, values.dtype)[0], None, SUMS[values.dtype])
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device the current one: timers and graphs use the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
@@ -149,71 +185,32 @@ def blas_library(name: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def eager_seconds(calls: Calls) -> float:
-    """Wall time of a call, when calls are made one after the other from Python. The cost of launching is included."""
-    _warm_up(calls)
-    repeats = max(round(ROUND_SECONDS / max(_wall(calls, 1), 1e-7)), 1)
-    return median(_wall(calls, repeats) for _ in range(ROUNDS)) / (repeats * len(calls))
+def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tuple[Choice, ...] | None:
+    """How a layer is to run, by token count; None if it is to stay dense.
+
+    2:4 wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A layer
+    is packed if 2:4 wins at every token count that was timed. With ``keep_both`` it is also packed if 2:4 wins at some
+    of them: then both forms are kept, and each count uses the winner. A count that was not timed runs as the largest
+    timed one below it.
+    """
+    ordered = sorted(timings, key=lambda timing: timing.tokens)
+    wins = [timing.speedup >= min_speedup for timing in ordered]
+    if not any(wins) or (not keep_both and not all(wins)):
+        return None
+    return tuple(Choice(timing.tokens, win, timing.algorithm) for timing, win in zip(ordered, wins))
 
 
-def _warm_up(calls: Calls) -> None:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
+# timings of earlier runs ----------------------------------------------------------------------------------------------
 
 
-def _wall(calls: Calls, repeats: int) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def graph_seconds(calls: Calls) -> float:
-    """Time of a call that is replayed from a CUDA graph. The cost of launching is not included."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _warm_up(calls)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    repeats = max(round(ROUND_SECONDS / max(_replayed(graph, 1), 1e-7)), 1)
-    return median(_replayed(graph, repeats) for _ in range(ROUNDS)) / (repeats * len(calls))
-
-
-def _replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    began.record()
-    for _ in range(repeats):
-        graph.replay()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1000
-
-
-TIMERS: dict[str, Timer] = {"eager": eager_seconds, "graph": graph_seconds}
-
-
-# what was timed before ----------------------------------------------------------------------------------------------
-
-
-def timing_key(
-    device: str, backend: Backend, mode: str, weight: Tensor, packed_dtype: torch.dtype, bias: Tensor | None
-) -> str:
+def timing_key(place: Place, mode: str, weight: Tensor, packed_dtype: torch.dtype, bias: Tensor | None) -> str:
     """A text with everything that a timing depends on, except for the token count."""
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(backend)}"
-    kind = str(weight.dtype).removeprefix("torch.")
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(place.backend)}"
+    kind = dtype_name(weight.dtype)
     if packed_dtype != weight.dtype:
-        kind += f" as {str(packed_dtype).removeprefix('torch.')}"
+        kind += f" as {dtype_name(packed_dtype)}"
     shape = f"{weight.shape[0]} x {weight.shape[1]}{'' if bias is None else ' + bias'}"
-    return f"{device}; {versions}; {backend.name}; {mode}; {kind}; {shape}"
+    return f"{place.title}; {versions}; {place.backend.name}; {mode}; {kind}; {shape}"
 
 
 class TimingCache:
@@ -236,16 +233,14 @@ class TimingCache:
     def put(self, key: str, timings: Sequence[Timing]) -> None:
         """Add timings, and write the file."""
         self._timings.setdefault(key, {}).update({timing.tokens: timing for timing in timings})
-        if self.path is not None:
-            self._write(self.path)
-
-    def _write(self, path: Path) -> None:
-        timings = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
-        text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": timings}, indent=2)
-        partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        if self.path is None:
+            return
+        listed = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
+        text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": listed}, indent=2)
+        partial_file = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         try:
             partial_file.write_text(text + "\n", encoding="utf-8")
-            partial_file.replace(path)
+            partial_file.replace(self.path)
         finally:
             partial_file.unlink(missing_ok=True)
 
@@ -260,7 +255,5 @@ def _read(path: Path) -> dict[str, dict[int, Timing]]:
             for key, listed in data["timings"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"cache {str(path)!r} holds no timings that this version wrote ({type(error).__name__}: {error}): "
-            "give another path, or delete the file"
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cache {str(path)!r} holds no timings of this version ({why}): give another path") from None

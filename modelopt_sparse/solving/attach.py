@@ -12,8 +12,7 @@ from modelopt_sparse.accuracy.permute import Permuted
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.report import PERMUTED
-from modelopt_sparse.reports.values import LayerReport
+from modelopt_sparse.reports.report import PERMUTED, LayerReport
 from modelopt_sparse.solving.solve import WRITTEN, Solved, errors_name_layer
 
 # what became of experts with fewer tokens than min_tokens, by the option ``experts``

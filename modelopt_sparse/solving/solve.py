@@ -24,7 +24,7 @@ from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.values import StepReport
+from modelopt_sparse.reports.report import StepReport
 
 # out of memory --------------------------------------------------------------------------------------------------------
 # Errors about a layer: which layer it was, and, where memory ran out, what to do.

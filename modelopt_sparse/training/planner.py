@@ -22,7 +22,7 @@ from modelopt_sparse.model.masking import dense_class, refuse_what_cannot_be_spa
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, by_reason, first_few, nearest, paragraph, rows_of
-from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training import updates as rules
 
 # weights --------------------------------------------------------------------------------------------------------------

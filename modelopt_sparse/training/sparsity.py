@@ -25,8 +25,7 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
-from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.reports.values import LayerReport
+from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.training.planner import (
     Filter,
     Planned,

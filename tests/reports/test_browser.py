@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, large_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -62,22 +61,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
     started.driver.quit()
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Path:
-    model = tiny_llama()
-    options = {"data_loader": token_batches(4), "progress": False, "polish": 3, "reconstruct": 1}
-    mts.sparsify(model, "sparsegpt", options)
-    path = tmp_path_factory.mktemp("page") / "llama.html"
-    return mts.report(model).to_html(path, masks=dict(mts.named_masks(model)))
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    return large_report().to_html(tmp_path_factory.mktemp("large") / "large.html")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [SCREEN, PHONE])
+@pytest.mark.parametrize(("width", "scheme"), [(SCREEN, "light"), (PHONE, "dark")])
 def test_every_plot_is_drawn_and_nothing_is_wider_than_the_screen(browser, page, scheme, width):
     browser.open(page, width=width, scheme=scheme)
     drawn = browser.run(
@@ -141,11 +125,11 @@ def test_20000_rows_open_in_three_seconds(browser, large):
     assert len(browser.run(SHOWN.format(0))) < 100, "only the rows in view are in the page"
 
 
-def test_20000_rows_sort_in_half_a_second(browser, large):
+def test_20000_rows_sort_in_half_a_second(browser, large, rows):
     """By name layer 9 comes before layer 10, by error as numbers; a third press gives the first order back."""
     browser.open(large)
-    names = [layer.name for layer in large_report().layers]
-    errors = sorted(layer.errors[-1] for layer in large_report().layers)
+    names = [layer.name for layer in rows.layers]
+    errors = sorted(layer.errors[-1] for layer in rows.layers)
     press = "document.querySelectorAll('#table-layers th button')[{}].click()"
     assert browser.run(TIMED.format(press.format(0))) < 500 * SLOW
     natural = sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".")])
@@ -166,9 +150,9 @@ def test_20000_rows_sort_in_half_a_second(browser, large):
     assert shown == names[: len(shown)]
 
 
-def test_20000_rows_filter_in_half_a_second(browser, large):
+def test_20000_rows_filter_in_half_a_second(browser, large, rows):
     browser.open(large)
-    names = [layer.name for layer in large_report().layers]
+    names = [layer.name for layer in rows.layers]
     write = (
         "const box = document.querySelector('#table-layers input');"
         "box.value = '{}'; box.dispatchEvent(new Event('input'))"

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.checkpoint.verify import Verification, Verified
-from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_names, folded_table, paragraph, table
+from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_names, paragraph, rows_of, table
 from tests.helpers import tiny_llama, token_batches
 
 LLAMA_8B: dict[str, Any] = {
@@ -28,11 +29,13 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
+@cache
 def llama_8b() -> LlamaForCausalLM:
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**LLAMA_8B, num_key_value_heads=8, vocab_size=128256))
 
 
+@cache
 def mixtral() -> MixtralForCausalLM:
     with torch.device("meta"):
         return MixtralForCausalLM(MixtralConfig(num_hidden_layers=32))
@@ -65,10 +68,10 @@ def assert_fits(text: str) -> None:
 # names ----------------------------------------------------------------------------------------------------------------
 
 parts = st.sampled_from(["layers", "mlp", "0", "1", "2", "3", "4", "7", "11", "01", "fc1"])
-some_names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), unique=True, max_size=40)
+some_names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), unique=True, max_size=25)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some_names, some_names, st.randoms(use_true_random=False))
 def test_unfolding_gives_back_every_name_once(names, more, chance):
     everything = {*names, *more}
@@ -83,7 +86,7 @@ def test_unfolding_gives_back_every_name_once(names, more, chance):
     assert firsts == sorted(firsts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_a_whole_stack_is_one_row_and_a_deviating_layer_another(blocks, experts, chance):
     names = [f"h.{block}.experts.{expert}.w" for block in range(blocks) for expert in range(experts)]
@@ -128,7 +131,7 @@ def test_cells_of_a_folded_row():
             "notes", ["", "", "5 of 64 dead", "12 of 64 dead", "7 of 64 dead", "layer h.5.up: odd"], "range", below=True
         ),
     ]
-    lines = folded_table("layer", names, columns).splitlines()
+    lines = rows_of("layer", names, columns).splitlines()
     assert lines[:2] == ["In every row: same x.", ""]
     assert lines[2].split() == ["layer", "recipe", "pattern", "error", "notes"]
     assert [re.split(" {2,}", line) for line in lines[4:7]] == [
@@ -143,7 +146,7 @@ def test_cells_of_a_folded_row():
 def test_many_levels_are_a_range_and_few_are_rows(levels):
     names = [f"h.{i}.up" for i in range(10)]
     column = Column("pattern", [f"{50 + i % levels}.5% per row" for i in range(10)], "levels")
-    lines = folded_table("layer", [*names, "head"], [replace(column, cells=[*column.cells, "2:4"])]).splitlines()[2:-1]
+    lines = rows_of("layer", [*names, "head"], [replace(column, cells=[*column.cells, "2:4"])]).splitlines()[2:-1]
     assert len(lines) == (4 if levels == 4 else 1)
     assert lines[0].endswith("50.5% per row" if levels == 4 else "50.5..54.5% per row")
 
@@ -166,7 +169,7 @@ def test_numbers_in_a_cell(text, numbers):
 cells = st.text("ab.,+ 01", max_size=150)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=4))
 def test_a_table_fits_and_loses_no_letter(rows):
     rows = [tuple(cell.strip() for cell in row) for row in rows]

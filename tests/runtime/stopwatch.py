@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from modelopt_sparse.runtime import kernels as backends
-from modelopt_sparse.runtime.convert import Place
 from modelopt_sparse.runtime.kernels import Algorithm
-from modelopt_sparse.runtime.timing import Timing
+from modelopt_sparse.runtime.timing import Place, Timing
 from tests.runtime.unpacking import CPU
 
 

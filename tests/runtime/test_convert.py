@@ -1,17 +1,79 @@
-"""Which layers of a model are packed, and what is left of it where that breaks off."""
+"""Which options are refused, which layers of a model are packed, and what the report says of them."""
 
 import gc
+import json
+import re
 import weakref
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.kernels import Cutlass
+from modelopt_sparse.checkpoint import save as checkpoint
+from modelopt_sparse.runtime import convert
+from modelopt_sparse.runtime.convert import Settings, loading_place
+from modelopt_sparse.runtime.kernels import Choice, Cutlass, as_numbers
 from modelopt_sparse.runtime.linear import SemiStructuredLinear
-from tests.helpers import assert_bits, token_batches
-from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, pruned, reasons
+from modelopt_sparse.runtime.timing import Place
+from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
+from tests.runtime.stopwatch import OTHER, TABLE, Stopwatch, timed_place
+from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, place_for, pruned, reasons
+
+
+def test_a_model_on_the_cpu_is_refused():
+    model = chain(pruned(32, 64))
+    with pytest.raises(ValueError, match=r'this Sequential is on cpu: move it with model.to\("cuda"\) first'):
+        mts.to_semi_structured(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_masks_are_to_be_exported_first():
+    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
+    with pytest.raises(ValueError, match=r"14 weights are held by masks .*modelopt_sparse.export\(model\) first"):
+        mts.to_semi_structured(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (
+            {"tunes": 1},
+            r"option 'tunes' is not known, did you mean 'tune'\?; allowed are",
+        ),
+        ({"tune": ()}, r"tune \(\): give token counts from 1"),
+        ({"tune": (1, 0)}, r"tune \(1, 0\): give token counts from 1"),
+        ({"tune": "64"}, "tune '64': give token counts from 1"),
+        ({"tune": True}, "tune True: give token counts"),
+        ({"timing": "wall"}, "timing 'wall' is not known: allowed are eager, graph"),
+        ({"min_speedup": 0}, "min_speedup 0: it must be above 0"),
+        ({"quantize": "int4"}, "quantize 'int4' is not known: allowed are fp8, int8"),
+        ({"backend": "triton"}, "backend 'triton' is not known: allowed are cusparselt, cutlass"),
+        ({"keep_both": True}, "keep_both is for layers that are timed: give tune="),
+        ({"cache": "times.json"}, "cache is for layers that are timed: give tune="),
+        ({"tune": 8, "keep_both": True, "quantize": "fp8"}, "keep_both with quantize would give"),
+    ],
+)
+def test_wrong_options_are_refused(options, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        mts.to_semi_structured(chain(pruned(32, 64)), **options)
+
+
+def test_the_page_lists_every_option_with_its_default():
+    page = (ROOT / "docs" / "semi-structured.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
+    assert {name: value.strip("`").replace('"', "") for name, value in rows} == {
+        item.name: str(item.default) for item in fields(Settings)
+    }
+
+
+def test_options_are_put_in_order():
+    settings = Settings.of({"tune": [64, 1, 64], "include": "a", "exclude": ["b", "c"]})
+    assert (settings.tune, settings.include, settings.exclude) == ((1, 64), ("a",), ("b", "c"))
+    assert Settings.of({"tune": 8}).tune == (8,)
 
 
 class Doubling(nn.Linear):
@@ -101,8 +163,8 @@ def test_a_layer_asked_for_that_fails_only_in_packing_is_an_error(monkeypatch, b
 
 def test_globs_that_match_nothing_are_refused(backend):
     for key in ("include", "exclude"):
-        with pytest.raises(ValueError, match="'lm_haed' matches no layer of this LlamaForCausalLM"):
-            packed_by(backend, llama(), **{key: "lm_haed"})
+        with pytest.raises(ValueError, match="'haed' matches no layer of this ModuleDict, did you mean 'head'"):
+            packed_by(backend, nn.ModuleDict({"head": pruned(32, 64)}), **{key: "haed"})
 
 
 def test_a_second_call_keeps_what_is_packed(backend):
@@ -125,9 +187,11 @@ def test_the_dense_weight_is_gone_before_the_next_layer_is_packed(backend, monke
         return Cutlass.pack(self, weight)
 
     monkeypatch.setattr(Unpacking, "pack", watching)
+    gc.freeze()  # what other tests left is not looked through again
     packed_by(backend, model)
     assert alive == [3, 2, 1]
     gc.collect()
+    gc.unfreeze()
     assert not any(reference() for reference in dense)
 
 
@@ -168,3 +232,101 @@ def test_outputs_of_a_model_are_those_of_its_dense_form(backend):
     # sums in another order and in another precision, through two blocks in bfloat16
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
     assert_bits(back, wanted)
+
+
+def test_the_report_says_everything_as_text_and_as_json(backend, blas):
+    model = chain(pruned(32, 64), pruned(64, 128, bias=False), nn.Linear(128, 64, dtype=torch.bfloat16))
+    convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: timed_place(backend, Stopwatch(**TABLE)))
+    text = str(mts.semi_structured_report(model))
+    lines = text.splitlines()
+    assert lines[0].split() == ["layer", "shape", "runs", "MiB", "us", "at", "1", "us", "at", "64", "notes"]
+    assert " ".join(lines[2].split()) == "0 32 x 64 2:4 0.0 -> 0.0 10.0 -> 9.0 8.0 -> 5.0"
+    assert "stays dense: 2 (not 2:4: row 0 has 4 nonzeros in columns 0 to 3; 64 of 64 rows break the pattern)" in text
+    assert "2 of 3 layers run 2:4 on a CPU, weights 0.0 -> 0.0 MiB." in text
+    assert "us: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm; timed eager." in text
+    report = mts.semi_structured_report(model)
+    read = json.loads(report.to_json())
+    again = mts.SpeedReport.from_dict(read)
+    assert again.layers == report.layers
+    assert str(again) == text
+    assert json.loads(again.to_json()) == read
+    assert read["layers"][0]["timings"][0]["algorithm"] == [0, 1, -1]
+    assert read["versions"]["torch"] == torch.__version__
+    assert read["settings"]["tune"] == [1, 64]
+
+
+def test_the_report_says_when_nothing_was_timed(backend):
+    model = packed_by(backend, chain(pruned(32, 128)), quantize="int8")
+    text = str(mts.semi_structured_report(model))
+    assert "Not timed: 2:4 may be slower here. Name the token counts that matter with tune=." in text
+    assert "2:4 int8" in text
+    assert "Errors: ||A - B||^2 / ||B||^2 against the unquantized layer; outputs on normal inputs." in text
+
+
+def test_negative_zeros_are_told(backend):
+    model = chain(pruned(32, 64))
+    with torch.no_grad():
+        model[0].weight[3, 5] = -0.0
+    packed_by(backend, model)
+    assert mts.semi_structured_report(model).layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
+
+
+def test_operators_take_choices_as_numbers():
+    assert as_numbers((Choice(8, True, OTHER), Choice(64, False))) == [8, 1, 3, 4, 2, 64, 0, 0, 1, -1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folder") / "sparse"
+    model: Any = tiny_llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4)
+    mts.save(mts.sparsify(model.to(torch.bfloat16), "magnitude", pattern="2:4", progress=False), path)
+    return path
+
+
+def test_load_packs_each_layer_on_its_way(backend, folder, monkeypatch):
+    """The layers are packed before the model as a whole is moved, which then moves what stayed dense."""
+    moved = []
+    original = nn.Module.to
+
+    def to(self, *args, **kwargs):
+        moved.append(sum(isinstance(module, SemiStructuredLinear) for module in self.modules()))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings(), place_for(backend)))
+    monkeypatch.setattr(type(tiny_llama()), "to", to)
+    model, dense = mts.load(folder, semi_structured=True), mts.export(mts.load(folder))
+    assert moved == [14]
+    assert dict(mts.named_masks(model)) == {}
+    assert mts.report(model).layers
+    assert len(mts.semi_structured_report(model).packed) == 14
+    for name, weight in mts.to_dense(model).state_dict().items():
+        assert_bits(weight, dense.state_dict()[name])
+
+
+def test_load_refuses_before_it_reads(folder, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ValueError, match="packs layers for a CUDA device and there is none here"):
+        mts.load(folder, semi_structured=True)
+    for device_map in ("auto", "cpu", {"model": 0, "lm_head": 1}):
+        with pytest.raises(ValueError, match="2:4 layers are packed for one CUDA device, such as 'cuda:0'"):
+            mts.load(folder, semi_structured=True, device_map=device_map)
+    with pytest.raises(ValueError, match="option 'tun' is not known"):
+        mts.load(folder, semi_structured={"tun": 1})
+
+
+@pytest.mark.parametrize("device_map", [None, "cuda", "cuda:0", torch.device("cuda"), {"": "cuda:0"}])
+def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Place, "of", lambda *options: options)
+    settings, place = loading_place(device_map, {"quantize": "fp8", "timing": "graph", "backend": "cutlass"})
+    assert place == (torch.device("cuda:0"), "cutlass", "fp8", "graph")
+    assert settings.quantize == "fp8"
+
+
+def test_load_still_checks_weights_against_masks(backend, folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings(), place_for(backend)))
+    original = checkpoint.read_masks
+    monkeypatch.setattr(checkpoint, "read_masks", lambda *args: {name: ~mask for name, mask in original(*args).items()})
+    with pytest.raises(ValueError, match="is not zero in 2048 places where its mask is False"):
+        mts.load(folder, semi_structured=True)

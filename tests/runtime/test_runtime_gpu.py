@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.convert import _no_fp8
 from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     FORMATS,
     Backend,
     choose_backend,
+    no_fp8,
     pack,
     quantize_rows,
     relative_squared_error,
@@ -51,7 +51,7 @@ def backend(request) -> Backend:
 @pytest.fixture(params=list(FORMATS))
 def quantize(request) -> str:
     """The 8-bit formats that run with the backend chosen on this device."""
-    if request.param == "fp8" and (reason := _no_fp8(DEVICE, choose_backend(DEVICE))):
+    if request.param == "fp8" and (reason := no_fp8(DEVICE, choose_backend(DEVICE))):
         pytest.skip(reason)
     return request.param
 
@@ -249,7 +249,7 @@ def _captured(layer: nn.Module, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, 
 @pytest.mark.parametrize("eight_bits", [None, *FORMATS])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_captured_graphs_replay_on_new_inputs(backend, tokens, eight_bits):
-    if eight_bits == "fp8" and (reason := _no_fp8(DEVICE, backend)):
+    if eight_bits == "fp8" and (reason := no_fp8(DEVICE, backend)):
         pytest.skip(reason)
     layer = pruned(256, 512)
     mts.to_semi_structured(layer, backend=backend.name, quantize=eight_bits)

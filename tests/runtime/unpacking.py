@@ -8,8 +8,9 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime import kernels as backends
-from modelopt_sparse.runtime.convert import Place, Settings
+from modelopt_sparse.runtime.convert import Settings
 from modelopt_sparse.runtime.kernels import BACKENDS, Algorithm, Cutlass
+from modelopt_sparse.runtime.timing import Place
 from tests.helpers import tiny_llama
 
 CPU = torch.device("cpu")

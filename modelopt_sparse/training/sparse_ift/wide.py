@@ -18,7 +18,7 @@ from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.reports.fold import Column, by_reason, first_few, nearest, paragraph, rows_of, table
-from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, reasons
 
 # configs --------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""What the error of each layer means: against the inputs themselves."""
+"""What a report says: the error of each layer against its inputs, the time of each part, what stays with it."""
 
 import copy
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
+from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
 
@@ -63,3 +65,43 @@ def test_each_row_says_what_its_error_means(error_from):
         said = {"gram": "X", "square_sums": "norms of X", "weights": "W alone"}[error_from]
         assert row[place].strip() == said
         assert f"from {said}: " in table[-1]
+
+
+def test_the_parts_of_a_run_are_all_of_its_time():
+    """Each is timed once, and what blocks took is told apart."""
+    began = time.perf_counter()
+    options = {"data_loader": token_batches(4), "progress": False, "allocation": "block", "pattern": 0.5}
+    tuning = {"reconstruct": {"epochs": 1, "metric": "fisher"}, "distill": 1, "self_data": 8}
+    model = mts.sparsify(tiny_llama(), "sparsegpt", **options, **tuning)
+    whole = time.perf_counter() - began
+    report = mts.report(model)
+    named = ["calibration data", "allocation", "metrics", "dense predictions", "blocks", "distillation"]
+    assert list(report.seconds) == named
+    assert 0.5 * whole < sum(report.seconds.values()) <= whole + 0.01
+    parts = report.time_by_part()
+    assert sum(parts.values()) == pytest.approx(sum(report.seconds.values()))
+    assert parts["solving"] == sum(layer.seconds for layer in report.layers)
+    assert parts["reconstruction"] == sum(block.seconds for block in report.blocks)
+    assert 0 < parts["forwards and statistics"] < report.seconds["blocks"]
+    value, more = cost_of(report)["time"]
+    assert value == f"{sum(parts.values()):.1f} s"
+    assert [each.rsplit(" ", 2)[0] for each in more.split(", ")] == list(parts)
+    report.settings["processes"] = 2
+    assert report.time_by_part() == report.seconds
+
+
+def test_permutation_is_a_part_of_what_blocks_take():
+    model = mts.sparsify(tiny_llama(), "wanda", permute=True, data_loader=token_batches(4), progress=False)
+    report = mts.report(model)
+    assert 0 < report.seconds["permutation"] < report.seconds["blocks"]
+    parts = report.time_by_part()
+    assert parts["permutation"] == report.seconds["permutation"]
+    assert sum(parts.values()) == pytest.approx(sum(report.seconds.values()) - report.seconds["permutation"])
+
+
+def test_an_evaluation_stays_with_the_report(llama, tmp_path):
+    mts.save(llama, tmp_path / "sparse")
+    assert mts.report(tmp_path / "sparse").evaluation == mts.report(llama).evaluation
+    assert mts.report(llama).text().endswith(" tokens")
+    again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
+    assert mts.report(again).evaluation is None, "it was measured before this run"
