@@ -5,8 +5,7 @@ and is finite there. It also records what the blocks of each stack are called wi
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +17,6 @@ from modelopt_sparse.calibration.forward import CalibrationData, input_key, stop
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.recorder import StackRecorder
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.model.hf import inputs_that_reach, tower_of
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.reports.progress import Progress
 
@@ -189,17 +187,6 @@ def _agree(dense: DenseRun) -> None:
         report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
 
 
-def _what_to_give(model: nn.Module, names: Sequence[str]) -> str:
-    """What the data lacks, where transformers says what the model inside of the model takes that holds a layer."""
-    towers: dict[str, int] = Counter(path for name in names if (path := tower_of(model, name)) is not None)
-    wanted = {path: inputs for path in towers if (inputs := inputs_that_reach(model, path)) is not None}
-    if not wanted:
-        return "give data that reaches them, or exclude them"
-    said = "; ".join(f"{path!r} ({towers[path]} of them) runs on {inputs}" for path, inputs in wanted.items())
-    globs = ", ".join(f"'{path}.*'" for path in wanted)
-    return f"{said}: give {' and '.join(dict.fromkeys(wanted.values()))} with the data, or exclude {globs}"
-
-
 def _check(seen: SeenInputs, run: Run) -> None:
     """Raise ValueError for layers without data; layers that need none come last in the order."""
     plan = run.plan
@@ -214,8 +201,8 @@ def _check(seen: SeenInputs, run: Run) -> None:
     if needing:
         raise ValueError(
             f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
-            f"{', ...' if len(needing) > 8 else ''}; {_what_to_give(run.model, needing)}. (A layer whose parent reads "
-            "its weight without calling it sees none either.)"
+            f"{', ...' if len(needing) > 8 else ''}; give data that reaches them (images, if they take images), or "
+            "exclude them"
         )
     for layer_plan in unseen:
         seen.order[layer_plan.name] = len(seen.order)
