@@ -76,9 +76,9 @@ def input_device(model: nn.Module) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     for module in model.modules():
-        device = execution_device(module)
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
-            return device
+            return torch.device(device)
     return torch.device("cpu")
 
 
@@ -193,12 +193,6 @@ def give_back_freed_memory() -> None:
 def has_hook(module: nn.Module) -> bool:
     """Whether accelerate wraps the forward of this module, or of one of its submodules."""
     return any(hasattr(child, "_hf_hook") for child in module.modules())
-
-
-def execution_device(module: nn.Module) -> torch.device | None:
-    """The device that accelerate's hook runs this module on; None without a hook, or if the hook names no device."""
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return None if device is None else torch.device(device)
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:

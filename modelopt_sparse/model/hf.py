@@ -50,7 +50,7 @@ def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
     size = getattr(embedding, "num_embeddings", None)
     if isinstance(size, int) and tokens.numel() and (largest := int(tokens.max())) >= size:
         raise ValueError(
-            f"the text holds the token id {largest}, this {type(model).__name__} knows {size} tokens: give the "
+            f"the text holds the token id {largest}, this {type(model).__name__} has {size} tokens: give the "
             "tokenizer that belongs to the model"
         )
 

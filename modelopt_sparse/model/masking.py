@@ -270,8 +270,11 @@ class SparseModule(nn.Module):
         _watch_weights(self)
 
     def extra_repr(self) -> str:
-        held = (f"{name}: {_share_of_zeros(mask)} zeros" for name, mask in _own_masks(self))
-        return ", ".join(part for part in (super().extra_repr(), *held) if part)
+        parts = [super().extra_repr()]
+        for name, mask in _own_masks(self):
+            share = "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
+            parts.append(f"{name}: {share} zeros")
+        return ", ".join(filter(None, parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # classes made at run time cannot be found by name; rebuild from the base class
@@ -355,10 +358,6 @@ def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
     return masks
 
 
-def _share_of_zeros(mask: Tensor) -> str:
-    return "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
-
-
 # the forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -379,18 +378,20 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
 
-    It needs no stand-in, and saves what nn.Linear spends on finding its weight; so a small layer takes about as long as
-    a dense one (examples/benchmarks/masks.py).
+    It needs no stand-in, and saves what nn.Linear spends on finding its parameters; so a small layer takes about as
+    long as a dense one (examples/benchmarks/masks.py).
     """
-    weight, mask = self._parameters.get("weight"), self._buffers.get("weight_mask")
+    parameters = self._parameters
+    weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
     recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
     if weight is None or mask is None or self.masked_names != ("weight",) or len(args) != 1 or recorded:
         return _forward(self, *args, **kwargs)
-    bias: Any = self.bias
-    if torch.is_grad_enabled() and weight.requires_grad:
+    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
+    if not torch.is_grad_enabled():
+        if isinstance(args[0], Tensor) and holds_zeros(weight, mask):
+            return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[attr-defined]  # of a MaskedParameter
+    elif weight.requires_grad:
         return F.linear(args[0], _masked(self, "weight"), bias)
-    if not torch.is_grad_enabled() and isinstance(args[0], Tensor) and holds_zeros(weight, mask):
-        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[attr-defined]  # of a MaskedParameter
     return _forward(self, *args, **kwargs)
 
 
@@ -576,7 +577,7 @@ def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
         and zeroed.mask_version == mask._version
         and zeroed.version == weight._version
         and weight.grad is None
-        and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())  # a plain tensor answers faster
     )
 
 

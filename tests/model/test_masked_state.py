@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +145,17 @@ def test_masks_survive_changes_of_dtype_and_shared_memory():
     module.half().float().to(torch.bfloat16).share_memory()
     assert torch.equal(next(mts.named_masks(module))[1], mask)
     assert at_rest(module)
+
+
+def test_a_model_that_an_older_version_wrote_whole_is_read():
+    """`torch.save(model)` of 801f29a: the names of functions and classes in the file are still found."""
+    model = torch.load(Path(__file__).parent / "golden" / "torch_save_801f29a.pt", weights_only=False)
+    weight = torch.arange(1.0, 17.0).view(4, 4)
+    weight[:, :2] = 0  # 2:4 by magnitude of rising numbers
+    drift(model)
+    for (name, mask), layer in zip(mts.named_masks(model), model, strict=True):
+        assert name.endswith(".weight")
+        assert torch.equal(mask, weight != 0)
+        assert torch.equal(layer(torch.ones(1, 4)).detach(), weight.sum(1)[None] + layer.bias)
+    assert len(mts.verify(model, "2:4").layers) == len(mts.report(model).layers) == 2
+    assert type(mts.export(model)[0]) is nn.Linear
