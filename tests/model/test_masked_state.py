@@ -1,8 +1,6 @@
 """State dicts, copies and pickles of sparse modules."""
 
 import copy
-import io
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from tests.model.sparse_modules import (
+    COPIES,
     Case,
     at_rest,
     drift,
@@ -97,23 +96,6 @@ def test_state_dict_restores_zeros_that_something_wrote_over():
         assert is_plus_zero(state[name][~mask])
         assert state[name][mask].all()
     assert at_rest(model)
-
-
-def through_torch_save(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
-    **{
-        f"pickle{protocol}": lambda module, protocol=protocol: pickle.loads(pickle.dumps(module, protocol))
-        for protocol in (2, 3, 4, 5)
-    },
-}
 
 
 @pytest.mark.parametrize("how", COPIES)
