@@ -24,8 +24,8 @@ from modelopt_sparse.model.devices import (
     refuse_to_tune_offloaded,
     refuse_what_cannot_be_written,
 )
-from modelopt_sparse.model.hf import refuse_no_model, run_eagerly, unwrapped
 from modelopt_sparse.model.masking import remove_masks
+from modelopt_sparse.model.wrappers import refuse_no_model, run_eagerly, unwrapped
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve

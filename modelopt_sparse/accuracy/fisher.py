@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -137,7 +138,7 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             _loss(logits, call_masks[-1].decoder, labels).backward()
 
     with ExitStack() as hooks:
-        hooks.enter_context(_without_gradients_of_parameters(run.model))
+        hooks.enter_context(only_these_require_grad(run.model, {}))
         hooks.enter_context(blocks_recomputed(run))
         for block in run.plan.blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
@@ -190,15 +191,3 @@ def _loss(logits: Tensor, token_mask: Tensor | None, labels: torch.Generator) ->
     if token_mask is not None and token_mask.numel() == len(each):
         each = each[token_mask.flatten().to(each.device, torch.bool)]
     return each.sum()
-
-
-@contextmanager
-def _without_gradients_of_parameters(model: nn.Module) -> Iterator[None]:
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter, requires_grad in before:
-            parameter.requires_grad_(requires_grad)

@@ -6,7 +6,6 @@ layers and is finite there, and whether calls of the model can wait at its block
 
 import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, cannot_wait, is_exact, print_of
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
-from modelopt_sparse.model.hf import inputs_that_reach, tower_of
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.progress import Progress
@@ -400,8 +398,8 @@ def _check(seen: SeenInputs, run: Run) -> None:
     if needing:
         raise ValueError(
             f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
-            f"{', ...' if len(needing) > 8 else ''}; {_what_to_give(run.model, needing)}. (A layer whose parent reads "
-            "its weight without calling it sees none either.)"
+            f"{', ...' if len(needing) > 8 else ''}; give data that reaches them (images, if they take images), or "
+            "exclude them"
         )
     for layer_plan in unseen:
         seen.order[layer_plan.name] = len(seen.order)
@@ -412,17 +410,6 @@ def _check(seen: SeenInputs, run: Run) -> None:
                 f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
                 "model in bfloat16 or float32"
             )
-
-
-def _what_to_give(model: nn.Module, names: Sequence[str]) -> str:
-    """What the data lacks, where transformers says what the model inside of the model takes that holds a layer."""
-    towers: dict[str, int] = Counter(path for name in names if (path := tower_of(model, name)) is not None)
-    wanted = {path: inputs for path in towers if (inputs := inputs_that_reach(model, path)) is not None}
-    if not wanted:
-        return "give data that reaches them, or exclude them"
-    said = "; ".join(f"{path!r} ({towers[path]} of them) runs on {inputs}" for path, inputs in wanted.items())
-    globs = ", ".join(f"'{path}.*'" for path in wanted)
-    return f"{said}: give {' and '.join(dict.fromkeys(wanted.values()))} with the data, or exclude {globs}"
 
 
 # stacks at which calls cannot wait ------------------------------------------------------------------------------------

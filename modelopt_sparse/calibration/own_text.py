@@ -20,7 +20,8 @@ from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.calibration.run import Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.hf import default_seq_len, refuse_no_model, unwrapped, writes_text
+from modelopt_sparse.model.hf import default_seq_len, writes_text
+from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 
 # writing --------------------------------------------------------------------------------------------------------------

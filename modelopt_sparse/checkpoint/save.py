@@ -35,9 +35,10 @@ from modelopt_sparse.checkpoint.folder import (
 )
 from modelopt_sparse.distributed import rank
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.hf import model_class, refuse_no_model, refuse_wrapped_parts, unloaded, unwrapped
+from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, library_versions
 from modelopt_sparse.runtime.convert import loading_place, pack_onto
 

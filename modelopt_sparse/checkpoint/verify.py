@@ -12,16 +12,10 @@ from modelopt_sparse.checkpoint.folder import DESCRIPTION, read_description, rea
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.hf import (
-    empty_model,
-    quantization_of,
-    refuse_no_model,
-    refuse_wrapped_parts,
-    unloaded,
-    unwrapped,
-)
+from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, counted, first_few, paragraph, rows_of

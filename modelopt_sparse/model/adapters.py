@@ -1,35 +1,29 @@
 """Adapters: how a type of weight is seen as a matrix [..., R, C], and which rows [..., T, C] it is multiplied with.
 
-Those of fused experts stand in experts.py.
+experts.py has those of fused experts.
 
 Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
 group. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection).
 """
 
-import inspect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.masking import dense_class
-
-# adapters -------------------------------------------------------------------------------------------------------------
+from torch import Tensor
 
 
-class Adapter(ABC):
-    """How one type of weight is seen as a matrix, and how its inputs are read. Stateless; one instance per type.
+class Adapter:
+    """How one type of weight is seen as a matrix, and how its inputs are read: here that of nn.Linear.
 
-    ``module`` is in each method the module that holds the weight.
+    Adapters hold no state, and there is one instance of each.
+
+    ``module`` is in each method the module that holds the weight. ``argument`` is the name of the module's input.
     """
 
-    title: str
+    argument = "input"
 
     def matrix(self, module: Any, weight: Tensor) -> Tensor:
         """Weight as the module holds it -> ``[..., R, C]`` (a view where the layout allows it)."""
@@ -45,9 +39,10 @@ class Adapter(ABC):
         """How many consecutive input channels there are for N:M groups to lie in."""
         return self.matrix(module, weight).shape[-1]
 
-    @abstractmethod
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
         """The tensors that the weight is multiplied with in one call of the hooked module, from its arguments."""
+        del module
+        return (args[0] if args else kwargs[self.argument],)
 
     def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
         """Inputs as chunks of rows ``[..., T, C]``.
@@ -57,7 +52,7 @@ class Adapter(ABC):
         """
         del module
         (x,) = inputs
-        yield x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask]
+        yield real_rows(x, token_mask)
 
     def signature(self, module: Any) -> tuple:
         """Layers with the same input share statistics only if their signatures are equal."""
@@ -65,17 +60,15 @@ class Adapter(ABC):
         return ()
 
 
-class _LinearAdapter(Adapter):
-    title = "Linear"
-
-    def inputs(self, module: Any, args, kwargs):
-        return (args[0] if args else kwargs["input"],)
+def real_rows(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """``[..., C]`` as ``[T, C]``, without padding."""
+    return x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask]
 
 
-class _HFConv1DAdapter(_LinearAdapter):
+class _HFConv1DAdapter(Adapter):
     """transformers' Conv1D (GPT-2): a linear layer whose weight is stored as [in, out]."""
 
-    title = "Conv1D"
+    argument = "x"
 
     def matrix(self, module: Any, weight):
         return weight.mT
@@ -83,17 +76,12 @@ class _HFConv1DAdapter(_LinearAdapter):
     def unmatrix(self, module: Any, matrix):
         return matrix.mT.contiguous()
 
-    def inputs(self, module: Any, args, kwargs):
-        return (args[0] if args else kwargs["x"],)
-
 
 class _ConvAdapter(Adapter):
     """Convolutions: [out, I, *kernel] as [groups, out / groups, K * I], input channels innermost.
 
     So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads the weight.
     """
-
-    title = "Conv"
 
     def matrix(self, module: Any, weight):
         matrix = weight.movedim(1, -1).flatten(1)
@@ -106,9 +94,6 @@ class _ConvAdapter(Adapter):
 
     def columns(self, module: Any, weight):
         return weight.shape[1]
-
-    def inputs(self, module: Any, args, kwargs):
-        return (args[0] if args else kwargs["input"],)
 
     def rows(self, module: Any, inputs, token_mask):
         assert token_mask is None  # patches mix padding with real tokens; the run refuses such inputs before
@@ -148,15 +133,11 @@ def _pad(module: Any, x: Tensor) -> Tensor:
             sides += [total // 2, total - total // 2]
         else:
             sides += [module.padding[dim]] * 2
-    if module.padding_mode == "zeros":
-        return F.pad(x, sides)
-    return F.pad(x, sides, mode=module.padding_mode)
+    return F.pad(x, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
 
 
 class _InProjAdapter(Adapter):
     """nn.MultiheadAttention's fused in_proj_weight [3E, E] as [3, E, E]: q, k and v, each with its own input."""
-
-    title = "MultiheadAttention.in_proj"
 
     def matrix(self, module: Any, weight):
         return weight.unflatten(0, (3, -1))
@@ -169,37 +150,33 @@ class _InProjAdapter(Adapter):
         return (q,) if q is k and k is v else (q, k, v)
 
     def rows(self, module: Any, inputs, token_mask):
-        flat = [x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask] for x in inputs]
+        flat = [real_rows(x, token_mask) for x in inputs]
         if len(flat) == 1:
             yield flat[0]  # one Gram matrix serves all three
             return
-        counts = {len(x) for x in flat}
-        longest = max(counts)  # keys may be longer than queries; zero rows add nothing to the sums
+        longest = max(len(x) for x in flat)  # keys may be longer than queries; zero rows add nothing to the sums
         yield torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in flat])
 
     def signature(self, module: Any):
         return ("in_proj",)
 
 
-class _SeparateProjAdapter(_LinearAdapter):
+class _SeparateProjAdapter(Adapter):
     """nn.MultiheadAttention's q_proj_weight, k_proj_weight or v_proj_weight (kdim or vdim given)."""
 
     def __init__(self, position: int) -> None:
         self.position = position
-        self.title = f"MultiheadAttention.{'qkv'[position]}_proj"
 
     def inputs(self, module: Any, args, kwargs):
         return (_query_key_value(args, kwargs)[self.position],)
 
 
-class _OutProjAdapter(_LinearAdapter):
+class _OutProjAdapter(Adapter):
     """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
 
     Its input is what the attention returns when the output projection is replaced by the identity (and its mask by
     one that is True everywhere).
     """
-
-    title = "MultiheadAttention.out_proj"
 
     def inputs(self, module: Any, args, kwargs):
         weight, bias = module.out_proj.weight, module.out_proj.bias
@@ -213,8 +190,6 @@ class _OutProjAdapter(_LinearAdapter):
 
 class RowAdapter(Adapter):
     """A parameter that is no layer (a bias, a norm, an embedding), as one row ``[1, numel]``; it reads no input."""
-
-    title = "one row"
 
     def __init__(self, param: str) -> None:
         self.param = param
@@ -234,316 +209,6 @@ def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]
     return tuple(args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))  # type: ignore[return-value]
 
 
-LINEAR, HF_CONV1D, CONV = _LinearAdapter(), _HFConv1DAdapter(), _ConvAdapter()
-
-
+LINEAR, HF_CONV1D, CONV = Adapter(), _HFConv1DAdapter(), _ConvAdapter()
 IN_PROJ, OUT_PROJ = _InProjAdapter(), _OutProjAdapter()
-
-
 SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjAdapter(i) for i, letter in enumerate("qkv")}
-
-
-# experts --------------------------------------------------------------------------------------------------------------
-# Fused experts of transformers' mixtures: one parameter [E, ...] holds a matrix for each expert, and the router says
-# which rows go to which expert.
-#
-# transformers calls them in four ways:
-#
-# - its experts interface, and classes that are called like it: hidden states, and the chosen experts of each token;
-# - Llama 4: hidden states, scaled by the router's score;
-# - JetMoe's ParallelExperts: rows sorted by expert;
-# - Inkling's shared experts, which no router chooses among: hidden states, and a factor for each expert.
-#
-# Forward pre-hooks see these arguments, so that the model runs its own implementation.
-#
-# Shape letters: E experts, T tokens, K experts of a token, S = T * K routed rows, R rows and C columns of a matrix.
-
-
-FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
-# classes without transformers' experts interface that are called, and laid out, as it has them by default
-LIKE_INTERFACE = ("LongcatFlashExperts", "Step3p7Experts")
-
-
-@dataclass(frozen=True)
-class Route:
-    """The rows [T, C] of one expert: ``source[at]``, or all of ``source`` if ``at`` is None.
-
-    Several routes may share one ``source``, each with its own ``at``.
-    """
-
-    expert: int
-    source: Tensor
-    at: Tensor | None = None
-
-    @property
-    def rows(self) -> Tensor:
-        return self.source if self.at is None else self.source[self.at]
-
-
-class RoutedAdapter(Adapter):
-    """A fused parameter as ``[E, R, C]``: each of its matrices is multiplied with rows of its own."""
-
-    title = "Experts"
-    # whether `all_tokens` is implemented
-    sees_all_tokens = True
-
-    @abstractmethod
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        """The rows of each expert that gets any.
-
-        ``token_mask`` (bool, one for each row of the inputs) is True for real tokens and False for padding, which is
-        left out. None: there is no padding.
-        """
-
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
-        """The rows ``[T, C]`` that one expert would get if every token were routed to it."""
-        # not called where sees_all_tokens is False: the plan refuses experts="all_tokens"
-        raise NotImplementedError(f"{self.title} are given their own rows alone")
-
-    def signature(self, module: Any) -> tuple:
-        del module
-        return (self,)  # gate_up and down are hooked at the same module, and their rows are not the same
-
-
-class _FusedAdapter(RoutedAdapter):
-    """gate_up_proj (or up_proj) and down_proj of one module.
-
-    ``second`` is True for down_proj, whose rows are computed from those of the first matrix.
-    """
-
-    def __init__(self, *, second: bool) -> None:
-        self.second = second
-
-    def transposed(self, module: Any) -> bool:
-        """Whether matrices are stored as [C, R]."""
-        return getattr(module, "is_transposed", False)
-
-    def matrix(self, module: Any, weight: Tensor) -> Tensor:
-        return weight.mT if self.transposed(module) else weight
-
-    def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
-        return matrix.mT.contiguous() if self.transposed(module) else matrix
-
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        for route in self.chosen(
-            inputs if token_mask is None else tuple(x[token_mask] for x in inputs), _experts_of(module)
-        ):
-            yield Route(route.expert, self.hidden(module, route.expert, route.rows)) if self.second else route
-
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
-        rows = self.everyone(inputs if token_mask is None else tuple(x[token_mask] for x in inputs), expert)
-        return self.hidden(module, expert, rows) if self.second else rows
-
-    @abstractmethod
-    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        """The rows of the first matrix of each expert."""
-
-    @abstractmethod
-    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        """The rows of the first matrix of one expert, if every token were routed to it."""
-
-    @abstractmethod
-    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        """The rows of an expert's second matrix, computed from ``rows`` of the first with its present weights."""
-
-
-class _InterfaceAdapter(_FusedAdapter):
-    """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...).
-
-    Those of LIKE_INTERFACE lack the attributes that it adds to a class.
-    """
-
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
-        _, hidden, index, *_ = arguments.values()
-        return hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
-
-    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, index = inputs
-        order = index.flatten().argsort(stable=True) // index.shape[-1]
-        # an index of E or more: an expert that another process holds, or one without weights (LongCat-Flash)
-        sizes = index.flatten().bincount(minlength=experts).tolist()
-        for expert, token in enumerate(order.split(sizes)[:experts]):
-            if len(token):
-                yield Route(expert, x, token)
-
-    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        del expert
-        return inputs[0]
-
-    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
-        name = FIRST[0] if gated else FIRST[1]
-        weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
-        has_bias = getattr(module, "has_bias", False)
-        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
-        made = F.linear(rows, weight, bias)
-        if not gated:
-            return module.act_fn(made)
-        if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
-            return apply_gate(made)
-        gate, up = made.chunk(2, dim=-1)
-        return module.act_fn(gate) * up
-
-
-class _Llama4Adapter(_FusedAdapter):
-    """Llama4TextExperts, hooked at the mixture around it: its rows are scaled by the router's score."""
-
-    def transposed(self, module: Any) -> bool:
-        del module
-        return True
-
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        return (hidden, *module.router(hidden))
-
-    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, scores, _ = inputs  # the score of an expert that was not chosen is 0
-        for expert in range(experts):
-            token = scores[:, expert].nonzero().squeeze(-1)
-            if len(token):
-                yield Route(expert, x[token] * scores[token, expert, None])
-
-    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        x, scores, logits = inputs
-        return x * logits[:, expert, None].float().sigmoid().to(scores.dtype)
-
-    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        gate, up = (rows @ stored(module, FIRST[0]).detach()[expert].to(rows.device)).chunk(2, dim=-1)
-        return up * module.act_fn(gate)
-
-
-class _ParallelAdapter(RoutedAdapter):
-    """JetMoe's ParallelExperts, also Granite's in older versions of transformers.
-
-    They are called with the rows sorted by expert, and with the number of rows of each expert. Rows of tokens that were
-    not routed to an expert are not known here.
-    """
-
-    sees_all_tokens = False
-
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
-        _, rows, sizes = arguments.values()
-        sizes = torch.as_tensor(sizes, device=rows.device)
-        return rows, torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes)
-
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        rows, index = inputs if token_mask is None else (x[token_mask] for x in inputs)
-        for expert, part in enumerate(rows.split(index.bincount(minlength=_experts_of(module)).tolist())):
-            if len(part):
-                yield Route(expert, part)
-
-
-class _SharedAdapter(Adapter):
-    """Inkling's shared experts: gate_proj, up_proj and down_proj [E, R, C], and each expert sees every token.
-
-    They are called with (hidden_states, gammas); gammas [..., E] scale the rows of down_proj, for which ``second`` is
-    True.
-    """
-
-    title = "Shared experts"
-
-    def __init__(self, *, second: bool) -> None:
-        self.second = second
-
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        arguments = inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments
-        _, hidden, gammas = arguments.values()
-        return (hidden, gammas.reshape(*hidden.shape[:-1], -1)) if self.second else (hidden,)
-
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
-        flat = [x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask] for x in inputs]
-        if not self.second:
-            yield flat[0]  # one Gram matrix serves all experts
-            return
-        x, gammas = flat
-        gate, up = (
-            torch.einsum("tc,erc->etr", x, stored(module, name).detach().to(x.device))
-            for name in ("gate_proj", "up_proj")
-        )
-        yield module.act_fn(gate) * up * gammas.mT[..., None]
-
-    def signature(self, module: Any) -> tuple:
-        del module
-        return (self,)  # what the third matrix sees is another thing than its module does
-
-
-def _experts_of(module: Any) -> int:
-    """The experts that have both matrices: LongCat-Flash also holds a first one for those without weights."""
-    return min(parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
-
-
-UP, DOWN = _InterfaceAdapter(second=False), _InterfaceAdapter(second=True)
-LLAMA4_UP, LLAMA4_DOWN = _Llama4Adapter(second=False), _Llama4Adapter(second=True)
-PARALLEL = _ParallelAdapter()
-SHARED_UP, SHARED_DOWN = _SharedAdapter(second=False), _SharedAdapter(second=True)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The modules around fused experts that are needed to read their rows.
-
-    hooked_module: the module whose arguments hold the rows, if it is not the experts' own.
-    router: the module that sorted the rows, if they come sorted.
-    """
-
-    hooked_module: nn.Module | None = None
-    router: nn.Module | None = None
-
-
-def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
-    """Modules of fused experts whose rows cannot be read from their own arguments alone, each with its `Mixture`."""
-    mixtures: dict[nn.Module, Mixture] = {}
-    for parent in model.modules():
-        router = getattr(parent, "router", None)
-        if not isinstance(router, nn.Module):
-            continue
-        for child in parent.children():
-            if _is(child, "Llama4TextExperts"):
-                mixtures[child] = Mixture(hooked_module=parent)
-            elif _is_parallel(child) and dense_class(router).__name__.endswith("TopKGating"):
-                mixtures[child] = Mixture(router=router)
-    return mixtures
-
-
-def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Adapter | str | None:
-    """What a parameter of fused experts is: its adapter, or the reason why it cannot be pruned.
-
-    None for a parameter that belongs to no fused experts.
-    """
-    weight = module.get_parameter(param)
-    if _has_interface(module) or any(_is(module, name) for name in LIKE_INTERFACE):
-        if weight.dim() == 3 and param in (*FIRST, SECOND):
-            return DOWN if param == SECOND else UP
-        if weight.dim() == 2 and param.endswith("_bias"):
-            return "bias of fused experts"
-    if weight.dim() != 3:
-        return None
-    if mixture is not None and mixture.hooked_module is not None and param in (FIRST[0], SECOND):
-        return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
-    if mixture is not None and mixture.router is not None and param == "weight":
-        return PARALLEL
-    if _is(module, "InklingSharedExperts"):
-        return SHARED_DOWN if param == SECOND else SHARED_UP
-    if param in (*FIRST, SECOND, "gate_proj", "w1", "w2", "w3") or "experts" in dense_class(module).__name__.lower():
-        return (
-            f"no adapter for {dense_class(module).__name__}.{param}: fused experts outside of transformers' experts "
-            "interface"
-        )
-    return None
-
-
-def _has_interface(module: nn.Module) -> bool:
-    """Whether the class was made with ``use_experts_implementation``, which adds these two attributes."""
-    return callable(getattr(module, "_apply_gate", None)) and isinstance(getattr(module, "is_transposed", None), bool)
-
-
-def _is(module: nn.Module, name: str) -> bool:
-    """Whether the module's class or one of its base classes has this name."""
-    return any(base.__name__ == name for base in type(module).__mro__)
-
-
-def _is_parallel(module: nn.Module) -> bool:
-    return any(base.__name__.endswith("ParallelExperts") for base in type(module).__mro__)

@@ -1,4 +1,7 @@
-"""Devices: where a module runs, how much memory is free there, and how to run a block on another device."""
+"""Where tensors lie: on which device a module runs, how much memory is free there, and what accelerate holds elsewhere.
+
+No other file knows how accelerate leaves its hooks on a module.
+"""
 
 import ctypes
 import gc
@@ -13,16 +16,17 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
-# nested ---------------------------------------------------------------------------------------------------------------
-# Tensors in nested tuples, lists and mappings.
+from modelopt_sparse.model.wrappers import full_name
+
+# nested tuples, lists and mappings ------------------------------------------------------------------------------------
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf of its nested tuples, lists and mappings replaced by ``function(leaf)``.
 
-    A torch.Size is a leaf, although it is a tuple: it holds nothing but integers.
+    A torch.Size is a leaf, although it is a tuple: it holds nothing but integers. A ModelOutput of transformers, known
+    by its ``to_tuple``, keeps its class.
     """
     if isinstance(value, torch.Size):
         return function(value)
@@ -32,7 +36,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return type(value)(map_leaves(function, entry) for entry in value)
     if isinstance(value, Mapping):
         mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
-        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
+        return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
     return function(value)
 
 
@@ -63,16 +67,6 @@ def leaves_of(value: Any) -> list[Any]:
 # devices --------------------------------------------------------------------------------------------------------------
 
 
-def give_back_freed_memory() -> None:
-    """Have glibc return freed memory to the system.
-
-    By itself glibc holds on to the memory of freed tensors of middle size, more with every block that is loaded and
-    dropped. Other C libraries have no such call, and nothing happens.
-    """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-
-
 def input_device(model: nn.Module) -> torch.device:
     """The device that the model's inputs go to.
 
@@ -82,42 +76,10 @@ def input_device(model: nn.Module) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     for module in model.modules():
-        device = execution_device(module)
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
-            return device
+            return torch.device(device)
     return torch.device("cpu")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
-
-
-def bytes_in_use(device: torch.device) -> int:
-    """Bytes of tensors on an accelerator; on the CPU, and where the device cannot tell, those of this process."""
-    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if module is None or not hasattr(module, "memory_allocated"):
-        return psutil.Process().memory_info().rss
-    return module.memory_allocated(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The largest `bytes_in_use` of a device since this process began; of an accelerator since torch's statistics of it
-    were reset, if somebody did."""
-    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if module is not None and hasattr(module, "max_memory_allocated"):
-        return module.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    if sys.platform == "linux":  # not getrusage: it carries the peak of the parent process over
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-    import resource  # Windows has none
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager
@@ -158,8 +120,44 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
             block.to(home)
 
 
-# what the message of a plain RuntimeError holds if memory has run out, in the CPU's allocator, in C++'s, and in two of
-# CUDA's libraries
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Bytes of tensors on an accelerator; on the CPU, and where the device cannot tell, those of this process."""
+    module = _with_statistics(device)
+    return psutil.Process().memory_info().rss if module is None else module.memory_allocated(device)
+
+
+def _with_statistics(device: torch.device) -> Any:
+    """torch's module of an accelerator that counts its bytes; None for others, and for the CPU."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The largest `bytes_in_use` of a device since this process began, or since torch's statistics were reset."""
+    if (module := _with_statistics(device)) is not None:
+        return module.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    if sys.platform == "linux":  # not getrusage: it carries the peak of the parent process over
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    import resource  # Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# of a plain RuntimeError that says so: of the CPU's allocator, of C++'s, and of two of CUDA's libraries
 WORDS = ("DefaultCPUAllocator: ", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 
 
@@ -178,21 +176,23 @@ def free_what_can_be_freed() -> None:
     give_back_freed_memory()
 
 
-# offload --------------------------------------------------------------------------------------------------------------
-# accelerate's hooks: they wrap a module's forward, and can hold its weights elsewhere between calls (offloading).
-#
-# No other file knows how accelerate leaves its hooks on a module.
+def give_back_freed_memory() -> None:
+    """Have glibc return freed memory to the system.
+
+    By itself glibc holds on to the memory of freed tensors of middle size, more with every block that is loaded and
+    dropped. Other C libraries have no such call, and nothing happens.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+# accelerate's hooks ---------------------------------------------------------------------------------------------------
+# They wrap a module's forward, and can hold its weights elsewhere between calls (offloading).
 
 
 def has_hook(module: nn.Module) -> bool:
     """Whether accelerate wraps the forward of this module, or of one of its submodules."""
     return any(hasattr(child, "_hf_hook") for child in module.modules())
-
-
-def execution_device(module: nn.Module) -> torch.device | None:
-    """The device that accelerate's hook runs this module on; None without a hook, or if the hook names no device."""
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return None if device is None else torch.device(device)
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
@@ -212,24 +212,20 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
     for path, module in model.named_modules():
         hook = offloading_hook(module)
         for param, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{param}".removeprefix(".")
+            name = full_name(path, param)
             if name not in names:
                 continue
-            if hook is None and parameter.device.type == "meta":
-                raise ValueError(
-                    f"{name!r} is on the meta device and has no values: load the model first; "
-                    "make_plan takes it as it is"
-                )
+            if hook is None and parameter.is_meta:
+                raise ValueError(f"{name!r} is on the meta device and has no values: load the model first")
             if hook is not None and _on_disk(hook, param):
                 raise ValueError(
-                    f"{name!r} is offloaded to disk, where it cannot be changed: load the model with enough CPU memory "
-                    "(device_map without a disk entry), and give device= to calibrate on an accelerator; or make its "
-                    "checkpoint sparse with sparsify_checkpoint, which never holds all of it"
+                    f"{name!r} is offloaded to disk, where it cannot be changed: load the model without a disk entry "
+                    "in its device_map, or make its checkpoint sparse with sparsify_checkpoint"
                 )
             if hook is not None and hook.offload_buffers and masks:
                 raise ValueError(
-                    f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: dispatch the model "
-                    "with offload_buffers=False, or use enforce=False"
+                    f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: use enforce=False, "
+                    "or dispatch the model with offload_buffers=False"
                 )
 
 
@@ -239,18 +235,21 @@ def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> N
     for path, module in model.named_modules():
         if module in inside and offloading_hook(module) is not None:
             raise ValueError(
-                f"reconstruct tunes the weights of whole blocks, and accelerate offloads those of {path!r} between "
-                "calls: load the model without a device_map and give device=, which moves one block at a time; or "
-                "leave reconstruction out (reconstruct=False, also with quality=)"
+                f"reconstruct tunes whole blocks, and accelerate offloads those of {path!r} between calls: load the "
+                "model without a device_map and give device=, or leave reconstruction out (reconstruct=False)"
             )
 
 
 def _on_disk(hook: AlignDevicesHook, param: str) -> bool:
     """Whether a parameter of the hook's module is offloaded to disk, not to the CPU."""
-    source, key = hook.weights_map, param
-    if isinstance(source, PrefixedDataset):
-        source, key = source.dataset, f"{source.prefix}{param}"
+    source, key = _source(hook, param)
     return isinstance(source, OffloadedWeightsLoader) and key not in source.state_dict
+
+
+def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:
+    """Where the hook finds the weights of its module, and the name of a parameter there."""
+    source = hook.weights_map
+    return (source.dataset, f"{source.prefix}{param}") if isinstance(source, PrefixedDataset) else (source, param)
 
 
 def stored(module: nn.Module, name: str) -> Tensor:
@@ -288,12 +287,10 @@ def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
     """
     index: dict[str, dict[str, str]] = {}
     for module in model.modules():
-        hook = offloading_hook(module)
-        source = None if hook is None else hook.weights_map
-        if isinstance(source, PrefixedDataset):
-            source = source.dataset
-        if isinstance(source, OffloadedWeightsLoader):
-            index.update(source.index)
+        if (hook := offloading_hook(module)) is not None:
+            source, _ = _source(hook, "")
+            if isinstance(source, OffloadedWeightsLoader):
+                index.update(source.index)
     remove_hook_from_module(model, recurse=True)
     model.__dict__.pop("hf_device_map", None)  # transformers takes a model that has it for one that is still offloaded
     return index

@@ -1,11 +1,13 @@
-"""Which parameters of a model are prunable layers, and why the others are not."""
+"""The prunable layers of a model, why other weights stay dense, and the stacks of blocks that layers lie in."""
 
 import functools
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
@@ -17,15 +19,12 @@ from modelopt_sparse.model.adapters import (
     OUT_PROJ,
     SEPARATE_PROJ,
     Adapter,
-    Mixture,
     RowAdapter,
-    expert_adapter,
-    find_mixtures,
 )
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.hf import REASON as TUNER
-from modelopt_sparse.model.hf import reparametrization, tuner_modules
+from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.masking import dense_class, named_masks
+from modelopt_sparse.model.wrappers import full_name
 
 # layers ---------------------------------------------------------------------------------------------------------------
 
@@ -68,8 +67,8 @@ class Layer:
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask that the parameter carries, True = kept, ``[..., R, C]``: of several modules that hold it, what all
-        of them keep. None if it carries none."""
+        """What all modules that hold the parameter keep by their masks, True = kept, ``[..., R, C]``; None without a
+        mask."""
         masks = [dict(named_masks(module)).get(self.param) for module in (self.owner, *self.tied_modules)]
         carried = [self.matrix(mask) for mask in masks if mask is not None]
         return functools.reduce(torch.logical_and, carried) if carried else None
@@ -150,10 +149,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     others: list[Unprunable] = []
     for held in holders.values():
         path, module, param = held[0]
-        parameter_name = f"{path}.{param}".removeprefix(".")
-        names = tuple(
-            path if param == "weight" and path else f"{path}.{param}".removeprefix(".") for path, _, param in held
-        )
+        names = tuple(path if param == "weight" and path else full_name(path, param) for path, _, param in held)
         classified = [_classify(owner, held_as, attention_out, mixtures.get(owner)) for _, owner, held_as in held]
         reasons = [reason for reason in classified if isinstance(reason, str)]
         adapters = [adapter for adapter in classified if isinstance(adapter, Adapter)]
@@ -163,7 +159,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
             layers.append(
                 Layer(
                     names[0],
-                    parameter_name,
+                    full_name(path, param),
                     module,
                     param,
                     adapters[0],
@@ -220,14 +216,33 @@ def _classify(
         return fused
     if "router" in type(module).__name__.lower():
         return "MoE router"
-    return reparametrization(module, param) or f"no adapter for {type(module).__name__}.{param}"
+    return _computed(module, param) or f"no adapter for {type(module).__name__}.{param}"
 
 
-# roles ----------------------------------------------------------------------------------------------------------------
-# Layers that stay dense for what they do in the model: heads, routers, adapters, weights that are read, not called.
+# (end of a parameter's name, end of a name beside it): the function that ends the computing of a weight from both
+UNDONE_BY = {
+    ("orig", "mask"): "prune.remove",
+    ("orig", "u"): "remove_spectral_norm",
+    ("g", "v"): "remove_weight_norm",
+    ("v", "g"): "remove_weight_norm",
+}
 
+
+def _computed(module: nn.Module, param: str) -> str | None:
+    """What to say of a parameter that torch computes a weight from in each forward; None for any other parameter."""
+    undone_by = "parametrize.remove_parametrizations" if isinstance(module, ParametrizationList) else None
+    whole, _, part = param.rpartition("_")
+    for (own, other), function in UNDONE_BY.items():
+        if part == own and isinstance(getattr(module, f"{whole}_{other}", None), Tensor):
+            undone_by = function
+    return undone_by and f"a weight is computed from it: call torch.nn.utils.{undone_by} first"
+
+
+# what stays dense by its role -----------------------------------------------------------------------------------------
 
 OUTPUT_HEAD, MOE_ROUTER, ROUTER = "output head", "MoE router", "router"
+TUNER = "adapter beside the layer (PEFT, LoRA)"
+OUTSIDE = "outside the model's blocks (name it in include to prune it)"
 # names of a model's own child that turns features into its output
 HEAD_NAMES = ("lm_head", "classifier", "head", "fc")
 
@@ -238,20 +253,29 @@ def protected_modules(model: nn.Module, prunable: Collection[nn.Module], *, one_
     ``prunable`` are the modules of prunable layers. ``one_block``: the model has no stack, so that its heads do not lie
     outside of its blocks.
     """
-    reasons = {**dict.fromkeys(tuner_modules(model), TUNER), **dict(_within_blocks(model))}
-    heads = [*_output_embeddings(model), *(_heads(model, set(prunable)) if one_block else ())]
-    for name, module in model.named_children():
-        if name == "lm_head":
-            heads += module.modules()
+    reasons = {**dict.fromkeys(_tuners(model), TUNER), **dict(_within_blocks(model))}
+    heads = [module.get_output_embeddings() for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if one_block:
+        heads += _heads(model, set(prunable))
+    if isinstance(lm_head := dict(model.named_children()).get("lm_head"), nn.Module):
+        heads += lm_head.modules()
     for head in heads:
-        reasons.setdefault(head, OUTPUT_HEAD)
+        if head is not None:
+            reasons.setdefault(head, OUTPUT_HEAD)
     return reasons
 
 
-def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+def _tuners(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold weights of adapters: what one of PEFT's layers holds beside the layer that it wraps, and
+    whatever is called ``lora_...``, as other libraries do.
+
+    PEFT is not imported here: if nobody has imported it, the model has none of its layers.
+    """
+    wrapper = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
-            yield head
+        for name, child in module.named_children():
+            if name.lower().startswith("lora_") or (isinstance(module, wrapper) and name != "base_layer"):
+                yield from child.modules()
 
 
 def _heads(model: nn.Module, prunable: set[nn.Module]) -> list[nn.Module]:
@@ -287,8 +311,7 @@ def _within_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield child, f"{type(module).__name__} reads the weight without calling the module"
 
 
-# stacks ---------------------------------------------------------------------------------------------------------------
-# A model's layer stacks: the lists of blocks that run one after the other.
+# stacks: lists of blocks that run one after the other -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -312,69 +335,38 @@ def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack
     - Of nested stacks the inner ones count if they hold every prunable layer of the outer one (the stages of a ResNet).
       Otherwise the outer one counts (a mixture of experts, whose experts are a list as well).
     """
-    held = _Held(prunable)
-    stacks = _search(model, "", held, mixed_allowed=True)
-    if stacks or held.count(model) == 0:
-        return stacks
-    return [Stack("", ("",), (model,))]
+    prunable = set(prunable)
+    whole = [Stack("", ("",), (model,))] if _count(model, prunable) else []
+    return _search(model, "", prunable, mixed_allowed=True) or whole
 
 
-OUTSIDE = "outside the model's blocks"
-
-
-def why_outside(model: nn.Module, name: str, prunable: Collection[nn.Module]) -> str:
-    """Why a layer is in no block of the model, as the plan shows it.
-
-    For a layer in a list that is no stack it says why the list is none, and how its layers are pruned all the same.
-    """
-    held = _Held(prunable)
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        module = model.get_submodule(path)
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        counts = [count for child in module.children() if (count := held.count(child))]
-        if len(counts) < 2:
-            continue
-        single = max(counts) == 1
-        why = "its members hold one layer each" if single else "its members are of several classes, some with one layer"
-        return f"{OUTSIDE}: {path!r} is no stack, for {why}; name '{path}.*' in include to prune them"
-    return OUTSIDE
-
-
-class _Held:
+def _count(module: nn.Module, prunable: set[nn.Module]) -> int:
     """How many prunable layers a module holds."""
-
-    def __init__(self, prunable: Collection[nn.Module]) -> None:
-        self._prunable = set(prunable)
-
-    def count(self, module: nn.Module) -> int:
-        return sum(child in self._prunable for child in module.modules())
+    return sum(child in prunable for child in module.modules())
 
 
-def _search(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> list[Stack]:
+def _search(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_allowed: bool) -> list[Stack]:
     """The stacks in and below a module that lies at ``path``."""
-    own = _as_stack(module, path, held, mixed_allowed=mixed_allowed)
+    own = _as_stack(module, path, prunable, mixed_allowed=mixed_allowed)
     inside: list[Stack] = []
     for name, child in module.named_children():
-        inside += _search(child, f"{path}.{name}".removeprefix("."), held, mixed_allowed=mixed_allowed and own is None)
+        inside += _search(child, full_name(path, name), prunable, mixed_allowed=mixed_allowed and own is None)
     if own is None:
         return inside
-    inner = sum(held.count(block) for stack in inside for block in stack.blocks)
-    return inside if inner == held.count(module) else [own]
+    inner = sum(_count(block, prunable) for stack in inside for block in stack.blocks)
+    return inside if inner == _count(module, prunable) else [own]
 
 
-def _as_stack(module: nn.Module, path: str, held: _Held, *, mixed_allowed: bool) -> Stack | None:
+def _as_stack(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_allowed: bool) -> Stack | None:
     """A module as a stack, or None if it is none."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return None
-    counts = {name: held.count(child) for name, child in module.named_children()}
+    counts = {name: _count(child, prunable) for name, child in module.named_children()}
     members = {name: child for name, child in module.named_children() if counts[name]}
     if not members or max(counts.values()) < 2:
         return None
     one_class = len({type(child) for child in members.values()}) == 1
     if not one_class and not (mixed_allowed and min(counts[name] for name in members) >= 2):
         return None
-    names = tuple(f"{path}.{name}".removeprefix(".") for name in members)
+    names = tuple(full_name(path, name) for name in members)
     return Stack(path, names, tuple(members.values()))

@@ -1,8 +1,11 @@
 """Sparse modules: the only code that enforces masks.
 
-A module becomes sparse when its class is swapped, in place, for one whose forward is the base class's forward over
-masked parameters. The parameter stays a real leaf Parameter that is exactly +0.0 at pruned places at rest; its mask
-(bool, True = kept) is the buffer ``<parameter>_mask`` beside it. Any parameter of any module can carry one.
+A module becomes sparse when its class is swapped, in place, for one that runs the base class's forward over masked
+parameters. The parameter stays a real leaf Parameter and is exactly +0.0 at pruned places at rest. Its mask (bool,
+True = kept) is the buffer ``<parameter>_mask`` beside it. Any parameter of any module can carry one.
+
+The file reads from the mask to the bits: setting masks, the sparse class, its forward, when zeros are written again,
+how they are written, and what becomes of gradients.
 """
 
 import functools
@@ -20,537 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
 from modelopt_sparse.model.devices import has_hook, stored, without_hook
-from modelopt_sparse.model.hf import unwrapped
-
-# zeros ----------------------------------------------------------------------------------------------------------------
-# Zeros at pruned places: how they are written, and how a weight is known to hold them still.
-#
-# Writing them is a pass over the weight, so a forward does it only if something may have written to the weight since
-# the
-# last time. torch counts the in-place writes to a tensor, its version. Three kinds of writes it does not count:
-#
-# - through ``.data``: a `MaskedParameter` notices that somebody asks for it;
-# - by torch's fused optimizers: they need a gradient, so a weight that has one is not trusted, nor is a weight after a
-#   forward or backward pass with gradients;
-# - to weights that are put into the module for the length of a call (`functional_call`, FSDP, accelerate): only a
-#   Parameter that is registered with the module is trusted.
-#
-# docs/training.md lists what no check can see.
-
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
-FAINT = 2.0**-32  # exact in all dtypes but float16, where gradients this small are zero
-PIECE = 2**19  # bytes that a core multiplies at once: torch first turns their mask into integers, which stay in cache
-
-
-class Zeroed(NamedTuple):
-    """A moment at which a weight was zero at the pruned places of ``mask``.
-
-    ``plain`` is the weight's memory as a plain tensor, which torch's operators take faster than any class of ours.
-    """
-
-    mask: Tensor
-    mask_version: int
-    version: int  # of the weight
-    on_gpu: bool
-    plain: Tensor
-
-
-class MaskedParameter(nn.Parameter):
-    """A Parameter that is registered with sparse modules, and notices that somebody asks for its memory.
-
-    ``holders`` are these modules. ``zeroed`` is None as soon as something may have written to the weight without
-    counting up its version. Copied, it is a MaskedParameter without holders; pickled, it becomes a plain Parameter.
-    """
-
-    holders: "weakref.WeakSet[nn.Module]"
-    zeroed: Zeroed | None = None
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]  # torch declares an attribute
-        self.zeroed = None
-        return memory(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.zeroed = None
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a descriptor, declared as a tensor
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        self.zeroed = None
-        return super().untyped_storage()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self.data, self.requires_grad)
-        own = {"holders", "zeroed"}
-        vars(plain).update({name: value for name, value in vars(self).items() if name not in own})
-        return plain.__reduce_ex__(protocol)
-
-
-def watch(weight: Tensor | None, holder: nn.Module) -> None:
-    """Make a Parameter that is registered with a sparse module a `MaskedParameter`, in place.
-
-    Other classes (sharded, quantized tensors) stay what they are, and are zeroed in each forward.
-    """
-    if type(weight) is nn.Parameter:
-        object.__setattr__(weight, "__class__", MaskedParameter)
-    if isinstance(weight, MaskedParameter):
-        vars(weight).setdefault("holders", weakref.WeakSet()).add(holder)
-        weight.zeroed = None
-
-
-def as_plain(weight: Tensor | None) -> None:
-    """Make a MaskedParameter a plain Parameter until it is watched again."""
-    if isinstance(weight, MaskedParameter):
-        weight.zeroed = None
-        object.__setattr__(weight, "__class__", nn.Parameter)
-
-
-def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
-    """The way back for a module that is no longer sparse; without a holder the Parameter is a plain one again."""
-    if not isinstance(weight, MaskedParameter):
-        return
-    holders = vars(weight).get("holders", weakref.WeakSet())
-    holders.discard(holder)
-    if not holders:
-        for name in ("holders", "zeroed"):
-            vars(weight).pop(name, None)
-        object.__setattr__(weight, "__class__", nn.Parameter)
-
-
-def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
-    """Make sure that a weight is zero wherever ``mask`` (True = kept) is False -> whether it is now.
-
-    It is zeroed in place, once, unless it may not be written to: it belongs to somebody else, who has put it into
-    ``holder`` for a call, or the call is recorded and runs again later.
-    """
-    if holds_zeros(weight, mask):
-        return True
-    if (
-        not isinstance(weight, MaskedParameter)
-        or holder not in vars(weight).get("holders", ())
-        or weight.is_inference()  # tensors made in inference mode have no version
-        or mask.is_inference()
-        or weight.device != mask.device
-        or weight.is_meta
-        or is_recorded(weight)
-    ):
-        return False
-    versions = mask._version, weight._version  # taken first: a write meanwhile is seen at the next forward
-    write_zeros(memory(weight), mask)
-    remember_zeros(weight, mask, *versions)
-    return True
-
-
-def renew_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> None:
-    """Zero a weight wherever ``mask`` is False, in place, whatever is known of it."""
-    if isinstance(weight, MaskedParameter):
-        weight.zeroed = None
-    if not hold_zeros(weight, mask, holder):
-        with torch.inference_mode(weight.is_inference()):  # such tensors can only be written to in inference mode
-            write_zeros(memory(weight), mask_like(mask.to(weight.device), weight))
-
-
-def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
-    """Whether nothing can have written to a weight since it was zeroed where ``mask`` is False."""
-    zeroed: Zeroed | None = getattr(weight, "zeroed", None)
-    return (
-        zeroed is not None
-        and zeroed.mask is mask
-        and zeroed.mask_version == mask._version
-        and zeroed.version == weight._version
-        and weight.grad is None
-        and not (zeroed.on_gpu and torch.cuda.is_current_stream_capturing())
-    )
-
-
-def remember_zeros(weight: MaskedParameter, mask: Tensor, mask_version: int, version: int) -> None:
-    # a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
-    plain = memory(weight).requires_grad_(weight.requires_grad)
-    weight.zeroed = Zeroed(mask, mask_version, version, weight.is_cuda, plain)
-
-
-def is_recorded(weight: Tensor) -> bool:
-    """Whether operations on the weight go into a graph that runs later, or through a transform of `torch.func`."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()
-        or is_fx_symbolic_tracing()
-        or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
-
-
-def memory(weight: Tensor) -> Tensor:
-    """The weight's memory, as a tensor of its own: what is written to it does not count as a write to the weight.
-
-    A backward pass that is still to come may use a weight that was zeroed this way: its forward used these zeros.
-    """
-    return torch.Tensor.data.__get__(weight)  # type: ignore[attr-defined]  # a descriptor, declared as a tensor
-
-
-def write_zeros(tensor: Tensor, mask: Tensor) -> None:
-    """Write +0.0 wherever ``mask`` (True = kept) is False, in place; over NaN, infinities and -0.0 as well.
-
-    The bits of each number are multiplied by its mask, as integers. torch's `masked_fill_` and `where` go number by
-    number on a CPU, and take about six times as long (examples/benchmarks/masks.py).
-    """
-    integers = INTEGERS.get(tensor.element_size())
-    if integers is None or is_sharded(tensor) or tensor.layout != torch.strided:
-        tensor.masked_fill_(~mask, 0)
-        return
-    for numbers, part in _pieces(tensor.view(integers), mask):
-        numbers.mul_(part)
-
-
-def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
-    """A copy with +0.0 wherever ``mask`` is False, through which gradients and transforms pass."""
-    if torch.is_grad_enabled() or is_sharded(weight) or is_recorded(weight):
-        return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
-    copy = weight.clone()
-    write_zeros(copy, mask)
-    return copy
-
-
-def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor:
-    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: nobody else holds it, it may be overwritten."""
-    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-        return torch.where(mask, gradient, 0)  # what is recorded must be differentiable once more
-    masked = gradient if in_place else gradient.clone()
-    write_zeros(masked, mask)
-    return masked
-
-
-def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
-    """The gradient as it is where ``mask`` is True, and times FAINT elsewhere; NaN and inf become 0.0 there.
-
-    So faint that it does not count in the norm that a loop clips: squares of it are 2^-64 of those of its neighbours.
-    """
-    return torch.where(mask, gradient, (gradient * FAINT).nan_to_num(0.0, 0.0, 0.0))
-
-
-def dense_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
-    """The inverse of `faint_gradient`, but for NaN and inf.
-
-    A weight that no masked forward reads (its parent reads it) has the full gradient at pruned places already. A faint
-    one is at most 2^-32 of its neighbours' size, so half of that exponent tells which of the two it is.
-    """
-    largest_kept = torch.where(mask, gradient, 0).abs().amax()
-    largest_pruned = torch.where(mask, 0, gradient).abs().amax()
-    full = largest_pruned > largest_kept * FAINT**0.5
-    return torch.where(mask | full, gradient, gradient / FAINT)
-
-
-def _pieces(tensor: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A tensor and its mask in pieces that stay in a CPU's cache; as a whole where they are small, or on a GPU."""
-    piece = PIECE // tensor.element_size() * torch.get_num_threads()
-    if tensor.device.type != "cpu" or tensor.numel() <= piece:
-        yield tensor, mask
-    elif tensor.is_contiguous() and mask.is_contiguous():
-        yield from zip(tensor.view(-1).split(piece), mask.view(-1).split(piece))
-    else:
-        rows = max(1, piece * len(tensor) // tensor.numel())
-        yield from zip(tensor.split(rows), mask.split(rows))
-
-
-# masking --------------------------------------------------------------------------------------------------------------
-
+from modelopt_sparse.model.wrappers import full_name, unwrapped
 
 SUFFIX = "_mask"
 GradientObserver = Callable[[Tensor], None]
-# forwards that use their weight once, in an operator whose gradient is a tensor that nobody else has
-MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
-
-class _MaskGradient(torch.autograd.Function):
-    """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
-
-    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
-    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient. ``faint``: pruned
-    places get `faint_gradient`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool, faint: bool
-    ) -> Tensor:
-        # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
-        ctx.observer, ctx.in_place, ctx.faint = observer, in_place and observer is None, faint
-        ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
-        ctx.save_for_backward(mask)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (gradient,) = gradients
-        (mask,) = ctx.saved_tensors
-        if ctx.parameter is not None:
-            ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
-        if ctx.observer is not None:
-            ctx.observer(gradient.detach())
-        if ctx.faint:
-            return faint_gradient(gradient, mask), None, None, None, None
-        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None, None
-
-
-class _FaintGradient(torch.autograd.Function):
-    """A masked copy of a weight, whose gradient is `faint_gradient`. It also goes into compiled graphs."""
-
-    @staticmethod
-    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
-        return weight.masked_fill(~mask, 0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, mask, ctx.observer = inputs
-        ctx.save_for_backward(mask)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (gradient,) = gradients
-        (mask,) = ctx.saved_tensors
-        if ctx.observer is not None:
-            ctx.observer(gradient.detach())
-        return faint_gradient(gradient, mask), None, None
-
-
-def _masked(module: "SparseModule", name: str) -> Tensor:
-    """A weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
-
-    - With gradients, pruned places are first zeroed in the parameter itself, and its own storage is used. A masked copy
-      would stay alive until the backward pass, for every layer.
-    - In a compiled graph a masked copy is made, and made once more in the backward pass.
-    - Otherwise a masked copy is made, which is freed after the call.
-    """
-    weight = getattr(module, name)
-    own_mask = module._buffers[name + SUFFIX]
-    assert own_mask is not None
-    mask = mask_like(own_mask, weight)
-    observer = module.__dict__.get("gradient_observers", {}).get(name)
-    # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
-    if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
-        if not hold_zeros(weight, own_mask, module):
-            write_zeros(memory(weight), mask)
-        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, module.faint_gradients)
-    if module.faint_gradients and torch.is_grad_enabled():
-        return _FaintGradient.apply(weight, mask, observer)
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
-        masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
-    else:
-        masked = masked_copy(weight, mask)
-    # the copy's gradient is masked by selection as well
-    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False, False)
-
-
-class SparseModule(nn.Module):
-    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
-
-    ``masked_names`` are the parameters that carry a mask. ``faint_gradients``: see `let_gradients_through`.
-    """
-
-    base: ClassVar[type[nn.Module]]
-    makes_gradients: ClassVar[bool]
-    masked_names: tuple[str, ...] = ()
-    faint_gradients: bool = False
-
-    def train(self, mode: bool = True) -> Any:
-        if mode != self.training:
-            apply_masks(self, recurse=False)
-        return super().train(mode)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        _watch_weights(self)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for name in self.masked_names:
-            as_plain(self._parameters.get(name))  # torch makes new Parameters of plain ones only
-        super()._apply(fn, recurse)
-        for name, mask in _own_masks(self):  # `type(dtype)` converts buffers of all dtypes
-            self._buffers[name + SUFFIX] = mask.bool()
-        _watch_weights(self)
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        _watch_weights(self)
-
-    def extra_repr(self) -> str:
-        held = (f"{name}: {_share_of_zeros(mask)} zeros" for name, mask in _own_masks(self))
-        return ", ".join(part for part in (super().extra_repr(), *held) if part)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # classes made at run time cannot be found by name; rebuild from the base class
-        _, _, *state = super().__reduce_ex__(max(protocol, 2))
-        return _rebuild, (self.base,), *state
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        apply_masks(self, recurse=False)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(  # the signature is nn.Module's
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        for name, mask in _own_masks(self):
-            state_dict.setdefault(f"{prefix}{name}{SUFFIX}", mask)  # a dense state dict: the module keeps its mask
-        if local_metadata.get("assign_to_params_buffers"):
-            for name, _ in _own_masks(self):  # they become the parameters: the caller's own tensors must not be masked
-                key = f"{prefix}{name}"
-                if key in state_dict:
-                    state_dict[key] = state_dict[key].clone()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        apply_masks(self, recurse=False)
-
-
-def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a sparse module: that of its base class, on weights that are zero at pruned places."""
-    if _weights_are_masked(self):
-        return self.base.forward(self, *args, **kwargs)
-    # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
-    # Nothing of the module itself changes during the call, so threads and replicas do not meet.
-    stand_in = _stand_in(self, self.base)
-    before = dict(stand_in.__dict__)
-    try:
-        return self.base.forward(stand_in, *args, **kwargs)
-    finally:
-        _keep_changes(self, before, stand_in.__dict__)
-
-
-def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
-
-    It asks in one breath what `_weights_are_masked` asks, needs no stand-in, and saves what nn.Linear spends on finding
-    its parameters; so a small layer takes no longer than a dense one (examples/benchmarks/masks.py).
-    """
-    parameters = self._parameters
-    weight = parameters.get("weight")
-    recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
-    if weight is None or self.masked_names != ("weight",) or len(args) != 1 or recorded:
-        return _forward(self, *args, **kwargs)
-    zeroed = getattr(weight, "zeroed", None)
-    if torch.is_grad_enabled():
-        if weight.requires_grad:
-            bias: Any = self.bias
-            return F.linear(args[0], _masked(self, "weight"), bias)
-    elif zeroed is not None and isinstance(args[0], Tensor):
-        mask, mask_version, version, on_gpu, plain = zeroed
-        if (
-            mask is self._buffers.get("weight_mask")
-            and mask_version == mask._version
-            and version == weight._version
-            and weight.grad is None
-            and not (on_gpu and torch.cuda.is_current_stream_capturing())
-        ):
-            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
-            return F.linear(args[0], plain, bias)
-    return _forward(self, *args, **kwargs)
-
-
-def _weights_are_masked(module: SparseModule) -> bool:
-    """Whether the weights that a forward reads are zero at pruned places, and no gradient of them is wanted."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
-        return False  # a graph that runs later has the mask inside
-    with_gradients = torch.is_grad_enabled()
-    for name in module.masked_names:
-        weight, mask = module._parameters.get(name), module._buffers.get(name + SUFFIX)
-        if weight is None or mask is None or (with_gradients and weight.requires_grad):
-            return False
-        if not hold_zeros(weight, mask, module):
-            return False
-    child = getattr(module, "out_proj", None) if issubclass(module.base, nn.MultiheadAttention) else None
-    return not isinstance(child, SparseModule) or _weights_are_masked(child)
-
-
-def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
-    """An instance of ``base`` that shares everything with ``module``, except that its weights are masked."""
-    stand_in = object.__new__(base)
-    stand_in.__dict__.update(module.__dict__)
-    for name, _ in _own_masks(module):
-        stand_in.__dict__[name] = _masked(module, name)
-    if issubclass(base, nn.MultiheadAttention) and isinstance(module.out_proj, SparseModule):
-        # attention reads this child's weight without calling it
-        stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
-    return stand_in
-
-
-def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Copy to the module what its forward changed on the stand-in: plain attributes that it set or deleted."""
-    for name, value in after.items():
-        if before.get(name, before) is not value:
-            module.__dict__[name] = value
-    for name in before:
-        if name not in after:
-            module.__dict__.pop(name, None)
-
-
-def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
-    """(parameter name, mask) of the masks that a module itself holds."""
-    masks = []
-    for name in module.masked_names:
-        mask = module._buffers.get(name + SUFFIX)
-        # in replicas (DataParallel) weights are plain attributes
-        weight = module._parameters.get(name, module.__dict__.get(name))
-        if isinstance(weight, Tensor) and mask is not None:
-            masks.append((name, mask))
-    return masks
-
-
-def _watch_weights(module: SparseModule) -> None:
-    for name in module.masked_names:
-        watch(module._parameters.get(name), module)
-
-
-def _share_of_zeros(mask: Tensor) -> str:
-    return "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
-
-
-@functools.cache
-def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
-    forward = _forward_linear if base.forward is nn.Linear.forward else _forward
-    members = {"base": base, "forward": forward, "makes_gradients": base.forward in MAKE_GRADIENTS}
-    return type(f"Sparse{base.__name__}", (SparseModule, base), {**members, "__module__": __name__})
-
-
-def dense_class(module: nn.Module) -> Any:
-    """The class of a module, or the one that it had before it became sparse."""
-    return module.base if isinstance(module, SparseModule) else type(module)
-
-
-def _swap(module: nn.Module) -> None:
-    """Give a module its sparse class, in place."""
-    if not isinstance(module, SparseModule):
-        _refuse_replaced_forward(module)
-        drop_bound_forward(module)
-        object.__setattr__(module, "__class__", _sparse_class(type(module)))
-
-
-def _refuse_replaced_forward(module: nn.Module) -> None:
-    if "forward" in module.__dict__ and not _has_bound_forward(module):
-        raise ValueError(
-            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
-            "put it into a subclass, or sparsify with enforce=False"
-        )
-
-
-def _has_bound_forward(module: nn.Module) -> bool:
-    """Whether an instance holds its class's own forward, bound, as accelerate leaves it there."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward
-
-
-def drop_bound_forward(module: nn.Module) -> None:
-    """Remove the class's own forward from an instance.
-
-    accelerate leaves it there, bound, and the instance would still have it after its class has changed.
-    """
-    if _has_bound_forward(module):
-        del module.__dict__["forward"]
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    cls = _sparse_class(base)
-    return cls.__new__(cls)
+# masks of a model -----------------------------------------------------------------------------------------------------
 
 
 def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
@@ -565,11 +43,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     """
     module = unwrapped(module)
     owner, param, weight = _find_parameter(module, name)
-    if mask.dtype != torch.bool or mask.shape != weight.shape:
-        raise ValueError(
-            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(weight.shape)}, "
-            "True = kept"
-        )
+    _check_mask(name, mask, weight)
     refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
@@ -581,7 +55,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
         watch(owner.get_parameter(param), owner)
     apply_masks(owner, recurse=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
-    _hide_from_save_pretrained(module, name + SUFFIX)
+    _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
     path = name.rpartition(".")[0]
     parent = module.get_submodule(path.rpartition(".")[0]) if path else owner
     if isinstance(parent, nn.MultiheadAttention):
@@ -610,20 +84,40 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     """
     owner, param, _ = _find_parameter(module, name)
     own = owner.get_buffer(param + SUFFIX)
-    if mask.dtype != torch.bool or mask.shape != own.shape:
-        raise ValueError(
-            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(own.shape)}, True = kept"
-        )
+    _check_mask(name, mask, own)
     with torch.no_grad():
         own.copy_(mask)
     renew_zeros(stored(owner, param), own, owner)
 
 
-def let_gradients_through(module: nn.Module, through: bool) -> None:
-    """Whether gradients reach pruned places of all masked parameters, as `faint_gradient` makes them."""
-    for child in module.modules():
+def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
+    if mask.dtype != torch.bool or mask.shape != like.shape:
+        raise ValueError(
+            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(like.shape)}, "
+            "True = kept"
+        )
+
+
+def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(full parameter name, mask) of every masked parameter; True = kept.
+
+    The names are those of the model inside of torch.compile's wrapper, DataParallel or DistributedDataParallel.
+    """
+    for path, child in unwrapped(module).named_modules():
         if isinstance(child, SparseModule):
-            child.faint_gradients = through
+            for name, mask in _own_masks(child):
+                yield full_name(path, name), mask
+
+
+def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
+    """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well.
+
+    A forward does so by itself where it can see that something has written to a weight. Call this after writes that
+    nothing can see: through NumPy, DLPack or another process that shares the memory.
+    """
+    for child in module.modules() if recurse else [module]:
+        for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
+            renew_zeros(stored(child, name), mask, child)
 
 
 def remove_masks(module: nn.Module) -> None:
@@ -637,7 +131,7 @@ def remove_masks(module: nn.Module) -> None:
             for name, _ in _own_masks(child):
                 delattr(child, name + SUFFIX)
                 unwatch(child._parameters.get(name), child)
-                _show_to_save_pretrained(module, f"{path}.{name}{SUFFIX}".removeprefix("."))
+                _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
             for attribute in ("masked_names", "gradient_observers", "faint_gradients"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
@@ -645,17 +139,6 @@ def remove_masks(module: nn.Module) -> None:
             # then it stays, and without a mask it does nothing
             if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:
                 object.__setattr__(child, "__class__", child.base)
-
-
-def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(full parameter name, mask) of every masked parameter; True = kept.
-
-    The names are those of the model inside of torch.compile's wrapper, DataParallel or DistributedDataParallel.
-    """
-    for path, child in unwrapped(module).named_modules():
-        if isinstance(child, SparseModule):
-            for name, mask in _own_masks(child):
-                yield f"{path}.{name}".removeprefix("."), mask
 
 
 def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
@@ -673,15 +156,11 @@ def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | 
         observers[param] = observer
 
 
-def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
-    """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well.
-
-    A forward does so by itself where it can see that something has written to a weight. Call this after writes that
-    nothing can see: through NumPy, DLPack or another process that shares the memory.
-    """
-    for child in module.modules() if recurse else [module]:
-        for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
-            renew_zeros(stored(child, name), mask, child)
+def let_gradients_through(module: nn.Module, through: bool) -> None:
+    """Whether gradients reach pruned places of all masked parameters, as `faint_gradient` makes them."""
+    for child in module.modules():
+        if isinstance(child, SparseModule):
+            child.faint_gradients = through
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -737,28 +216,521 @@ def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Pa
         ) from None
 
 
-# transformers -------------------------------------------------------------------------------------------------------
-
-
-def _hide_from_save_pretrained(model: nn.Module, key: str) -> None:
-    """Keep a mask out of what `save_pretrained` of ``model``, or of a model inside it, writes."""
-    for inner, name in _transformers_around(model, key):
-        inner._keys_to_ignore_on_save = {*(inner._keys_to_ignore_on_save or ()), name}
-
-
-def _show_to_save_pretrained(model: nn.Module, key: str) -> None:
-    for inner, name in _transformers_around(model, key):
-        inner._keys_to_ignore_on_save = set(inner._keys_to_ignore_on_save or ()) - {name}
-
-
-def _transformers_around(model: nn.Module, key: str) -> Iterator[tuple[Any, str]]:
-    """The transformers models on the way from ``model`` to the tensor ``key``, each with its own name for it.
+def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> None:
+    """Whether `save_pretrained` of ``model``, and of the models inside it, leaves out the mask ``key``.
 
     transformers, which takes seconds, is not imported here: if nobody has imported it, no model is one of its own.
     """
     pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     parts = key.split(".")
     for depth in range(len(parts)):
-        inner = model.get_submodule(".".join(parts[:depth]))
+        inner: Any = model.get_submodule(".".join(parts[:depth]))
         if isinstance(inner, pretrained):
-            yield inner, ".".join(parts[depth:])
+            ignored, name = set(inner._keys_to_ignore_on_save or ()), ".".join(parts[depth:])
+            inner._keys_to_ignore_on_save = ignored | {name} if hidden else ignored - {name}
+
+
+# the sparse class -----------------------------------------------------------------------------------------------------
+
+# forwards that use their weight once, in an operator whose gradient is a tensor that nobody else has
+MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
+class SparseModule(nn.Module):
+    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
+
+    ``masked_names`` are the parameters that carry a mask. ``faint_gradients``: see `let_gradients_through`.
+    """
+
+    base: ClassVar[type[nn.Module]]
+    makes_gradients: ClassVar[bool]
+    masked_names: tuple[str, ...] = ()
+    faint_gradients: bool = False
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            apply_masks(self, recurse=False)
+        return super().train(mode)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        _watch_weights(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for name in self.masked_names:
+            unwatch(self._parameters.get(name), self)  # torch makes new Parameters of plain ones only
+        super()._apply(fn, recurse)
+        for name, mask in _own_masks(self):  # `type(dtype)` converts buffers of all dtypes
+            self._buffers[name + SUFFIX] = mask.bool()
+        _watch_weights(self)
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        _watch_weights(self)
+
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr()]
+        for name, mask in _own_masks(self):
+            share = "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
+            parts.append(f"{name}: {share} zeros")
+        return ", ".join(filter(None, parts))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # classes made at run time cannot be found by name; rebuild from the base class
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return _rebuild, (self.base,), *state
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        apply_masks(self, recurse=False)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(  # the signature is nn.Module's
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        for name, mask in _own_masks(self):
+            state_dict.setdefault(f"{prefix}{name}{SUFFIX}", mask)  # a dense state dict: the module keeps its mask
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, _ in _own_masks(self):  # they become the parameters: the caller's own tensors must not be masked
+                key = f"{prefix}{name}"
+                if key in state_dict:
+                    state_dict[key] = state_dict[key].clone()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        apply_masks(self, recurse=False)
+
+
+@functools.cache
+def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
+    forward = _forward_linear if base.forward is nn.Linear.forward else _forward
+    members = {"base": base, "forward": forward, "makes_gradients": base.forward in MAKE_GRADIENTS}
+    return type(f"Sparse{base.__name__}", (SparseModule, base), {**members, "__module__": __name__})
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    """A pickled sparse module without its state. Files of `torch.save(model)` hold the name of this function."""
+    cls = _sparse_class(base)
+    return cls.__new__(cls)
+
+
+def dense_class(module: nn.Module) -> Any:
+    """The class of a module, or the one that it had before it became sparse."""
+    return module.base if isinstance(module, SparseModule) else type(module)
+
+
+def _swap(module: nn.Module) -> None:
+    """Give a module its sparse class, in place."""
+    if not isinstance(module, SparseModule):
+        _refuse_replaced_forward(module)
+        drop_bound_forward(module)
+        object.__setattr__(module, "__class__", _sparse_class(type(module)))
+
+
+def _refuse_replaced_forward(module: nn.Module) -> None:
+    if "forward" in module.__dict__ and not _has_bound_forward(module):
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
+            "put it into a subclass, or sparsify with enforce=False"
+        )
+
+
+def _has_bound_forward(module: nn.Module) -> bool:
+    """Whether an instance holds its class's own forward, bound, as accelerate leaves it there."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward
+
+
+def drop_bound_forward(module: nn.Module) -> None:
+    """Remove the class's own forward from an instance: it would still be there after the class has changed."""
+    if _has_bound_forward(module):
+        del module.__dict__["forward"]
+
+
+def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
+    """(parameter name, mask) of the masks that a module itself holds."""
+    masks = []
+    for name in module.masked_names:
+        mask = module._buffers.get(name + SUFFIX)
+        # in replicas (DataParallel) weights are plain attributes
+        weight = module._parameters.get(name, module.__dict__.get(name))
+        if isinstance(weight, Tensor) and mask is not None:
+            masks.append((name, mask))
+    return masks
+
+
+# the forward ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a sparse module: that of its base class, on weights that are zero at pruned places."""
+    if _weights_are_masked(self):
+        return self.base.forward(self, *args, **kwargs)
+    # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
+    # Nothing of the module itself changes during the call, so threads and replicas do not meet.
+    stand_in = _stand_in(self, self.base)
+    before = dict(stand_in.__dict__)
+    try:
+        return self.base.forward(stand_in, *args, **kwargs)
+    finally:
+        _keep_changes(self, before, stand_in.__dict__)
+
+
+def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
+    """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
+
+    It needs no stand-in, and saves what nn.Linear spends on finding its parameters; so a small layer takes about as
+    long as a dense one (examples/benchmarks/masks.py).
+    """
+    parameters = self._parameters
+    weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
+    recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
+    if weight is None or mask is None or self.masked_names != ("weight",) or len(args) != 1 or recorded:
+        return _forward(self, *args, **kwargs)
+    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
+    if not torch.is_grad_enabled():
+        if isinstance(args[0], Tensor) and holds_zeros(weight, mask):
+            return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[attr-defined]  # of a MaskedParameter
+    elif weight.requires_grad:
+        return F.linear(args[0], _masked(self, "weight"), bias)
+    return _forward(self, *args, **kwargs)
+
+
+def _weights_are_masked(module: SparseModule) -> bool:
+    """Whether the weights that a forward reads are zero at pruned places, and no gradient of them is wanted."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
+        return False  # a graph that runs later has the mask inside
+    with_gradients = torch.is_grad_enabled()
+    for name in module.masked_names:
+        weight, mask = module._parameters.get(name), module._buffers.get(name + SUFFIX)
+        if weight is None or mask is None or (with_gradients and weight.requires_grad):
+            return False
+        if not hold_zeros(weight, mask, module):
+            return False
+    child = getattr(module, "out_proj", None) if issubclass(module.base, nn.MultiheadAttention) else None
+    return not isinstance(child, SparseModule) or _weights_are_masked(child)
+
+
+def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
+    """An instance of ``base`` that shares everything with ``module``, except that its weights are masked."""
+    stand_in = object.__new__(base)
+    stand_in.__dict__.update(module.__dict__)
+    for name, _ in _own_masks(module):
+        stand_in.__dict__[name] = _masked(module, name)
+    if issubclass(base, nn.MultiheadAttention) and isinstance(module.out_proj, SparseModule):
+        # attention reads this child's weight without calling it
+        stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
+    return stand_in
+
+
+def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Copy to the module what its forward changed on the stand-in: plain attributes that it set or deleted."""
+    for name, value in after.items():
+        if before.get(name, before) is not value:
+            module.__dict__[name] = value
+    for name in before:
+        if name not in after:
+            module.__dict__.pop(name, None)
+
+
+def _masked(module: SparseModule, name: str) -> Tensor:
+    """A weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
+
+    - With gradients, pruned places are first zeroed in the parameter itself, and its own storage is used. A masked copy
+      would stay alive until the backward pass, for every layer.
+    - In a compiled graph a masked copy is made, and made once more in the backward pass.
+    - Otherwise a masked copy is made, which is freed after the call.
+    """
+    weight = getattr(module, name)
+    own_mask = module._buffers[name + SUFFIX]
+    assert own_mask is not None
+    mask = mask_like(own_mask, weight)
+    observer = module.__dict__.get("gradient_observers", {}).get(name)
+    # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
+    if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
+        if not hold_zeros(weight, own_mask, module):
+            write_zeros(memory(weight), mask)
+        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, module.faint_gradients)
+    if module.faint_gradients and torch.is_grad_enabled():
+        return _FaintGradient.apply(weight, mask, observer)
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
+    else:
+        masked = masked_copy(weight, mask)
+    # the copy's gradient is masked by selection as well
+    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False, False)
+
+
+# when zeros are written again -----------------------------------------------------------------------------------------
+# Writing them is a pass over the weight, so a forward does it only if something may have written to the weight since
+# the last time. torch counts the in-place writes to a tensor, its version. Three kinds of writes it does not count:
+#
+# - through ``.data``: a `MaskedParameter` notices that somebody asks for it;
+# - by torch's fused optimizers: they need a gradient, so a weight that has one is not trusted, nor is a weight after a
+#   forward or backward pass with gradients;
+# - to weights that are put into the module for the length of a call (`functional_call`, FSDP, accelerate): only a
+#   Parameter that is registered with the module is trusted.
+#
+# docs/training.md lists what no check can see.
+
+
+class Zeroed(NamedTuple):
+    """A moment at which a weight was zero at the pruned places of ``mask``, and the versions of both at that moment.
+
+    ``plain`` is the weight's memory as a plain tensor, which torch's operators take faster than any class of ours.
+    """
+
+    mask: Tensor
+    mask_version: int
+    version: int
+    plain: Tensor
+
+
+class MaskedParameter(nn.Parameter):
+    """A Parameter that is registered with sparse modules, and notices that somebody asks for its memory.
+
+    ``holders`` are these modules. ``zeroed`` is None as soon as something may have written to the weight without
+    counting up its version. Copied, it is a MaskedParameter without holders; pickled, it becomes a plain Parameter.
+    """
+
+    holders: "weakref.WeakSet[nn.Module]"
+    zeroed: Zeroed | None = None
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]  # torch declares an attribute
+        self.zeroed = None
+        return memory(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.zeroed = None
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a descriptor, declared as a tensor
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        self.zeroed = None
+        return super().untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.data, self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name not in ("holders", "zeroed")})
+        return plain.__reduce_ex__(protocol)
+
+
+def _watch_weights(module: SparseModule) -> None:
+    for name in module.masked_names:
+        watch(module._parameters.get(name), module)
+
+
+def watch(weight: Tensor | None, holder: nn.Module) -> None:
+    """Make a Parameter that is registered with a sparse module a `MaskedParameter`, in place.
+
+    Other classes (sharded, quantized tensors) stay what they are, and are zeroed in each forward.
+    """
+    if type(weight) is nn.Parameter:
+        object.__setattr__(weight, "__class__", MaskedParameter)
+    if isinstance(weight, MaskedParameter):
+        vars(weight).setdefault("holders", weakref.WeakSet()).add(holder)
+        weight.zeroed = None
+
+
+def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
+    """End `watch`. A Parameter without a holder is a plain one again."""
+    if isinstance(weight, MaskedParameter):
+        holders = vars(weight).get("holders", set())
+        holders.discard(holder)
+        if not holders:
+            for name in ("holders", "zeroed"):
+                vars(weight).pop(name, None)
+            object.__setattr__(weight, "__class__", nn.Parameter)
+
+
+def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
+    """Make sure that a weight is zero wherever ``mask`` (True = kept) is False -> whether it is now.
+
+    It is zeroed in place, once, unless it may not be written to: it belongs to somebody else, who has put it into
+    ``holder`` for a call, or the call is recorded and runs again later.
+    """
+    if holds_zeros(weight, mask):
+        return True
+    if (
+        not isinstance(weight, MaskedParameter)
+        or holder not in vars(weight).get("holders", ())
+        or weight.is_inference()  # tensors made in inference mode have no version
+        or mask.is_inference()
+        or weight.device != mask.device
+        or weight.is_meta
+        or is_recorded(weight)
+    ):
+        return False
+    versions = mask._version, weight._version  # taken first: a write meanwhile is seen at the next forward
+    write_zeros(memory(weight), mask)
+    # with a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
+    weight.zeroed = Zeroed(mask, *versions, memory(weight).requires_grad_(weight.requires_grad))
+    return True
+
+
+def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
+    """Whether nothing can have written to a weight since it was zeroed where ``mask`` is False."""
+    zeroed: Zeroed | None = getattr(weight, "zeroed", None)
+    return (
+        zeroed is not None
+        and zeroed.mask is mask
+        and zeroed.mask_version == mask._version
+        and zeroed.version == weight._version
+        and weight.grad is None
+        and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())  # a plain tensor answers faster
+    )
+
+
+def renew_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> None:
+    """Zero a weight wherever ``mask`` is False, in place, whatever is known of it."""
+    if isinstance(weight, MaskedParameter):
+        weight.zeroed = None
+    if not hold_zeros(weight, mask, holder):
+        with torch.inference_mode(weight.is_inference()):  # such tensors can only be written to in inference mode
+            write_zeros(memory(weight), mask_like(mask.to(weight.device), weight))
+
+
+def is_recorded(weight: Tensor) -> bool:
+    """Whether operations on the weight go into a graph that runs later, or through a transform of `torch.func`."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or is_fx_symbolic_tracing()
+        or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def memory(weight: Tensor) -> Tensor:
+    """The weight's memory, as a tensor of its own: what is written to it does not count as a write to the weight.
+
+    A backward pass that is still to come may use a weight that was zeroed this way: its forward used these zeros.
+    """
+    return torch.Tensor.data.__get__(weight)  # type: ignore[attr-defined]  # a descriptor, declared as a tensor
+
+
+# how they are written -------------------------------------------------------------------------------------------------
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+PIECE = 2**19  # bytes that a core multiplies at once: torch first turns their mask into integers, which stay in cache
+
+
+def write_zeros(tensor: Tensor, mask: Tensor) -> None:
+    """Write +0.0 wherever ``mask`` (True = kept) is False, in place; over NaN, infinities and -0.0 as well.
+
+    The bits of each number are multiplied by its mask, as integers. torch's `masked_fill_` and `where` go number by
+    number on a CPU, and take about six times as long (examples/benchmarks/masks.py).
+    """
+    integers = INTEGERS.get(tensor.element_size())
+    if integers is None or is_sharded(tensor) or tensor.layout != torch.strided:
+        tensor.masked_fill_(~mask, 0)
+        return
+    for numbers, part in _pieces(tensor.view(integers), mask):
+        numbers.mul_(part)
+
+
+def _pieces(tensor: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A tensor and its mask in pieces that stay in a CPU's cache; as a whole where they are small, or on a GPU."""
+    piece = PIECE // tensor.element_size() * torch.get_num_threads()
+    if tensor.device.type != "cpu" or tensor.numel() <= piece:
+        yield tensor, mask
+    elif tensor.is_contiguous() and mask.is_contiguous():
+        yield from zip(tensor.view(-1).split(piece), mask.view(-1).split(piece))
+    else:
+        rows = max(1, piece * len(tensor) // tensor.numel())
+        yield from zip(tensor.split(rows), mask.split(rows))
+
+
+def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
+    """A copy with +0.0 wherever ``mask`` is False, through which gradients and transforms pass."""
+    if torch.is_grad_enabled() or is_sharded(weight) or is_recorded(weight):
+        return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
+    copy = weight.clone()
+    write_zeros(copy, mask)
+    return copy
+
+
+# gradients ------------------------------------------------------------------------------------------------------------
+
+FAINT = 2.0**-32  # exact in all dtypes but float16, where gradients this small are zero
+
+
+class _MaskGradient(torch.autograd.Function):
+    """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
+
+    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
+    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient. ``faint``: pruned
+    places get `faint_gradient`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool, faint: bool
+    ) -> Tensor:
+        # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
+        ctx.observer, ctx.in_place, ctx.faint = observer, in_place and observer is None, faint
+        ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
+        ctx.save_for_backward(mask)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        (mask,) = ctx.saved_tensors
+        if ctx.parameter is not None:
+            ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
+        if ctx.observer is not None:
+            ctx.observer(gradient.detach())
+        if ctx.faint:
+            return faint_gradient(gradient, mask), None, None, None, None
+        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None, None
+
+
+class _FaintGradient(torch.autograd.Function):
+    """A masked copy of a weight, whose gradient is `faint_gradient`. It also goes into compiled graphs."""
+
+    @staticmethod
+    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+        return weight.masked_fill(~mask, 0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, mask, ctx.observer = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        (mask,) = ctx.saved_tensors
+        if ctx.observer is not None:
+            ctx.observer(gradient.detach())
+        return faint_gradient(gradient, mask), None, None
+
+
+def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor:
+    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: nobody else holds it, it may be overwritten."""
+    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
+        return torch.where(mask, gradient, 0)  # what is recorded must be differentiable once more
+    masked = gradient if in_place else gradient.clone()
+    write_zeros(masked, mask)
+    return masked
+
+
+def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
+    """The gradient as it is where ``mask`` is True, and times FAINT elsewhere; NaN and inf become 0.0 there.
+
+    So faint that it does not count in the norm that a loop clips: squares of it are 2^-64 of those of its neighbours.
+    """
+    return torch.where(mask, gradient, (gradient * FAINT).nan_to_num(0.0, 0.0, 0.0))
+
+
+def dense_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
+    """The inverse of `faint_gradient`, but for NaN and inf.
+
+    A weight that no masked forward reads (its parent reads it) has the full gradient at pruned places already. A faint
+    one is at most 2^-32 of its neighbours' size, so half of that exponent tells which of the two it is.
+    """
+    largest_kept = torch.where(mask, gradient, 0).abs().amax()
+    largest_pruned = torch.where(mask, 0, gradient).abs().amax()
+    full = largest_pruned > largest_kept * FAINT**0.5
+    return torch.where(mask | full, gradient, gradient / FAINT)

@@ -14,17 +14,8 @@ from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.adapters import RoutedAdapter
-from modelopt_sparse.model.hf import (
-    FLOATS,
-    codes_in,
-    holds_codes,
-    quantization_of,
-    refuse_longer_windows,
-    refuse_no_model,
-    refuse_wrapped_parts,
-    unwrapped,
-)
+from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.hf import FLOATS, codes_in, holds_codes, quantization_of, refuse_longer_windows
 from modelopt_sparse.model.layers import (
     OUTSIDE,
     Layer,
@@ -33,9 +24,9 @@ from modelopt_sparse.model.layers import (
     find_stacks,
     protected_modules,
     refuse_packed,
-    why_outside,
 )
 from modelopt_sparse.model.masking import dense_class
+from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, class_rules, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
@@ -91,7 +82,6 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         reason = next((protected[owner] for owner in (layer.owner, *layer.tied_modules) if owner in protected), None)
         outcome = _decide(model, layer, shape, block, reason, method, config)
         if isinstance(outcome, str):
-            outcome = why_outside(model, layer.name, holders) if outcome == OUTSIDE else outcome
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
         layer_method, pattern, layer_options = outcome

@@ -30,8 +30,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import is_fully_sharded
-from modelopt_sparse.model.hf import unwrapped
 from modelopt_sparse.model.masking import SUFFIX
+from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.plan.names import read_yaml
 from modelopt_sparse.reports.fold import nearest
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelopt_sparse.model.hf import unwrapped
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.reports.fold import table
 
 INDEX = 4  # bytes of an index in CSR

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from modelopt_sparse.distributed import first_difference, full
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.hf import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import (
     apply_masks,
@@ -25,6 +24,7 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
+from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.training.planner import (
     Filter,

@@ -5,7 +5,6 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
-from modelopt_sparse.model.hf import inputs_that_reach, tower_of
 from tests.helpers import refused, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES, texts
 from tests.models.stacked import Stacked, Unused, vectors
@@ -93,7 +92,7 @@ def test_a_layer_that_sees_no_data_is_named():
         mts.sparsify, Stacked(block=Unused), match="3 layers saw no calibration data", data_loader=vectors()
     )
     assert "blocks.0.spare, blocks.1.spare, blocks.2.spare" in message
-    assert "give data that reaches them, or exclude them" in message
+    assert "give data that reaches them" in message
     mts.sparsify(Stacked(block=Unused), "wanda", data_loader=vectors(), exclude="*.spare", progress=False)
 
 
@@ -104,20 +103,10 @@ def test_a_layer_that_needs_no_data_may_see_none():
     assert len(mts.verify(model, "2:4").layers) == 9
 
 
-def test_layers_behind_an_input_that_the_data_lacks_say_which_input():
-    """Text alone does not reach an image encoder: the message says what does, and how to go on without it."""
+def test_layers_behind_an_input_that_the_data_lacks_are_named():
+    """Text alone does not reach an image encoder."""
     model, batches = ARCHITECTURES["llava"].build(), texts("right")
     message = refused(mts.sparsify, model, match="12 layers saw no calibration data", data_loader=batches)
-    assert "'model.vision_tower' (12 of them) runs on images (pixel_values)" in message
-    assert "give images (pixel_values) with the data, or exclude 'model.vision_tower.*'" in message
+    assert "model.vision_tower" in message
+    assert "give data that reaches them (images, if they take images), or exclude them" in message
     mts.sparsify(model, "wanda", data_loader=batches, exclude="model.vision_tower.*", progress=False)
-
-
-def test_what_reaches_a_model_inside_of_a_model():
-    llava, whisper = ARCHITECTURES["llava"].build(), ARCHITECTURES["whisper"].build()
-    block = next(name for name, _ in llava.named_modules() if "vision_tower" in name and name.endswith("layers.0"))
-    assert tower_of(llava, block) == "model.vision_tower"
-    assert tower_of(llava, "lm_head") is None
-    assert inputs_that_reach(llava, "model.language_model") is None
-    told = "text" not in whisper.model.encoder.input_modalities  # the oldest transformers says both
-    assert inputs_that_reach(whisper, "model.encoder") == ("audio (input_features)" if told else None)

@@ -221,7 +221,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 def overflowing() -> Any:
     """Wanda whose 21st layer, the last of block 2 of a Llama, comes out as large as float16 can be."""
     from modelopt_sparse import Solution
-    from modelopt_sparse.methods import Wanda
+    from modelopt_sparse.methods.scores import Wanda
 
     class Overflowing(Wanda):
         name = "overflowing"

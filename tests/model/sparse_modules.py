@@ -1,6 +1,8 @@
 """Cases of modules that carry masks, and what is asked of them."""
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,6 +78,23 @@ CASES = {
     "lstm": Case(lambda: nn.LSTM(8, 4, batch_first=True), ("weight_ih_l0", "weight_hh_l0"), ((2, 3, 8),)),
     "subclass": Case(lambda: Scaled(8, 6), ("weight",), ((3, 8),)),
     "own_parameter": Case(Mixing, ("kernel",), ((3, 8),)),
+}
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    **{
+        f"pickle{protocol}": lambda module, protocol=protocol: pickle.loads(pickle.dumps(module, protocol))
+        for protocol in (2, 3, 4, 5)
+    },
 }
 
 

@@ -1,8 +1,7 @@
 """State dicts, copies and pickles of sparse modules."""
 
 import copy
-import io
-import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from tests.model.sparse_modules import (
+    COPIES,
     Case,
     at_rest,
     drift,
@@ -98,23 +98,6 @@ def test_state_dict_restores_zeros_that_something_wrote_over():
     assert at_rest(model)
 
 
-def through_torch_save(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
-    **{
-        f"pickle{protocol}": lambda module, protocol=protocol: pickle.loads(pickle.dumps(module, protocol))
-        for protocol in (2, 3, 4, 5)
-    },
-}
-
-
 @pytest.mark.parametrize("how", COPIES)
 @every_case
 def test_copies_are_sparse_modules_of_their_own(case: Case, how: str):
@@ -144,3 +127,17 @@ def test_masks_survive_changes_of_dtype_and_shared_memory():
     module.half().float().to(torch.bfloat16).share_memory()
     assert torch.equal(next(mts.named_masks(module))[1], mask)
     assert at_rest(module)
+
+
+def test_a_model_that_an_older_version_wrote_whole_is_read():
+    """`torch.save(model)` of 801f29a: the names of functions and classes in the file are still found."""
+    model = torch.load(Path(__file__).parent / "golden" / "torch_save_801f29a.pt", weights_only=False)
+    weight = torch.arange(1.0, 17.0).view(4, 4)
+    weight[:, :2] = 0  # 2:4 by magnitude of rising numbers
+    drift(model)
+    for (name, mask), layer in zip(mts.named_masks(model), model, strict=True):
+        assert name.endswith(".weight")
+        assert torch.equal(mask, weight != 0)
+        assert torch.equal(layer(torch.ones(1, 4)).detach(), weight.sum(1)[None] + layer.bias)
+    assert len(mts.verify(model, "2:4").layers) == len(mts.report(model).layers) == 2
+    assert type(mts.export(model)[0]) is nn.Linear

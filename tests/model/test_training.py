@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
 from tests.helpers import tiny_llama, token_batches
+from tests.model.sparse_modules import random_mask
 
 pytestmark = pytest.mark.core
 STEPS = 20
@@ -51,11 +52,6 @@ MASKED = (
     "body.0.weight",
     "body.2.weight",
 )
-
-
-def random_mask(weight: Tensor, seed: int = 0) -> Tensor:
-    order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
-    return (order % 2 == 0).view(weight.shape)
 
 
 def sparse_model(names: Iterable[str] = MASKED) -> EveryLayer:

@@ -1,7 +1,5 @@
 """A forward zeroes a weight after whatever may have written to it, and only then."""
 
-import copy
-import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -15,10 +13,10 @@ from torch.nn.utils import vector_to_parameters
 
 import modelopt_sparse as mts
 from modelopt_sparse.model import masking
-from modelopt_sparse.model import masking as zeros
 from modelopt_sparse.model.masking import MaskedParameter, write_zeros
 from tests.model.sparse_modules import (
     CASES,
+    COPIES,
     Case,
     at_rest,
     every_case,
@@ -38,13 +36,12 @@ class Passes(list):
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    seen, write = Passes(), zeros.write_zeros
+    seen, write = Passes(), masking.write_zeros
 
     def counted(tensor: Tensor, mask: Tensor) -> None:
         seen.append(tensor.shape)
         write(tensor, mask)
 
-    monkeypatch.setattr(zeros, "write_zeros", counted)
     monkeypatch.setattr(masking, "write_zeros", counted)
     return seen
 
@@ -406,18 +403,7 @@ def test_evaluation_between_forward_and_backward_is_no_write():
 # copies ---------------------------------------------------------------------------------------------------------------
 
 
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
-
-
-def saved(module: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("make", [COPIES[how] for how in ("deepcopy", "pickle4", "torch.save")])
 def test_copies_watch_their_own_weights(make: Callable[[nn.Module], nn.Module], passes: Passes):
     module, mask = sparse_linear()
     module.weight.requires_dense = True  # an attribute of the user's
@@ -535,7 +521,7 @@ DTYPES = (
 @pytest.mark.parametrize("layout", ["small", "large", "transposed", "experts", "empty", "scalar"])
 def test_zeros_are_written_bit_by_bit(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch):
     """NaN, infinities and -0.0 become +0.0 where they are pruned, and stay what they are where they are kept."""
-    monkeypatch.setattr(zeros, "PIECE", 1024)
+    monkeypatch.setattr(masking, "PIECE", 1024)
     shape = {"small": (3, 5), "experts": (4, 30, 40), "empty": (0, 8), "scalar": ()}.get(layout, (70, 90))
     values = torch.randn(shape).to(dtype) if dtype != torch.float8_e4m3fn else torch.randn(shape).clamp(-2, 2).to(dtype)
     flat = values.view(-1).clone()

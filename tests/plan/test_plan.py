@@ -116,10 +116,10 @@ def test_layers_outside_of_the_blocks_stay_dense():
     model["layers"].append(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     plan = make_plan(model, "magnitude")
     assert names(plan) == ["layers.0.0", "layers.1.0", "layers.1.1"]
-    assert reasons(plan) == {"stem": "outside the model's blocks"}
+    assert reasons(plan) == {"stem": "outside the model's blocks (name it in include to prune it)"}
 
 
-def test_layers_in_a_list_that_is_no_stack_are_told_why_and_how_they_are_pruned():
+def test_layers_in_a_list_that_is_no_stack_stay_dense_unless_they_are_named():
     """As in the encoder of Mimi, and in the convolutional stem of wav2vec2."""
     block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # noqa: E731
     model = nn.ModuleDict(
@@ -131,15 +131,8 @@ def test_layers_in_a_list_that_is_no_stack_are_told_why_and_how_they_are_pruned(
     )
     plan = make_plan(model, "magnitude")
     assert [stack.name for stack in plan.stacks] == ["layers"]
-    start = "outside the model's blocks: "
-    mixed = start + "'mixed' is no stack, for its members are of several classes, some with one layer; "
-    single = start + "'stem' is no stack, for its members hold one layer each; "
-    assert reasons(plan) == {
-        **dict.fromkeys(
-            ["mixed.0", "mixed.1.0", "mixed.1.1", "mixed.3"], mixed + "name 'mixed.*' in include to prune them"
-        ),
-        **dict.fromkeys(["stem.0", "stem.1"], single + "name 'stem.*' in include to prune them"),
-    }
+    outside = ["mixed.0", "mixed.1.0", "mixed.1.1", "mixed.3", "stem.0", "stem.1"]
+    assert reasons(plan) == dict.fromkeys(outside, "outside the model's blocks (name it in include to prune it)")
     assert len(make_plan(model, "magnitude", include=["mixed.*", "stem.*", "layers.*"]).layers) == 10
 
 
@@ -272,7 +265,7 @@ def test_an_included_layer_may_lie_outside_of_the_blocks():
     model = nn.ModuleDict({"stem": nn.Linear(8, 8), "layers": nn.ModuleList([GatedMLP(), GatedMLP()])})
     assert names(make_plan(model, "magnitude", include="st*")) == ["stem"]
     plan = make_plan(model, "magnitude", rules={"st*": {"pattern": "1:4"}})
-    assert reasons(plan)["stem"] == "outside the model's blocks"
+    assert reasons(plan)["stem"].startswith("outside the model's blocks")
     assert "stem" in names(make_plan(model, "magnitude", rules={"stem": {"pattern": "1:4"}}))
 
 
@@ -763,28 +756,28 @@ def test_adapters_of_other_libraries_are_known_by_name():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize(
-    ("wrap", "unwrap", "parts"),
+    ("wrap", "unwrap", "function"),
     [
         (
             lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
             lambda layer: prune.remove(layer, "weight"),
-            ["torch.nn.utils.prune", "prune.remove(module, 'weight')"],
+            "prune.remove",
         ),
-        (nn.utils.weight_norm, nn.utils.remove_weight_norm, ["weight norm", "torch.nn.utils.remove_weight_norm"]),
-        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm, ["spectral norm", "nn.utils.remove_spectral_norm"]),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm, "remove_weight_norm"),
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm, "remove_spectral_norm"),
         (
             nn.utils.parametrizations.weight_norm,
             lambda layer: parametrize.remove_parametrizations(layer, "weight"),
-            ["weight norm", "torch.nn.utils.parametrize.remove_parametrizations"],
+            "parametrize.remove_parametrizations",
         ),
         (
             nn.utils.parametrizations.spectral_norm,
             lambda layer: parametrize.remove_parametrizations(layer, "weight"),
-            ["spectral norm", "torch.nn.utils.parametrize.remove_parametrizations"],
+            "parametrize.remove_parametrizations",
         ),
     ],
 )
-def test_a_weight_that_is_computed_says_by_what_and_what_to_call_first(wrap, unwrap, parts):
+def test_a_weight_that_is_computed_says_what_to_call_first(wrap, unwrap, function):
     """And what it says to call is what helps."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     wrap(model[1])
@@ -792,21 +785,9 @@ def test_a_weight_that_is_computed_says_by_what_and_what_to_call_first(wrap, unw
     assert names(plan) == ["0"]
     assert plan.skipped
     for reason in reasons(plan).values():
-        assert all(part in reason for part in parts), reason
-        assert "no adapter" not in reason
+        assert reason == f"a weight is computed from it: call torch.nn.utils.{function} first"
     unwrap(model[1])
     assert names(make_plan(model, "magnitude")) == ["0", "1"]
-
-
-def test_a_parametrization_of_the_users_own_is_named():
-    class Doubled(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    parametrize.register_parametrization(model[1], "weight", Doubled())
-    (reason,) = reasons(make_plan(model, "magnitude")).values()
-    assert "the parametrization Doubled" in reason
 
 
 def test_tied_layers_say_who_shares_them():

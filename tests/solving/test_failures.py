@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.methods import Magnitude
+from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.masking import SparseModule
 from modelopt_sparse.solving import attach
 from tests.helpers import (
