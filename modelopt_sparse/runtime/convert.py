@@ -16,6 +16,7 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.plan.names import check_globs
 from modelopt_sparse.reports.fold import first_few, nearest, table
 from modelopt_sparse.reports.values import library_versions
 from modelopt_sparse.runtime.kernels import (
@@ -495,9 +496,7 @@ def _not_eligible(
 def _check_asked_for(model: nn.Module, candidates: Sequence[_Candidate], settings: Settings) -> None:
     """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
     names = [candidate.name for candidate in candidates] + [name for name, _ in _packed(model)]
-    for glob in [*(settings.include or ()), *settings.exclude]:
-        if not fnmatch.filter(names, glob):
-            raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
+    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
     refused = [candidate for candidate in candidates if candidate.reason and _must_be_packed(candidate.name, settings)]
     if refused:
         named = first_few([f"{candidate.name}: {candidate.reason}" for candidate in refused])

@@ -222,11 +222,11 @@ def test_one_bad_matrix_of_a_stack_is_seen():
 
 @pytest.mark.parametrize("damping", [0, -0.1, 1.5, "1e-2", None, True, float("nan")])
 def test_damping_is_a_number_above_zero_and_at_most_one(damping):
-    with pytest.raises(ValueError, match=r"option damping=.* of sparsegpt: must be a number in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"sparsegpt: damping=.*: must be a number in \(0, 1\]"):
         SPARSEGPT.check({"damping": damping, "block_size": 128})
 
 
 @pytest.mark.parametrize("block_size", [0, -8, 12.5, "128", None, True])
 def test_block_size_is_a_positive_number_of_columns(block_size):
-    with pytest.raises(ValueError, match=r"option block_size=.* of sparsegpt: a positive whole number of columns"):
+    with pytest.raises(ValueError, match=r"sparsegpt: block_size=.*: must be a positive whole number"):
         SPARSEGPT.check({"damping": 0.01, "block_size": block_size})

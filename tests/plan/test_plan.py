@@ -393,10 +393,10 @@ def test_a_pattern_that_does_not_fit_a_layer_named_in_full_is_an_error(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"damping": 5}, r"option damping=5 of sparsegpt: must be a number in \(0, 1\]"),
-        ({"block_size": 0}, "option block_size=0 of sparsegpt: a positive whole number of columns"),
-        ({"rules": {"*.q_proj": {"damping": -1}}}, "option damping=-1 of sparsegpt"),
-        ({"rules": {"*.q_proj": {"method": "ria", "alpha": 2}}}, "option alpha=2 of ria"),
+        ({"damping": 5}, r"sparsegpt: damping=5: must be a number in \(0, 1\]"),
+        ({"block_size": 0}, "sparsegpt: block_size=0: must be a positive whole number"),
+        ({"rules": {"*.q_proj": {"damping": -1}}}, "sparsegpt: damping=-1"),
+        ({"rules": {"*.q_proj": {"method": "ria", "alpha": 2}}}, "ria: alpha=2"),
         (
             {"rules": {"*.q_proj": {"dampening": 0.1}}},
             r"rule '\*.q_proj': option 'dampening' is not known, did you mean 'damping'\?; allowed with method "

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from modelopt_sparse.plan.names import Yaml
+from modelopt_sparse.values import Yaml
 
 
 @pytest.mark.parametrize(
