@@ -39,7 +39,7 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.reports.fold import nearest, unknown_option
 from modelopt_sparse.reports.values import Skipped
 
 
@@ -225,11 +225,8 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
     for key in rule_options:
         if key not in layer_method.options:
-            allowed = sorted(["method", "pattern", *layer_method.options])
-            raise ValueError(
-                f"rule {rule.glob!r}: option {key!r} is not known{nearest(key, allowed)}; "
-                f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
-            )
+            unknown = unknown_option(key, ["method", "pattern", *layer_method.options])
+            raise ValueError(f"rule {rule.glob!r} with method {layer_method.name!r}: {unknown}")
     layer_method.check(options)
     return layer_method, pattern, options
 
