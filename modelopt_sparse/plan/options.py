@@ -496,20 +496,23 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if config.collect_func is not None and config.data_loader is None:
         yield "collect_func turns batches of data_loader into inputs; give data_loader as well"
     if reconstruct is not None and reconstruct.metric == "fisher" and loop:
-        yield "reconstruct's metric='fisher' calls the model itself: give data= or data_loader= instead of forward_loop"
+        yield "metric='fisher' calls the model itself, and a forward_loop does so in its own way: give data= instead"
     if distill and loop:
         yield "distill calls the model itself: give data= or data_loader= instead of forward_loop, or leave distill out"
     if config.max_batches is not None and loop:
         yield "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
     if config.self_data not in (0, "auto") and (loop or not config.split_data):
         other = "forward_loop" if loop else "split_data=False"
-        yield f"self_data={config.self_data} adds text to data that all processes have: leave it or {other} out"
+        yield (
+            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
+            "known: leave one of them out"
+        )
     changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
     if not config.update and changing:
         what = " and ".join(changing) + ("" if config.quality is None else f" (set by quality={config.quality!r})")
         yield f"update=False keeps the dense values, which {what} would change: leave one of them out"
     if reconstruct is not None and config.sequential == "none":
-        yield "reconstruct needs the outputs of the sparse blocks before it: use sequential='block' or 'stage'"
+        yield "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or 'stage'"
     if distill and not config.enforce:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
