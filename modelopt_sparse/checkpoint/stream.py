@@ -40,7 +40,7 @@ from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.plan.plan import Identity, Plan
+from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
 
@@ -220,7 +220,7 @@ def _started_with(
 ) -> dict[str, Any]:
     """All that the result depends on, but for the calibration data, which is known when it has been read."""
     facts: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
-    facts |= Identity.of(plan, config).started_with()
+    facts |= started_with(plan, config)
     facts.update(dtype=str(dtype), device=str(config.device))
     if quantized is not None:
         facts["quantized source"] = str(quantized)

@@ -20,8 +20,8 @@ from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
-from modelopt_sparse.plan.names import read_yaml
 from modelopt_sparse.plan.options import SELF, is_data_set
+from modelopt_sparse.values import read_yaml
 
 PYTHON_ONLY = (
     "data_loader",

@@ -1,9 +1,9 @@
-"""ALPS (Meng et al. 2024, NeurIPS, arXiv 2406.07831): ADMM on the layer's own objective over all sparse weights.
+"""ALPS (Meng et al. 2024, NeurIPS, arXiv 2406.07831): ADMM finds the mask, conjugate gradients the values on it.
 
 The layer is scaled first, so that H = X^T X + damping has a unit diagonal. ADMM (algorithm 1) alternates between a
 ridge solution W = (H + rho I)^-1 (H What - V + rho D), the projection D of W + V / rho onto the pattern, and the dual
-V += rho (W - D). rho grows while the support of D still changes; once it has settled, the weights on it are refitted
-by conjugate gradients (algorithm 2).
+V += rho (W - D). rho grows while the support of D changes. Then the weights on the support are refitted by conjugate
+gradients (algorithm 2). `polish` does the same for the mask of any method.
 
 The released code diagonalizes H once, in float64. Here H + rho I is factorized anew whenever rho has grown, about a
 dozen times.
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
+from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error, written
 from modelopt_sparse.methods.patterns import Pattern
+from modelopt_sparse.values import check_number, check_whole
 
-# conjugate gradients --------------------------------------------------------------------------------------------------
-# Masked conjugate gradients: the best values for the weights that a mask keeps, for a quadratic objective.
+# masked conjugate gradients -------------------------------------------------------------------------------------------
 
 
 CG_SETTLED = 1e-7  # a row is done when the norm of its gradient has fallen to this share of the first one
@@ -51,8 +51,7 @@ class Scaled:
         return cls(gram / root_C.unsqueeze(-1) / root_C.unsqueeze(-2), root_C, filled.dead, stats)
 
     def unscaled(self, scaled: Tensor, dense: Tensor) -> Tensor:
-        """Scaled weights ``[..., R, C]`` -> weights of the layer, whose ``dense`` ones those of dead channels keep: no
-        data says what would be better."""
+        """Scaled weights ``[..., R, C]`` -> weights of the layer. Dead channels keep their ``dense`` ones."""
         weight = scaled / self.root_C.unsqueeze(-2)
         return weight if self.dead_C is None else torch.where(self.dead_C.unsqueeze(-2), dense.to(weight), weight)
 
@@ -111,11 +110,9 @@ class ALPS(Method):
     options = {"damping": 0.01, "iterations": 300, "refit_iterations": 10}
 
     def check(self, options) -> None:
-        if not is_number(options["damping"]) or not 0 < options["damping"] <= 1:
-            raise ValueError(f"option damping={options['damping']!r} of alps: must be a number in (0, 1]")
-        for key in ("iterations", "refit_iterations"):
-            if not isinstance(options[key], int) or isinstance(options[key], bool) or options[key] < 1:
-                raise ValueError(f"option {key}={options[key]!r} of alps: a positive whole number")
+        check_number("alps: damping", options["damping"], "(0, 1]")
+        check_whole("alps: iterations", options["iterations"])
+        check_whole("alps: refit_iterations", options["refit_iterations"])
 
     def prepare(self, stats: Stats | None, options) -> Scaled:
         return Scaled.of(stats, options["damping"])
@@ -178,14 +175,6 @@ def _inverse(gram: Tensor, rho: Tensor) -> Tensor:
 
 
 # polish ---------------------------------------------------------------------------------------------------------------
-# Polish: the best values for the weights that a mask keeps, one layer at a time, by masked conjugate gradients.
-#
-# With H = X^T X + damping it minimizes tr((W - Q) H (W - Q)^T) over all Q supported on the mask. ALPS ends with the
-# same
-# step (Meng et al. 2024, arXiv 2406.07831, algorithm 2); here the mask and the values to start from may come from any
-# method. The damping pulls the weights towards the dense ones. The layer is scaled first, so that H has a unit
-# diagonal,
-# which is Jacobi's preconditioner.
 
 
 DAMPING = 0.01  # relative to the mean of the Gram matrix's diagonal
@@ -194,9 +183,9 @@ DAMPING = 0.01  # relative to the mean of the Gram matrix's diagonal
 def polish(weight: Tensor, solution: Solution, state: Scaled, iterations: int) -> Solution:
     """A solution of the dense weight ``[..., R, C]`` -> one with the same mask and better values.
 
-    ``iterations`` is the most that conjugate gradients take. The error of a row is compared before and after, with the
-    values rounded to the weight's dtype and with damping; a row whose error is not lower keeps its old values. Inputs
-    are left untouched.
+    Minimizes tr((W - Q) H (W - Q)^T) over Q on the mask; the damping in H pulls Q towards the dense W. ``iterations``
+    bounds conjugate gradients. The error of a row is compared before and after, with the values rounded to the weight's
+    dtype and with damping; a row whose error is not lower keeps its old values. Inputs are left untouched.
     """
     root = state.root_C.unsqueeze(-2)
     scaled, start = (x.to(root.dtype) * root for x in (weight, solution.weight))

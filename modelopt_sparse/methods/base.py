@@ -181,11 +181,6 @@ def written(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.to(dtype) + 0.0).masked_fill(~mask, 0)
 
 
-def is_number(value: object) -> bool:
-    """Whether the value of an option is an int or a float. True and False are no numbers here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def masked_solution(weight: Tensor, mask: Tensor, stats: Stats | None) -> Solution:
     """The Solution of a method that only chooses a mask: the kept weights stay bit for bit what they were.
 

@@ -193,7 +193,7 @@ class Unstructured(_Within):
         ``within`` a mask these are the zeros that it has there, and an even share of the new ones: ``[..., 1]``, a
         number for each scope.
         """
-        per_column = 1 if self._scope() == "row" else rows
+        per_column = 1 if self.scope == "row" else rows
         if self.within is None:
             return count_zeros(self.sparsity, per_column * column)
         live = self._by_scope(self.within).sum(-1, keepdim=True)
@@ -205,7 +205,7 @@ class Unstructured(_Within):
     def zeros_in(self, shape: Sequence[int]) -> int:
         """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
         *_, rows, columns = shape
-        size = columns if self._scope() == "row" else rows * columns
+        size = columns if self.scope == "row" else rows * columns
         return math.prod(shape) // size * count_zeros(self.sparsity, size)
 
     def count_kept_wrong(self, mask: Tensor) -> int:
@@ -222,12 +222,9 @@ class Unstructured(_Within):
         flat = self._by_scope(weight)
         return int(((flat == 0).sum(-1) < count_zeros(self.sparsity, flat.shape[-1])).sum())
 
-    def _scope(self) -> str:
-        return self.scope or "matrix"
-
     def _by_scope(self, matrix: Tensor) -> Tensor:
         """``[..., R, C]`` with all of a scope in the last dimension."""
-        return matrix if self._scope() == "row" else matrix.flatten(-2)
+        return matrix if self.scope == "row" else matrix.flatten(-2)
 
 
 Pattern = NM | Unstructured

@@ -1,8 +1,4 @@
-"""Magnitude pruning: keep the largest |w|.
-
-N:M as in ASP (Mishra et al. 2021, arXiv 2104.08378): of every M consecutive input weights the N largest are kept.
-Needs no data.
-"""
+"""Methods that only choose a mask, by a score of each weight: magnitude, Wanda, RIA; and masks of the user's own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, masked_solution
+from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution
 from modelopt_sparse.methods.patterns import Pattern
-
-# magnitude ------------------------------------------------------------------------------------------------------------
+from modelopt_sparse.values import check_number
 
 
 class Magnitude(Method):
+    """Keep the largest |w|; N:M as in ASP (Mishra et al. 2021, arXiv 2104.08378)."""
+
     name = "magnitude"
     rows_independent = True
 
@@ -25,11 +22,9 @@ class Magnitude(Method):
         return masked_solution(weight, pattern.mask(weight.abs()), state)
 
 
-# wanda ----------------------------------------------------------------------------------------------------------------
-# Wanda: keep the largest |w| * ||x||, compared within a row (Sun et al. 2024, arXiv 2306.11695, equation 1).
-
-
 class Wanda(Method):
+    """Keep the largest |w| * ||x||, compared within a row (Sun et al. 2024, arXiv 2306.11695, equation 1)."""
+
     name = "wanda"
     needs = "square_sums"
     scope = "row"
@@ -46,21 +41,18 @@ def score(weight: Tensor, square_sums: Tensor) -> Tensor:
     return weight.to(norm_C).abs() * norm_C
 
 
-# ria ------------------------------------------------------------------------------------------------------------------
-# RIA, relative importance and activations (Zhang et al. 2024, "Plug-and-Play", ICLR, equation 4).
-
-
 class RIA(Method):
-    """score_ij = (|w_ij| / sum_i |w_ij| + |w_ij| / sum_j |w_ij|) * ||x_j|| ** alpha"""
+    """Relative importance and activations (Zhang et al. 2024, "Plug-and-Play", ICLR, equation 4):
+
+    score_ij = (|w_ij| / sum_i |w_ij| + |w_ij| / sum_j |w_ij|) * ||x_j|| ** alpha
+    """
 
     name = "ria"
     needs = "square_sums"
     options = {"alpha": 0.5}
 
     def check(self, options) -> None:
-        alpha = options["alpha"]
-        if not is_number(alpha) or not 0 <= alpha <= 1:
-            raise ValueError(f"option alpha={alpha!r} of ria: the power of the activation norm is a number in [0, 1]")
+        check_number("ria: alpha", options["alpha"], "[0, 1]")
 
     def solve(self, weight, state, pattern, options) -> Solution:
         norm_C = state.square_sums.sqrt().unsqueeze(-2)
@@ -70,10 +62,6 @@ class RIA(Method):
         relative_RC = relative_RC + size_RC / size_RC.sum(-1, keepdim=True).clamp_min(tiny)
         score_RC = relative_RC * norm_C ** options["alpha"]
         return masked_solution(weight, pattern.mask(score_RC), state)
-
-
-# user masks -----------------------------------------------------------------------------------------------------------
-# Masks of the user's own, in place of a method's.
 
 
 class GivenMask(Method):

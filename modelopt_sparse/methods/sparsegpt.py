@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods.base import Method, Solution, Stats, is_number, relative_error, written
+from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error, written
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, cut, keep_largest
+from modelopt_sparse.values import check_number, check_whole
 
-# sweep ----------------------------------------------------------------------------------------------------------------
-# SparseGPT's sweep over one block of columns (Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1, inner loop).
-#
+# the sweep over one block of columns (algorithm 1, inner loop) -------------------------------------------------------
 # Two paths compute the same: plain torch, for every dtype, device and pattern, and one fused Triton kernel. The torch
-# path is a chain of a few small operations for every column; on a GPU launching them takes longer than their
-# arithmetic.
+# path has a few small operations for every column, and a GPU takes longer to launch them than to run them.
 
 
 WIDEST_GROUP = 16  # largest M of N:M that the kernel takes, as it unrolls a group
@@ -121,7 +119,7 @@ def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
     return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)
 
 
-# sparsegpt ------------------------------------------------------------------------------------------------------------
+# the method -----------------------------------------------------------------------------------------------------------
 
 
 MAX_DAMPING = 1.0  # relative to the mean of the Gram matrix's diagonal
@@ -151,11 +149,8 @@ class SparseGPT(Method):
     options = {"damping": 0.01, "block_size": 128}
 
     def check(self, options) -> None:
-        damping, block_size = options["damping"], options["block_size"]
-        if not is_number(damping) or not 0 < damping <= MAX_DAMPING:
-            raise ValueError(f"option damping={damping!r} of sparsegpt: must be a number in (0, {MAX_DAMPING:g}]")
-        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-            raise ValueError(f"option block_size={block_size!r} of sparsegpt: a positive whole number of columns")
+        check_number("sparsegpt: damping", options["damping"], f"(0, {MAX_DAMPING:g}]")
+        check_whole("sparsegpt: block_size", options["block_size"])
 
     def prepare(self, stats: Stats | None, options) -> Factor:
         assert stats is not None
@@ -170,8 +165,8 @@ class SparseGPT(Method):
         work = state.upper.dtype
         dense = weight.to(work)
         columns = dense.shape[-1]
-        step = pattern.m if isinstance(pattern, NM) else 1
-        block = -(-options["block_size"] // step) * step  # N:M groups never straddle two blocks
+        group = pattern.m if isinstance(pattern, NM) else 1
+        block = -(-options["block_size"] // group) * group  # N:M groups never straddle two blocks
         pruned, mask = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         for start in range(0, columns, block):
             end = min(start + block, columns)
@@ -202,16 +197,10 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
             if info.any():
                 continue
             usual = level == damping and dtype == matrix.dtype
-            raised = (
-                f"factorized with damping {level:g} in {_short(dtype)}, because damping {damping:g} in "
-                f"{_short(matrix.dtype)} was not enough"
-            )
-            return lower.flip(-2, -1), () if usual else (raised,)
+            note = f"factorized with damping {level:g} in {dtype}, because damping {damping:g} in {matrix.dtype} was "
+            note = f"{note}not enough".replace("torch.", "")
+            return lower.flip(-2, -1), () if usual else (note,)
     raise ValueError(
         f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}: "
         "give more or more varied calibration data, or use method 'wanda' for this layer"
     )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,13 +1,36 @@
-"""Rules: options for the layers that a glob matches."""
+"""Names: the layers that a glob means, options for them, and ModelOpt's names for options."""
 
+import difflib
 import fnmatch
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import yaml
+
+# globs ----------------------------------------------------------------------------------------------------------------
+
+
+def first_match(name: str, globs: Iterable[str]) -> str | None:
+    """The first of the globs that matches a name, in upper and lower case; None if none does."""
+    return next((glob for glob in globs if fnmatch.fnmatchcase(name, glob)), None)
+
+
+def check_globs(globs: Iterable[str], names: Sequence[str], kind: str, dense: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for a glob that matches none of the names.
+
+    kind: what has these names, such as "layer of this LlamaForCausalLM".
+    dense: other names that a user may think of -> why they are not among ``names``.
+    """
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            reasons = sorted({why for name, why in (dense or {}).items() if first_match(name, [glob])})
+            only = f", only weights that stay dense: {'; '.join(reasons)}" if reasons else ""
+            close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(
+                f"{glob!r} matches no {kind}{only}; names look like {', '.join(close) or '(there is none)'}"
+            )
+
 
 # rules ----------------------------------------------------------------------------------------------------------------
 
@@ -47,43 +70,12 @@ def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
     if isinstance(rule, (tuple, list)) and len(rule) == 2:
         glob, options = rule
         rule = Rule(glob, options, type_name)
-    if (
-        not isinstance(rule, Rule)
-        or not isinstance(rule.glob, str)
-        or not (rule.options is None or isinstance(rule.options, Mapping))
-    ):
-        raise TypeError(
-            f"rule {rule!r}: a rule is a glob of layer names with a mapping of options, or with None to leave the "
-            "layers dense"
-        )
-    return rule
+    if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
+        return rule
+    raise TypeError(f"rule {rule!r}: a rule is a glob of layer names with a mapping of options, or with None (dense)")
 
 
-def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Rules from ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``.
-
-    In ModelOpt the last match counts, here the first one: so the order of the globs is reversed.
-    """
-    rules: list[Rule] = []
-    for class_name, globs in mode_config.items():
-        type_name = str(class_name).removeprefix("nn.")
-        if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
-            raise ValueError(
-                f"class rules go by classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none: "
-                "give globs of layer names as rules={...} without classes"
-            )
-        if globs is None or globs == {}:
-            globs = {"*": globs}
-        if not isinstance(globs, Mapping):
-            raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
-        rules += [_as_rule(rule, type_name) for rule in reversed(list(globs.items()))]
-        rules.append(Rule("*", None, type_name))  # layers of the class that no glob matches stay dense, as in ModelOpt
-    return tuple(rules)
-
-
-# modelopt -------------------------------------------------------------------------------------------------------------
-# ModelOpt's names for options, and its mode lists, translated to ours.
-
+# ModelOpt -------------------------------------------------------------------------------------------------------------
 
 # ModelOpt's keys -> ours; the values mean the same
 RENAMED: dict[str, str] = {
@@ -101,8 +93,7 @@ REFUSED: dict[str, str] = {
     "loss_func": "it has no effect on sparsity; leave it out",
     "deployment": "it has no effect on sparsity; leave it out",
 }
-# where `resolve_method` leaves the class rules of a ModelOpt mode list for `SparsifyConfig.make`
-MODE_RULES = "rules of the mode list"
+MODE_RULES = "rules of the mode list"  # the option under which `resolve_method` hands class rules on
 
 
 def translated(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,42 +108,33 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in options.items()}
 
 
+def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Rules from ModelOpt's ``{"nn.Linear": {"*": {}, "*lm_head*": None}}``.
+
+    In ModelOpt the last match counts, here the first one: so the order of the globs is reversed.
+    """
+    rules: list[Rule] = []
+    for class_name, globs in mode_config.items():
+        type_name = str(class_name).removeprefix("nn.")
+        if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
+            raise ValueError(
+                f"class rules name classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none: give globs of "
+                "layer names as rules={...} without classes"
+            )
+        if globs is None or globs == {}:
+            globs = {"*": globs}
+        if not isinstance(globs, Mapping):
+            raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
+        rules += [_as_rule(rule, type_name) for rule in reversed(list(globs.items()))]
+        rules.append(Rule("*", None, type_name))  # layers of the class that no glob matches stay dense, as in ModelOpt
+    return tuple(rules)
+
+
 def parse_mode(entry: Any) -> tuple[str, Mapping[str, Any] | None]:
-    """An entry of a ModelOpt mode list, ``(name, mode config)`` -> name and mode config (class rules), or None."""
-    if (
-        isinstance(entry, (tuple, list))
-        and len(entry) == 2
-        and isinstance(entry[0], str)
-        and (entry[1] is None or isinstance(entry[1], Mapping))
-    ):
-        return entry[0], entry[1]
+    """An entry of a ModelOpt mode list, a name or ``(name, class rules)`` -> name and class rules, or None."""
+    match entry:
+        case str():
+            return entry, None
+        case (str() as name, None | Mapping() as rules):
+            return name, rules
     raise TypeError(f"mode list entry {entry!r}: give a name, or a name with class rules, ('sparsegpt', {{...}})")
-
-
-# yaml loader ----------------------------------------------------------------------------------------------------------
-# A YAML reader for options, with the plain values of YAML 1.2.
-
-
-class Yaml(yaml.SafeLoader):
-    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string."""
-
-    yaml_implicit_resolvers = {}  # empty, not those of the base class; filled below
-
-
-for _tag, _plain in {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9]*)",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
-}.items():
-    Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
-
-
-def read_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text. Raises ValueError if it is no YAML; ``where`` says in the message where it stands."""
-    try:
-        return yaml.load(text, Yaml)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deeply to be options") from None

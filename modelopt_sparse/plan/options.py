@@ -1,4 +1,4 @@
-"""The values of ``quality=``: each stands for a method and for the steps that follow it."""
+"""Every option of `sparsify`, checked before any work; and what each ``quality=`` stands for."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,12 +10,13 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.methods.base import Method, is_number
+from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, unknown_option
+from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole
 
 # quality --------------------------------------------------------------------------------------------------------------
 
@@ -26,28 +27,27 @@ class Quality:
 
     method: name of the method.
     options: options of `SparsifyConfig`, for any pattern.
-    n_of_m: further options for N:M patterns.
-    unstructured: further options for unstructured patterns.
+    places_zeros: whether zeros also go where they cost least: N:M patterns by ``permute``, others by ``allocation``.
     """
 
     method: str
     options: Mapping[str, Any]
-    n_of_m: Mapping[str, Any] = field(default_factory=dict)
-    unstructured: Mapping[str, Any] = field(default_factory=dict)
+    places_zeros: bool = True
 
     def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
         """The options for a pattern; None: only those for any pattern."""
-        by_pattern = {} if pattern is None else self.n_of_m if isinstance(pattern, NM) else self.unstructured
-        return {**self.options, **by_pattern}
+        if pattern is None or not self.places_zeros:
+            return dict(self.options)
+        return {**self.options, **({"permute": True} if isinstance(pattern, NM) else {"allocation": "block"})}
 
 
 BALANCED = {"epochs": 4, "masks": "auto"}
 BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": 3}),
-    "balanced": Quality("alps", {"reconstruct": BALANCED}, {"permute": True}, {"allocation": "block"}),
-    "best": Quality("alps", BEST, {"permute": True}, {"allocation": "block"}),
-    "max": Quality("alps", {**BEST, "distill": True}, {"permute": True}, {"allocation": "block"}),
+    "fast": Quality("sparsegpt", {"polish": 3}, places_zeros=False),
+    "balanced": Quality("alps", {"reconstruct": BALANCED}),
+    "best": Quality("alps", BEST),
+    "max": Quality("alps", {**BEST, "distill": True}),
 }
 
 
@@ -57,23 +57,22 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
         raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
         raise ValueError(
-            f"quality={name!r} is for methods that learn from calibration data, which {method.name!r} does not; leave "
-            "it out, or the method, or give polish= and reconstruct= themselves"
+            f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not: leave "
+            "one of them out"
         )
     return QUALITIES[name]
 
 
 # tuning ---------------------------------------------------------------------------------------------------------------
-# The options of what tunes a model after its layers are solved: block by block, and the whole of it.
 
-
+# option of `Reconstruct` or `Distill` -> what it may be
 TUNING_CHOICES: dict[str, tuple[str, ...]] = {
     "target": ("dense", "sparse"),
     "parts": ("block", "children"),
     "masks": ("frozen", "move", "auto"),
     "metric": ("plain", "fisher", "auto"),
+    "moments": ("bfloat16", "float32"),
 }
-MOMENTS = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +104,8 @@ class Reconstruct:
     metric: str = "plain"
 
     def __post_init__(self) -> None:
-        _check_epochs_and_rate("reconstruct", self.epochs, self.learning_rate)
-        for name, allowed in TUNING_CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"reconstruct: {name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
-        if not isinstance(self.norms_and_biases, bool):
-            raise ValueError(f"reconstruct: norms_and_biases={self.norms_and_biases!r}: must be True or False")
+        _check_tuning("reconstruct", self)
+        check_flag("reconstruct: norms_and_biases", self.norms_and_biases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +123,28 @@ class Distill:
     moments: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        _check_epochs_and_rate("distill", self.epochs, self.learning_rate)
-        if self.moments not in MOMENTS:
-            raise ValueError(f"distill: moments={self.moments!r}: allowed are {', '.join(map(repr, MOMENTS))}")
+        _check_tuning("distill", self)
 
 
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
 
 
-def parsed(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
-    """An option ``name`` as users give it: True, False, a number of epochs, or a mapping."""
+def _check_tuning(name: str, options: "Reconstruct | Distill") -> None:
+    check_whole(f"{name}: epochs", options.epochs)
+    check_number(f"{name}: learning_rate", options.learning_rate, "(0, 10]")
+    for key, value in vars(options).items():
+        if key in TUNING_CHOICES:
+            check_choice(f"{name}: {key}", value, TUNING_CHOICES[key])
+
+
+def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
+    """The option ``name`` as users write it: True, False, a number of epochs, or a mapping."""
     if value is None or value is False:
         return None
     if isinstance(value, (Reconstruct, Distill)):
         return value  # type: ignore[return-value]  # of the option's own class: a field of the config
-    if value is True:
-        return make()
     if isinstance(value, int):
-        return make(epochs=value)
+        return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={value!r}: give True, False, a number of epochs, or a mapping of its options")
     known = [option.name for option in fields(make)]  # type: ignore[arg-type]  # one of the two classes
@@ -155,16 +154,7 @@ def parsed(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
     return make(**value)
 
 
-def _check_epochs_and_rate(name: str, epochs: Any, learning_rate: Any) -> None:
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise ValueError(f"{name}: epochs={epochs!r}: must be a positive whole number")
-    if not is_number(learning_rate) or not 0 < learning_rate <= 10:
-        raise ValueError(f"{name}: learning_rate={learning_rate!r}: must be a number in (0, 10]")
-
-
 # config ---------------------------------------------------------------------------------------------------------------
-# Every option of `sparsify`, validated once, before any work.
-
 
 # option -> what it may be
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -172,32 +162,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "experts": ("pool", "all_tokens", "weight_only"),
     "allocation": ("uniform", "block", "owl", "search"),
 }
-AUTOCAST = ("bfloat16", "float16")
-COUNTS = ("max_batches", "num_samples", "seq_len", "batch_size", "min_tokens", "memory_limit")  # None or at least 1
+AUTOCAST = ("bfloat16", "float16", None)
+LEAST = {"refine": 0, "polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
-LEAST_BATCHES = 4  # of text, where something is tuned and nobody says how large batches are
-STEP_TOKENS = 1024  # about as many are in a step, where something is tuned
+LEAST_BATCHES = 4  # of text, if the model is tuned and the user gives no batch_size
+STEP_TOKENS = 1024  # about as many are in a step of the optimizer
 SELF = "self"  # as data: text that the model writes, all of it
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
-# what a report says of a run's options; those that follow only where the data is text
+# the options in a report; those of the second line only where the data is text
 REPORTED = (
-    *(
-        "replace",
-        "sequential",
-        "enforce",
-        "seed",
-        "count_padding",
-        "min_tokens",
-        "experts",
-        "memory_limit",
-        "self_data",
-        "quality",
-        "permute",
-    ),
-    *("update", "refine", "polish", "reconstruct", "distill", "allocation", "autocast", "deterministic"),
+    *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
+    *("self_data", "quality", "permute", "update", "refine", "polish", "reconstruct", "distill", "allocation"),
+    *("autocast", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 
@@ -322,8 +301,9 @@ class SparsifyConfig:
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
-        for check in (_check_types, _check_data, _check_steps):
-            check(self)
+        _check_types(self)
+        if (problem := next(_problems(self), None)) is not None:
+            raise ValueError(problem)
 
     @classmethod
     def make(
@@ -343,7 +323,7 @@ class SparsifyConfig:
             options["rules"] = options.pop(MODE_RULES)
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
-            # masks of the user's own settle which weights stay, and with them all that goes by pattern
+            # the user's own masks leave nothing to choose by pattern
             pattern = parse_pattern(options.get("pattern", DEFAULT_PATTERN)) if options.get("masks") is None else None
             options = {**quality.options_for(pattern), **options}
         known = cls.names()
@@ -359,17 +339,16 @@ class SparsifyConfig:
         return [option.name for option in fields(cls) if option.name != "options"]
 
     def explicit(self) -> dict[str, Any]:
-        """The options that the user said, the method's own among them; defaults leave the choice to ``quality``."""
+        """The options that the user gave, with the method's own; ``quality`` may choose the others."""
         passed: frozenset[str] = self.__dict__["_passed"]
-        if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all: those that are no defaults
+        if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all options
             default = SparsifyConfig()
             passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
         return {name: getattr(self, name) for name in self.names() if name in passed} | dict(self.options)
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
-        """Windows of text in a batch: ``batch_size``; or without one, on the CPU, as many as have about 2,048 tokens,
-        and on other devices 8. Where something is tuned it is as many as have about 1,024 tokens, a step, and there are
-        four batches or more, if there are as many windows: the last one is held back to judge by."""
+        """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on
+        other devices. A run that tunes takes about 1,024 tokens and at least four batches, the last of which judges."""
         if self.batch_size is not None:
             return self.batch_size
         if self.tunes:
@@ -377,12 +356,10 @@ class SparsifyConfig:
         return default_batch_size(seq_len, device)
 
     def settings(self) -> dict[str, Any]:
-        """What a report says of the options, as values of JSON: all that the result depends on, but for what to prune,
-        which each layer says by itself, and the data."""
-        names = (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))
-        values = {name: getattr(self, name) for name in names}
-        tuning = {"reconstruct": self.reconstruct, "distill": self.distill}
-        return {**values, **{name: options and asdict(options) for name, options in tuning.items()}}
+        """The options in a report, as values of JSON: all that the result depends on, without the data and without what
+        each layer's row says."""
+        values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
+        return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
 
     @property
     def holds_text(self) -> bool:
@@ -405,15 +382,15 @@ def is_data_set(text: str) -> bool:
     return DATA_SET.fullmatch(text) is not None and not text.endswith(FILES) and not Path(text).exists()
 
 
-# what the user writes -> what an option holds -------------------------------------------------------------------------
+# from what the user writes to what an option holds --------------------------------------------------------------------
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _times(name: str, value: Any) -> Any:
-    return TRUE_MEANS[name] if value is True else 0 if value is False or value is None else value
+def _times(name: str, value: Any) -> int:
+    if value is None or isinstance(value, bool):
+        return TRUE_MEANS[name] if value else 0
+    if not is_whole(value, 0):
+        raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
+    return value
 
 
 def _masks(value: Any) -> dict[str, torch.Tensor] | None:
@@ -458,8 +435,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rules": lambda value: parse_rules(value or ()),
     "refine": lambda value: _times("refine", value),
     "polish": lambda value: _times("polish", value),
-    "reconstruct": lambda value: parsed("reconstruct", Reconstruct, value),
-    "distill": lambda value: parsed("distill", Distill, value),
+    "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
+    "distill": lambda value: _parse_tuning("distill", Distill, value),
     "allocation": lambda value: "uniform" if value is None else value,
     "memory_limit": _bytes,
     "masks": _masks,
@@ -475,101 +452,72 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _check_types(config: SparsifyConfig) -> None:
-    for name, allowed in CHOICES.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
-    for name in COUNTS:
-        value = getattr(config, name)
-        if not _is_count(value, 1) and (value is not None or name == "min_tokens"):
-            raise ValueError(f"{name}={value!r}: must be a positive whole number")
-    if isinstance(config.seed, bool) or not isinstance(config.seed, int):
-        raise ValueError(f"seed={config.seed!r}: must be a whole number")
-    if config.self_data != "auto" and not _is_count(config.self_data, 0):
-        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, 0, or 'auto'")
-    for name in TRUE_MEANS:
-        if not _is_count(value := getattr(config, name), 0):
-            raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
-    if config.autocast not in (None, *AUTOCAST):
-        allowed = ", ".join(map(repr, (*AUTOCAST, None)))
-        raise ValueError(f"autocast={config.autocast!r}: allowed are {allowed} (the model's own precision)")
     for option in fields(config):
-        value = getattr(config, option.name)
-        may_be_open = option.type == bool | None and value is None
-        if option.type in (bool, bool | None) and not isinstance(value, bool) and not may_be_open:
-            raise ValueError(f"{option.name}={value!r}: must be True or False")
-
-
-def _check_data(config: SparsifyConfig) -> None:
-    sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
-    if len(sources) > 1:
-        raise ValueError(f"{' and '.join(sources)} are given: calibration takes one source of data, keep one")
-    if isinstance(config.data, str) and not is_data_set(config.data):
-        shown = repr(config.data) if len(config.data) <= 60 else "..."
-        raise TypeError(
-            f"data={shown} is a string, and no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a "
-            f"file, [{shown}] for text"
-        )
-    if config.writes_its_data and (config.processor is not None or not config.split_data):
-        other = "processor=" if config.processor is not None else "split_data=False"
-        raise ValueError(f"data='self' is text that the model writes, the same in all processes: leave {other} out")
-    needs_tokenizer = config.data is not None and not config.writes_its_data
-    if needs_tokenizer and config.tokenizer is None and config.processor is None:
-        raise ValueError("data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)")
-    if config.processor is not None and (config.data is None or config.tokenizer is not None):
-        raise ValueError(
-            "processor= makes the model's inputs of images, or of chats with images, in data=: give data=, and no "
-            "tokenizer=, which is for text alone"
-        )
-    if config.collect_func is not None and config.data_loader is None:
-        raise ValueError("collect_func turns batches of data_loader into inputs; give data_loader as well")
-    fisher = config.reconstruct is not None and config.reconstruct.metric == "fisher"
-    if fisher and config.forward_loop is not None:
-        raise ValueError(
-            "reconstruct's metric='fisher' calls the model itself, and a forward_loop does so in its own way: give "
-            "data= or data_loader=, or leave the metric out"
-        )
-    if config.max_batches is not None and config.forward_loop is not None:
-        raise ValueError("max_batches counts batches of data_loader or text; a forward_loop ends where it ends")
+        name, value = option.name, getattr(config, option.name)
+        if value is None and option.type in (int | None, bool | None):
+            continue
+        if option.type in (int, int | None):
+            check_whole(name, value, LEAST.get(name, 1))
+        if option.type in (bool, bool | None):
+            check_flag(name, value)
+    for name, allowed in CHOICES.items():
+        check_choice(name, getattr(config, name), allowed)
+    check_choice("autocast", config.autocast, AUTOCAST)
+    if config.self_data != "auto" and not is_whole(config.self_data, 0):
+        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         kind = type(config.data_loader).__name__
         raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
-    if config.distill is not None and config.forward_loop is not None:
-        raise ValueError(
-            "distill calls the model itself, and a forward_loop does so in its own way: give data= or data_loader=, or "
-            "leave distill out"
-        )
-    if config.self_data not in (0, "auto") and (config.forward_loop is not None or not config.split_data):
-        other = "forward_loop" if config.forward_loop is not None else "split_data=False"
-        raise ValueError(
-            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
-            "known: give data= or data_loader=, or leave self_data out"
-        )
     for name in ("collect_func", "forward_loop"):
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
+    if isinstance(config.data, str) and not config.writes_its_data and not is_data_set(config.data):
+        shown = repr(config.data) if len(config.data) <= 60 else "..."
+        raise TypeError(
+            f"data={shown} is no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a file, [{shown}] "
+            "for text"
+        )
 
 
-def _check_steps(config: SparsifyConfig) -> None:
+def _problems(config: SparsifyConfig) -> Iterator[str]:
+    """What is wrong with options that do not go together."""
+    sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
+    own, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
+    reconstruct, distill, masks = config.reconstruct, config.distill is not None, config.masks is not None
+    if len(sources) > 1:
+        yield f"{' and '.join(sources)} are given: calibration takes one source of data, keep one"
+    if own and (images or not config.split_data):
+        other = "processor=" if images else "split_data=False"
+        yield f"data='self' is text that the model writes, the same in all processes: leave {other} out"
+    if config.data is not None and not own and config.tokenizer is None and not images:
+        yield "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)"
+    if images and (config.data is None or config.tokenizer is not None):
+        yield "processor= makes the model's inputs of images, or of chats with images: give data=, and no tokenizer="
+    if config.collect_func is not None and config.data_loader is None:
+        yield "collect_func turns batches of data_loader into inputs; give data_loader as well"
+    if reconstruct is not None and reconstruct.metric == "fisher" and loop:
+        yield "metric='fisher' calls the model itself, and a forward_loop does so in its own way: give data= instead"
+    if distill and loop:
+        yield "distill calls the model itself: give data= or data_loader= instead of forward_loop, or leave distill out"
+    if config.max_batches is not None and loop:
+        yield "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
+    if config.self_data not in (0, "auto") and (loop or not config.split_data):
+        other = "forward_loop" if loop else "split_data=False"
+        yield (
+            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
+            "known: leave one of them out"
+        )
     changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
     if not config.update and changing:
-        raise ValueError(
-            f"update=False keeps the dense values, which {' and '.join(changing)} would change"
-            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
-            + "; leave one of them out, or use refine=True for a better mask"
-        )
-    if config.reconstruct is not None and config.sequential == "none":
-        raise ValueError(
-            "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or "
-            "'stage', or leave reconstruct out"
-        )
-    if config.distill is not None and not config.enforce:
-        raise ValueError(
-            "distill tunes sparse modules, which hold their masks, and enforce=False leaves none: leave it out, and "
-            "call export(model) after the run for plain modules with zeros"
-        )
-    if config.masks is not None and config.reconstruct is not None and config.reconstruct.masks == "move":
-        raise ValueError("masks= says which weights stay, and reconstruct's masks='move' would choose others")
+        what = " and ".join(changing) + ("" if config.quality is None else f" (set by quality={config.quality!r})")
+        yield f"update=False keeps the dense values, which {what} would change: leave one of them out"
+    if reconstruct is not None and config.sequential == "none":
+        yield "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or 'stage'"
+    if distill and not config.enforce:
+        yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
+    if masks and reconstruct is not None and reconstruct.masks == "move":
+        yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
     choosing = {"refine": config.refine, "permute": config.permute, "allocation": config.allocation != "uniform"}
-    if config.masks is not None and any(choosing.values()):
+    if masks and any(choosing.values()):
         names = " and ".join(name for name, wanted in choosing.items() if wanted)
-        raise ValueError(f"masks= says which weights stay, and {names} would choose others; leave one of them out")
+        yield f"masks= says which weights stay, and {names} would choose others; leave one of them out"

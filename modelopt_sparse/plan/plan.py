@@ -95,12 +95,11 @@ class Plan:
     layers: the layers that will be pruned (``LayerPlan``: name, type, shape, block, method, pattern, options, ...), in
       model order.
     skipped: the weights that stay dense (name, type, shape, reason), in model order.
-    memory: an upper bound of the memory beside the model, in bytes: what the bytes hold -> how many. What calibration
-      data takes is missing where its size is not known before.
+    memory: part -> bytes that a run takes at most beside the model, without calibration data of unknown size.
     stacks: the model's stacks of blocks.
-    notes: further sentences for the reader, such as that an option does not reach some of the layers.
-    streamed: an upper bound of the memory of `sparsify_checkpoint`, everything included, in bytes: place ("host", and
-      the device if it is another) -> what lies there -> how many. {} for a model that cannot be streamed.
+    notes: sentences for the reader, such as that an option does not reach some of the layers.
+    streamed: place ("host", and the device if it is another) -> part -> bytes that a run of `sparsify_checkpoint` takes
+      at most, the model included; {} for a model that cannot be streamed.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -141,7 +140,7 @@ class Plan:
 
     def to_json(self) -> str:
         """`as_dict` as indented JSON."""
-        return json.dumps(self.as_dict(), indent=2)
+        return json.dumps(self.as_dict(), indent=2, default=str)
 
     def __str__(self) -> str:
         return self.text()
@@ -170,14 +169,13 @@ class Plan:
         """The bytes as a table in MiB: where, what lies there, and the sum."""
         places = {"beside the model": self.memory}
         places |= {f"streaming, {place}": held for place, held in self.streamed.items()}
-        rows: list[tuple[str, str, float]] = []
+        rows: list[tuple[str, str, str]] = []
         for place, held in places.items():
-            parts = {**held, "in all": sum(held.values())}
-            start = len(rows)
-            rows += [("", name.replace("_", " "), size / 2**20) for name, size in parts.items()]
-            rows[start] = (place, *rows[start][1:])
-        width = max(len(f"{size:,.1f}") for _, _, size in rows)
-        return table(("memory, at most", "", "MiB".rjust(width)), [(*words, f"{n:{width},.1f}") for *words, n in rows])
+            for part, size in {**held, "in all": sum(held.values())}.items():
+                rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
+                place = ""  # said once
+        width = max(len(size) for _, _, size in rows)
+        return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 
 
 def _columns(layers: Sequence[LayerPlan]) -> list[Column]:
@@ -205,10 +203,8 @@ def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
 
 
 # identity -------------------------------------------------------------------------------------------------------------
-# What the result of a run depends on, in one place.
-#
-# Processes that make one model sparse together compare it before any work. A streaming run that goes on after it was
-# stopped compares it with what it was started with.
+# What the result of a run depends on: all processes must have it in common, and a run that goes on after it was stopped
+# must have what it was started with.
 
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -216,49 +212,34 @@ COMPARED = ("shape", "block", "recipe", "pattern", "options")  # of each layer
 DATA = ("data_loader", "forward_loop", "data")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Everything but the model's values and the calibration data. The code of a user's own method is known by its name
-    alone."""
-
-    layers: Mapping[str, Mapping[str, Any]]  # name -> the layer as the plan's JSON has it
-    settings: Mapping[str, Any]
-    masks: Mapping[str, str]  # of the user's own: parameter name -> SHA-256
-    versions: Mapping[str, str]
-
-    @classmethod
-    def of(cls, plan: Plan, config: SparsifyConfig) -> "Identity":
-        layers = {layer["name"]: layer for layer in plan.as_dict()["layers"]}
-        masks = {name: _hash(mask) for name, mask in (config.masks or {}).items()}
-        return cls(layers, config.settings(), masks, library_versions())
-
-    def started_with(self) -> dict[str, Any]:
-        """Name -> value, as ``started.json`` of a streaming run holds it."""
-        facts: dict[str, Any] = {}
-        for name, layer in self.layers.items():
-            options = "".join(f" {key}={value!r}" for key, value in layer["options"].items())
-            facts[f"layer {name}"] = f"{layer['recipe']} {layer['pattern']}{options}"
-        facts.update(self.settings)
-        facts.update({f"mask {name}": sha256 for name, sha256 in self.masks.items()})
-        return facts | {f"version of {name}": version for name, version in self.versions.items()}
+def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
+    """Name -> value of all but the model's values and the data, as ``started.json`` of a streaming run holds it. A
+    method of the user's own is known by its name, not by its code."""
+    facts: dict[str, Any] = {}
+    for layer in plan.as_dict()["layers"]:
+        options = "".join(f" {key}={value!r}" for key, value in layer["options"].items())
+        facts[f"layer {layer['name']}"] = f"{layer['recipe']} {layer['pattern']}{options}"
+    facts.update(config.settings())
+    facts.update({f"mask {name}": _hash(mask) for name, mask in (config.masks or {}).items()})
+    return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
     """Name -> value of what all processes must have in common, the coarse ones first: versions, plan, settings, type of
     device, and a checksum of each tensor of the model."""
-    identity = Identity.of(plan, config)
-    facts: dict[str, Any] = {f"the version of {name}": value for name, value in identity.versions.items()}
+    planned = plan.as_dict()
+    facts: dict[str, Any] = {f"the version of {name}": value for name, value in library_versions().items()}
     facts["the class of the model"] = type(model).__name__
-    facts["the layers to prune"] = list(identity.layers)
-    for name, layer in identity.layers.items():
-        facts.update({f"the {key} of layer {name!r}": str(layer[key]) for key in COMPARED})
-    facts["what stays dense"] = json.dumps(plan.as_dict()["skipped"], default=str)
-    facts.update({f"option {name!r}": str(value) for name, value in identity.settings.items()})
+    facts["the layers to prune"] = [layer["name"] for layer in planned["layers"]]
+    for layer in planned["layers"]:
+        facts.update({f"the {key} of layer {layer['name']!r}": str(layer[key]) for key in COMPARED})
+    facts["what stays dense"] = json.dumps(planned["skipped"], default=str)
+    facts.update({f"option {name!r}": str(value) for name, value in config.settings().items()})
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
     facts.update({f"option {name!r}": str(getattr(config, name)) for name in ("split_data", "max_batches")})
     types = sorted({parameter.device.type for parameter in model.parameters()})
     facts["the kind of device"] = config.device.type if config.device is not None else types
-    facts.update({f"masks[{name!r}]": sha256 for name, sha256 in identity.masks.items()})
+    facts.update({f"masks[{name!r}]": _hash(mask) for name, mask in (config.masks or {}).items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             facts[f"parameter {f'{path}.{name}'.removeprefix('.')!r}"] = checksum(stored(module, name))

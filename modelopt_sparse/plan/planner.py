@@ -1,8 +1,7 @@
-"""Making the plan: options, rules and shapes decide on each layer. What could not work is refused here, before work."""
+"""Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
-import difflib
-import fnmatch
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -28,13 +27,11 @@ from modelopt_sparse.model.layers import (
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.memory import estimated, experts_at_once
-from modelopt_sparse.plan.names import MODE_RULES, Rule, class_rules, parse_mode
+from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.reports.fold import nearest, unknown_option
 from modelopt_sparse.reports.report import Skipped
-
-# planner --------------------------------------------------------------------------------------------------------------
 
 
 def make_plan(
@@ -45,11 +42,8 @@ def make_plan(
 ) -> Plan:
     """The plan of ``sparsify(model, method, config, **options)``. The model is not changed, and may be on meta.
 
-    Raises ValueError for anything that could not work:
-
-    - unknown names and options, and globs that match nothing;
-    - a pattern that fits no layer, or that does not fit a layer named in full;
-    - weights that are not floating point.
+    Raises ValueError for what cannot work: unknown names and options, globs that match nothing, patterns that do not
+    fit, weights that are not floating point.
     """
     return plan_for(unwrapped(model), *resolve(method, config, options))
 
@@ -61,7 +55,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     refuse_longer_windows(model, config.seq_len)
     refuse_wrapped_parts(model, "pruned")
     layers, others = find_layers(model)
-    _check_globs(model, layers, others, config)
+    _check_names(model, layers, others, config)
     holders = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
     stacks = find_stacks(model, holders)
     block_of = {
@@ -84,16 +78,14 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
-        layer_method, pattern, layer_options = outcome
+        layer_method, pattern, _ = outcome
         steps = _steps(layer, layer_method, block, config)
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
         if needs == "nothing" and config.permute and isinstance(pattern, NM):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
-        layer_plan = LayerPlan(
-            layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
-        )
-        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config), within_mask=within_mask))
+        layer_plan = LayerPlan(layer.name, kind, shape, block, *outcome, needs, steps, layer, within_mask=within_mask)
+        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
     # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
@@ -103,45 +95,34 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
 
 
-def _check_globs(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
+def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
     """Raise ValueError for a glob that matches no layer, and for a mask that belongs to none.
 
     A glob that leaves layers dense may also match a weight that is never pruned: a tied output head, for example.
     """
-    names = [layer.name for layer in layers]
+    kind = f"of this {type(model).__name__}"
     parameters = [layer.parameter_name for layer in layers]
-    if strange := [name for name in config.masks or {} if name not in parameters]:
-        raise ValueError(
-            f"masks[{strange[0]!r}] belongs to no prunable parameter of this {type(model).__name__}"
-            f"{nearest(strange[0], parameters)}"
-        )
-    never_pruned = [name for other in others for name in other.names]
+    for name in config.masks or ():
+        if name not in parameters:
+            raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{nearest(name, parameters)}")
+    names = [layer.name for layer in layers]
+    never_pruned = {name: other.reason for other in others for name in other.names}
     rules = [rule for rule in config.rules if rule.type_name is None]
     to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
     to_leave = [*config.exclude, *(rule.glob for rule in rules if rule.options is None)]
-    for glob in [*to_prune, *to_leave]:
-        if fnmatch.filter(names, glob) or (glob in to_leave and fnmatch.filter(never_pruned, glob)):
-            continue
-        reasons = sorted({other.reason for other in others if fnmatch.filter(other.names, glob)})
-        close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3)
-        raise ValueError(
-            f"{glob!r} matches no prunable layer of this {type(model).__name__}"
-            + (f", only weights that stay dense: {'; '.join(reasons)}" if reasons else "")
-            + f"; names look like {', '.join(close or names[:3]) or '(there is no prunable layer)'}"
-        )
+    check_globs(to_prune, names, f"prunable layer {kind}", never_pruned)
+    check_globs(to_leave, [*names, *never_pruned], f"prunable layer {kind}")
 
 
 def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]) -> str:
-    """Why a weight that is no layer stays dense.
-
-    The classes that hold a quantized model's codes have no adapter: then the reason is that the model is quantized.
-    """
-    if other.reason.startswith("no adapter") and other.module in protected:
-        return protected[other.module]
-    codes = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
-    if codes and other.reason.startswith("no adapter"):
-        return f"{codes_in(model)}: load the model dequantized to prune it"
-    return other.reason
+    """Why a weight that is no layer stays dense: for want of an adapter, unless it is protected or holds codes."""
+    if not other.reason.startswith("no adapter"):
+        return other.reason
+    if any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False)):
+        reason = f"{codes_in(model)}: load the model dequantized to prune it"
+    else:
+        reason = other.reason
+    return protected.get(other.module, reason)
 
 
 def _decide(
@@ -155,16 +136,15 @@ def _decide(
 ) -> str | tuple[Method, Pattern, dict[str, Any]]:
     """A layer's method, pattern and options; or, as a string, why it stays dense.
 
-    ``protected`` is the reason why it stays dense unless it is named in full, if there is one.
+    ``protected``: why it stays dense unless it is named in full; None: it does not.
     """
-    for glob in config.exclude:
-        if fnmatch.fnmatchcase(layer.name, glob):
-            return f"excluded by {glob!r}"
+    if (glob := first_match(layer.name, config.exclude)) is not None:
+        return f"excluded by {glob!r}"
     rule = next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
     if rule.options is None:
         return f"left dense by rule {rule.glob!r}"
     in_full = layer.name in (rule.glob, *(config.include or ()))
-    included = in_full or any(fnmatch.fnmatchcase(layer.name, glob) for glob in config.include or ())
+    included = in_full or first_match(layer.name, config.include or ()) is not None
     if config.include is not None and not included:
         return "not in include"
     if protected and not in_full:
@@ -180,11 +160,11 @@ def _decide(
         layer_method, pattern = outcome
 
     if holds_codes(layer.parameter):
-        dtype, cls = layer.parameter.dtype, type(layer.parameter)
-        what = cls.__name__ if dtype in FLOATS else str(dtype)
+        dtype = layer.parameter.dtype
+        what = type(layer.parameter).__name__ if dtype in FLOATS else dtype
         raise ValueError(
             f"layer {layer.name!r} holds {what} codes, this {type(model).__name__} is {codes_in(model)}: load the "
-            "model dequantized, exclude the layer, or sparsify first, call export, and quantize after"
+            "model dequantized, or exclude the layer"
         )
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
@@ -197,34 +177,30 @@ def _decide(
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if masks that layers carry, and whose zeros stay, have more of them than the patterns ask for:
     each for itself, or all together where ``allocation`` shares the zeros out."""
-    levels: dict[str, tuple[int, int, int, Pattern]] = {}
+    zeros, wanted, sizes = Counter[str](), Counter[str](), Counter[str]()
+    patterns: dict[str, Pattern] = {}
     for layer_plan in planned:
-        mask, pattern, size = _present_mask(layer_plan.layer, config), layer_plan.pattern, layer_plan.size
+        pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
         shared = config.allocation != "uniform" and isinstance(pattern, Unstructured)
         what = "the unstructured layers of the plan" if shared else f"layer {layer_plan.name!r}"
-        zeros, wanted, together, _ = levels.get(what, (0, 0, 0, pattern))
-        zeros += 0 if mask is None else int((~mask).sum())
-        levels[what] = (zeros, wanted + _most_zeros(layer_plan), together + size, pattern)
-    for what, (zeros, wanted, size, pattern) in levels.items():
-        if zeros > wanted:
+        mask = _present_mask(layer_plan.layer, config)
+        zeros[what] += 0 if mask is None else int((~mask).sum())
+        if isinstance(pattern, NM):
+            wanted[what] += pattern.zeros_in(layer_plan.shape)
+        else:  # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
+            wanted[what] += layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+        sizes[what] += layer_plan.size
+        patterns[what] = pattern
+    for what, size in sizes.items():
+        if zeros[what] > wanted[what]:
             raise ValueError(
-                f"{what}: {zeros / size:.2%} zeros in the present mask, and pattern {pattern} has {wanted / size:.2%}; "
-                "pruned weights stay pruned: give a pattern with at least as many zeros, or replace=True, which drops "
-                "the mask and solves the layer as a dense one"
+                f"{what}: {zeros[what] / size:.2%} zeros in the present mask, and pattern {patterns[what]} has "
+                f"{wanted[what] / size:.2%}: give one with as many or more, or replace=True, which drops the mask"
             )
 
 
-def _most_zeros(layer_plan: LayerPlan) -> int:
-    """The zeros of a layer at the level of its pattern, whatever the scope, and however counts are rounded there: 50%
-    of each row may be more than 50% of the matrix."""
-    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
-    if isinstance(pattern, NM):
-        return pattern.zeros_in(layer_plan.shape)
-    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
-
-
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
-    """The mask that a layer carries, if its zeros stay and it can be looked at (not on the meta device)."""
+    """The mask that a layer carries, if its zeros stay and its values are there (not on the meta device)."""
     mask = None if config.replace else layer.mask
     return None if mask is None or mask.is_meta else mask
 
@@ -239,42 +215,32 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
     for key in rule_options:
         if key not in layer_method.options:
-            allowed = sorted(["method", "pattern", *layer_method.options])
-            raise ValueError(
-                f"rule {rule.glob!r}: option {key!r} is not known{nearest(key, allowed)}; "
-                f"allowed with method {layer_method.name!r} are {', '.join(allowed)}"
-            )
+            unknown = unknown_option(key, ["method", "pattern", *layer_method.options])
+            raise ValueError(f"rule {rule.glob!r} with method {layer_method.name!r}: {unknown}")
     layer_method.check(options)
     return layer_method, pattern, options
 
 
 def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:
     """The user's mask of a layer, as a method, and the pattern of the mask; or, as a string, why it stays dense."""
-    mask = (config.masks or {}).get(layer.parameter_name)
+    mask, named = (config.masks or {}).get(layer.parameter_name), f"masks[{layer.parameter_name!r}]"
     if mask is None:
         return "no mask given"
     if mask.shape != layer.parameter.shape:
-        raise ValueError(
-            f"masks[{layer.parameter_name!r}] has shape {list(mask.shape)}: it must be that of the parameter, "
-            f"{list(layer.parameter.shape)}"
-        )
+        shape = list(layer.parameter.shape)
+        raise ValueError(f"{named} has shape {list(mask.shape)}: it must be that of the parameter, {shape}")
     if reason := pattern.misfit(layer.columns(mask)):
-        raise ValueError(f"masks[{layer.parameter_name!r}]: {reason}")
+        raise ValueError(f"{named}: {reason}")
     matrix = layer.matrix(mask)
     if isinstance(pattern, Unstructured):  # the mask may have any number of zeros, anywhere
-        zeros = int((~matrix).sum())
-        pattern = Unstructured(zeros / matrix.numel(), "matrix")
+        pattern = Unstructured(int((~matrix).sum()) / matrix.numel(), "matrix")
     present = _present_mask(layer, config)
     within = pattern if present is None else replace(pattern, within=present.to(matrix.device))
     if regrown := within.count_regrown(matrix):
-        raise ValueError(
-            f"masks[{layer.parameter_name!r}] keeps {regrown} weights that the layer's present mask prunes: leave them "
-            "pruned, or give replace=True, which drops that mask"
-        )
+        raise ValueError(f"{named} keeps {regrown} weights that the present mask prunes: replace=True drops that mask")
     if wrong := within.count_kept_wrong(matrix):
         raise ValueError(
-            f"masks[{layer.parameter_name!r}] breaks pattern {pattern} in {wrong} places; give the pattern that it "
-            "has (any pruned fraction, such as 0.5, if it has no N:M)"
+            f"{named} breaks pattern {pattern} in {wrong} places; give the pattern that it has, or 0.5 for any"
         )
     return GivenMask(matrix), pattern
 
@@ -283,8 +249,8 @@ def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConf
     """The steps that follow the method for one layer, in order."""
     if config.refine and config.update and method.updates:
         raise ValueError(
-            f"layer {layer.name!r}: refine swaps weights at their dense values, and method {method.name!r} changes "
-            "them; add update=False to keep the dense values, or use polish instead"
+            f"layer {layer.name!r}: refine needs dense values, and method {method.name!r} changes them; add "
+            "update=False, or use polish instead"
         )
     wanted = {
         "dense-values": method.updates and not config.update,
@@ -305,17 +271,16 @@ def _check_planned(
         if quantization_of(getattr(model, "config", None)) is not None:
             reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    if config.allocation != "uniform" and not any(
-        isinstance(layer_plan.pattern, Unstructured) for layer_plan in planned
-    ):
+    patterns = {type(layer_plan.pattern) for layer_plan in planned}
+    if config.allocation != "uniform" and Unstructured not in patterns:
         raise ValueError(
-            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer of the plan "
-            f"has one: give a pattern such as 0.5, or leave allocation out"
+            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer has one: "
+            "give a pattern such as 0.5, or leave allocation out"
         )
-    if config.permute and not any(isinstance(layer_plan.pattern, NM) for layer_plan in planned):
+    if config.permute and NM not in patterns:
         raise ValueError(
-            "permute puts channels into better groups for N:M patterns, and no layer of the plan has one: give a "
-            "pattern such as '2:4', or leave permute out"
+            "permute puts channels into better groups for N:M patterns, and no layer has one: give a pattern such as "
+            "'2:4', or leave permute out"
         )
     for layer_plan in planned:
         adapter = layer_plan.layer.adapter
@@ -323,7 +288,7 @@ def _check_planned(
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             raise ValueError(
                 f"layer {layer_plan.name!r}: {layer_plan.type} is given nothing but the rows that are routed to it, so "
-                "that experts='all_tokens' cannot be told: use 'pool' or 'weight_only', or exclude it"
+                "experts='all_tokens' cannot be computed: use 'pool' or 'weight_only', or exclude it"
             )
 
 
@@ -341,8 +306,7 @@ def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# resolve --------------------------------------------------------------------------------------------------------------
-# From what the user said to a method and validated options.
+# from what the user gave to a method and checked options --------------------------------------------------------------
 
 
 DEFAULT_METHOD = "sparsegpt"
@@ -351,7 +315,7 @@ DEFAULT_METHOD = "sparsegpt"
 def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
-    """What the user said -> the method and the validated config. Without a method, ``masks`` or ``quality`` choose."""
+    """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose."""
     whole = config.explicit() if isinstance(config, SparsifyConfig) else config if isinstance(config, Mapping) else {}
     masks, quality = (options.get(key, whole.get(key)) for key in ("masks", "quality"))
     if masks is not None:
@@ -365,8 +329,7 @@ def resolve(
 
 
 def distributed_in(config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Any:
-    """The option ``distributed``, before anything else is looked at: what is wrong with the rest in one process has to
-    be heard by the others."""
+    """The option ``distributed``, read before all others: processes tell each other what is wrong with those."""
     whole = {"distributed": config.distributed} if isinstance(config, SparsifyConfig) else config
     return options.get("distributed", whole.get("distributed") if isinstance(whole, Mapping) else None)
 
@@ -380,18 +343,16 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
     if isinstance(method, list):
         if len(method) != 1:
             raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
-        name, mode_config = (method[0], None) if isinstance(method[0], str) else parse_mode(method[0])
-        resolved, config = resolve_method(name, config)
-        if not mode_config:
-            return resolved, config
-        if config is not None and not isinstance(config, Mapping):
-            kind = type(config).__name__
-            raise TypeError(f"a mode list with class rules goes with a mapping as config, not with a {kind}")
-        return resolved, {**(config or {}), MODE_RULES: class_rules(mode_config)}
-    if isinstance(method, str):
-        name = ALIASES.get(method, method)
-        if name in METHODS:
-            return METHODS[name], config
+        name, rules = parse_mode(method[0])
+        if rules and not isinstance(config, Mapping | None):
+            raise TypeError(
+                f"a mode list with class rules goes with a mapping as config, not with a {type(config).__name__}"
+            )
+        return resolve_method(name, {**(config or {}), MODE_RULES: class_rules(rules)} if rules else config)
+    if not isinstance(method, str):
+        raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
+    name = ALIASES.get(method, method)
+    if name not in METHODS:
         allowed = [*METHODS, *ALIASES]
         raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
-    raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
+    return METHODS[name], config

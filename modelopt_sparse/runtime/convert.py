@@ -19,7 +19,8 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.fold import by_reason, first_few, nearest, table, unknown_option
+from modelopt_sparse.plan.names import check_globs
+from modelopt_sparse.reports.fold import by_reason, first_few, table, unknown_option
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
@@ -431,9 +432,7 @@ def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_o
 def _check_asked_for(model: nn.Module, layers: Sequence[LayerSpeed], settings: Settings) -> None:
     """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
     names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
-    for glob in [*(settings.include or ()), *settings.exclude]:
-        if not fnmatch.filter(names, glob):
-            raise ValueError(f"{glob!r} matches no layer of this {type(model).__name__}{nearest(glob, names)}")
+    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
     refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
     if refused:
         raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")

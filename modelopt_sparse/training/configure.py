@@ -32,11 +32,11 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import is_fully_sharded
 from modelopt_sparse.model.masking import SUFFIX
 from modelopt_sparse.model.wrappers import unwrapped
-from modelopt_sparse.plan.names import read_yaml
 from modelopt_sparse.reports.fold import nearest
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.values import read_yaml
 
 # configure ------------------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,10 @@ from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import dense_class, refuse_what_cannot_be_sparse
+from modelopt_sparse.plan.names import check_globs
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Column, by_reason, first_few, nearest, paragraph, rows_of
+from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training import updates as rules
 
@@ -289,12 +290,8 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> Pl
 def _check_globs(model: nn.Module, weights: Sequence[Weight], members: Sequence[tuple[Filter, Any]]) -> None:
     names = [weight.name for weight in weights]
     for include, algorithm in members:
-        for glob in (*include.globs, *(algorithm.exclude if algorithm is not None else ())):
-            if not fnmatch.filter(names, glob):
-                raise ValueError(
-                    f"{glob!r} matches no parameter of this {type(model).__name__}{nearest(glob, names)}; names look "
-                    f"like {', '.join(names[:3])}"
-                )
+        globs = (*include.globs, *(algorithm.exclude if algorithm is not None else ()))
+        check_globs(globs, names, f"parameter of this {type(model).__name__}")
         if include.regexes and not any(include.matches(name) for name in names):
             raise ValueError(
                 f"{include} matches no parameter of this {type(model).__name__}; names look like {', '.join(names[:3])}"

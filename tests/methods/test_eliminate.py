@@ -22,7 +22,7 @@ from modelopt_sparse.methods import sweep_triton as eliminate_triton
 
 INTERPRETED = not torch.cuda.is_available()
 SPARSEGPT = METHODS["sparsegpt"]
-PATTERNS = ["2:4", "4:8", "1:4", "3:4", "1:3", "5:16", "1:1", "50% per row", "70% per row", "50% per matrix", "29%"]
+PATTERNS = ["2:4", "4:8", "1:4", "1:3", "5:16", "1:1", "50% per row", "29%"]
 
 
 @pytest.fixture(
@@ -84,7 +84,7 @@ def test_the_kernel_is_the_torch_path(pattern, device):
 @pytest.mark.parametrize(
     ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((1,), (1,))], ids=["shared", "own", "two", "one"]
 )
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per matrix"])
 def test_stacks_share_a_factor_or_have_their_own(pattern, lead, own, device):
     current, inverse, spelled = torch.randn(*lead, 5, 16), factor(16, *own), parse_pattern(pattern)
     pruned, mask = fused(current, inverse, spelled, device)
@@ -235,7 +235,7 @@ def one_at_a_time(weight: Tensor, gram: Tensor, pattern: Pattern, block_size: in
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "50% per row", "50% per matrix", "70% per matrix"])
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "50% per row", "70% per matrix"])
 def test_solving_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, block_size, through_kernel):
     """40 columns: with blocks of 16 the last one is short."""
     inputs, spelled = correlated_inputs(160, 40), parse_pattern(pattern)
@@ -247,7 +247,7 @@ def test_solving_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, bl
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared factor", "own factors"])
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
+@pytest.mark.parametrize("pattern", ["2:4", "50% per matrix"])
 def test_a_stack_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, shared, through_kernel):
     spelled, weight = parse_pattern(pattern), torch.randn(3, 5, 24, dtype=torch.float64)
     inputs = [correlated_inputs(96, 24, seed=0 if shared else i) for i in range(3)]
@@ -322,23 +322,11 @@ def test_the_widest_block_of_the_kernel(device):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-WITHOUT_KERNEL = """
-import sys
-sys.modules["triton"] = None  # every import of it fails
-import torch
-from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.methods.patterns import NM
-sparsegpt = METHODS["sparsegpt"]
-state = sparsegpt.prepare(Stats(8, torch.ones(8), torch.eye(8)), sparsegpt.options)
-sparsegpt.solve(torch.randn(4, 8), state, NM(2, 4), sparsegpt.options)
-assert "modelopt_sparse.methods.sweep_triton" not in sys.modules
-"""
-
-
-def test_the_cpu_needs_no_triton():
-    done = run_python("-c", WITHOUT_KERNEL)
-    assert done.returncode == 0, done.stderr
+def test_the_cpu_needs_no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # every import of it fails
+    monkeypatch.delitem(sys.modules, "modelopt_sparse.methods.sweep_triton")
+    solve(torch.randn(4, 8), torch.eye(8), NM(2, 4), "cpu")
+    assert "modelopt_sparse.methods.sweep_triton" not in sys.modules
 
 
 # compiled, without a GPU ---------------------------------------------------------------------------------------------
@@ -352,7 +340,7 @@ from modelopt_sparse.methods.sweep_triton import TILE, _sweep
 kinds = dict.fromkeys(("current", "inverse", "pruned"), "*fp32") | {"flags": "*u8"}
 kinds |= dict.fromkeys(("rows", "columns", "tiles", "factor_size"), "i32")
 kinds |= dict.fromkeys("KEPT M T G S".split(), "constexpr")
-for capability, kept, m, slots, groups in ((80, 2, 4, 4, 32), (90, 2, 4, 4, 32), (90, 4, 8, 8, 16), (90, 0, 8, 8, 16)):
+for capability, kept, m, slots, groups in ((80, 2, 4, 4, 32), (90, 4, 8, 8, 16), (90, 0, 8, 8, 16)):
     sizes = {"KEPT": kept, "M": m, "T": TILE // (slots * groups), "G": groups, "S": slots}
     found = triton.compile(ASTSource(_sweep, kinds, sizes), target=GPUTarget("cuda", capability, 32))
     code = found.asm["ptx"]

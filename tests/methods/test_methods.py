@@ -49,8 +49,6 @@ SHAPES = {
 }
 every_method = pytest.mark.parametrize("name", METHOD_CASES)
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 @functools.cache
@@ -83,10 +81,18 @@ def test_every_registered_method_goes_through_the_contract():
         assert options == METHODS[name].options
 
 
+# every shape with every pattern; in half precision every pattern for one shape, and one pattern for every shape
+CONTRACT = [
+    (pattern, dtype, shape)
+    for pattern in PATTERNS
+    for dtype in DTYPES
+    for shape in SHAPES
+    if dtype == torch.float32 or pattern == "2:4" or shape == "matrix"
+]
+
+
 @every_method
-@every_pattern
-@every_dtype
-@every_shape
+@pytest.mark.parametrize(("pattern", "dtype", "shape"), CONTRACT)
 def test_contract(name, pattern, dtype, shape):
     """Exact counts, +0.0 where the mask is False, same shape, dtype and device, inputs untouched, the same again."""
     method, (options, mask_only) = METHODS[name], METHOD_CASES[name]
@@ -131,7 +137,7 @@ def test_contract(name, pattern, dtype, shape):
 
 @every_method
 @every_pattern
-@pytest.mark.parametrize("shape", ["matrix", "one row", "stack", "dead channels"])
+@pytest.mark.parametrize("shape", ["matrix", "stack", "dead channels"])
 def test_scaling_the_weight_by_two_scales_the_solution(name, pattern, shape):
     exact, inputs = weight_and_inputs(shape)
     weight, stats = exact.float(), sums(inputs)
@@ -165,7 +171,7 @@ def test_stacked_matrices_are_solved_as_if_each_were_alone(name, pattern, shape)
 
 
 @every_method
-@every_pattern
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
 @pytest.mark.parametrize("shape", ["matrix", "more than one block", "stack", "stack with one input", "dead channels"])
 def test_the_error_is_that_of_the_output_on_the_inputs_themselves(name, pattern, shape):
     exact, inputs = weight_and_inputs(shape)
@@ -238,7 +244,7 @@ def test_ria_scores_rows_and_columns_of_zeros_as_zero():
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, "0.5", None, True, float("nan")])
 def test_ria_refuses_a_power_that_makes_no_sense(alpha):
-    with pytest.raises(ValueError, match=r"option alpha=.* of ria: .* number in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"ria: alpha=.*: must be a number in \[0, 1\]"):
         METHODS["ria"].check({"alpha": alpha})
 
 

@@ -22,7 +22,7 @@ def polished(weight: Tensor, stats: Stats, solution: Solution) -> Solution:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_values_are_within_two_percent_of_the_optimum_on_the_mask(name, pattern, seed):
     weight, stats = problem(seed)
     solution = polished(weight, stats, solved(name, weight, stats, pattern))
@@ -146,7 +146,7 @@ def test_inputs_are_left_untouched():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sparsify_polishes_any_method_and_reports_both_errors(method):
-    plain, better = tiny_llama(), tiny_llama()
+    plain, better = (tiny_llama(num_hidden_layers=1) for _ in range(2))
     mts.sparsify(plain, method, data_loader=token_batches(), sequential="none")
     mts.sparsify(better, method, data_loader=token_batches(), sequential="none", polish=True)
     masks = dict(mts.named_masks(plain))

@@ -52,9 +52,8 @@ def expected_nm(n: int, m: int, damping: float) -> tuple[Tensor, Tensor]:
     return reference.sparsegpt(weight, inputs.mT @ inputs, nm=(n, m), damping=damping)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("damping", "block_size"), [*((0.01, size) for size in BLOCK_SIZES), (0.3, 16)])
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"])
-@pytest.mark.parametrize("damping", [0.01, 0.3])
 def test_nm_agrees_with_one_weight_at_a_time_whatever_the_block_size(pattern, block_size, damping):
     weight, inputs = problem(5, 48)
     nm = parse_pattern(pattern)
@@ -222,11 +221,11 @@ def test_one_bad_matrix_of_a_stack_is_seen():
 
 @pytest.mark.parametrize("damping", [0, -0.1, 1.5, "1e-2", None, True, float("nan")])
 def test_damping_is_a_number_above_zero_and_at_most_one(damping):
-    with pytest.raises(ValueError, match=r"option damping=.* of sparsegpt: must be a number in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"sparsegpt: damping=.*: must be a number in \(0, 1\]"):
         SPARSEGPT.check({"damping": damping, "block_size": 128})
 
 
 @pytest.mark.parametrize("block_size", [0, -8, 12.5, "128", None, True])
 def test_block_size_is_a_positive_number_of_columns(block_size):
-    with pytest.raises(ValueError, match=r"option block_size=.* of sparsegpt: a positive whole number of columns"):
+    with pytest.raises(ValueError, match=r"sparsegpt: block_size=.*: must be a positive whole number"):
         SPARSEGPT.check({"damping": 0.01, "block_size": block_size})

@@ -1,0 +1,74 @@
+"""The values of options: a reader of YAML 1.2, and checks that name the option and say what is allowed."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+# checks ---------------------------------------------------------------------------------------------------------------
+
+
+def is_whole(value: object, least: int | None = None) -> bool:
+    """Whether a value is a whole number of at least ``least``. True and False are no numbers here."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float. True and False are no numbers here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: Any, least: int | None = 1) -> None:
+    """Raise ValueError unless the option ``name`` is a whole number of at least ``least``."""
+    if not is_whole(value, least):
+        kinds = {None: "a whole number", 1: "a positive whole number"}
+        raise ValueError(f"{name}={value!r}: must be {kinds.get(least, f'a whole number of at least {least}')}")
+
+
+def check_number(name: str, value: Any, interval: str) -> None:
+    """Raise ValueError unless the option ``name`` is a number in an interval, such as "(0, 1]"."""
+    low, high = map(float, interval[1:-1].split(","))
+    left_out = [end for end, bracket in ((low, "("), (high, ")")) if bracket in interval]
+    if not is_number(value) or not low <= value <= high or value in left_out:
+        raise ValueError(f"{name}={value!r}: must be a number in {interval}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ValueError unless the option ``name`` is one of the values."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless the option ``name`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+
+class Yaml(yaml.SafeLoader):
+    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string."""
+
+    yaml_implicit_resolvers = {}  # empty, not those of the base class; filled below
+
+
+for _tag, _plain in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}.items():
+    Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text. Raises ValueError if it is no YAML; ``where`` says in the message where it stands."""
+    try:
+        return yaml.load(text, Yaml)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be options") from None

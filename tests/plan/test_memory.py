@@ -1,0 +1,170 @@
+"""The estimate of a run's memory: against hand computations, and against what solvers hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import make_plan
+from tests.helpers import LiveBytes, tiny_llama
+
+pytestmark = pytest.mark.core
+
+LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+ALL = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
+
+
+def names(plan: Plan) -> list[str]:
+    return [item.name for item in plan.layers]
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {item.name: item.reason for item in plan.skipped}
+
+
+def untied(**changes):
+    return tiny_llama(tie_word_embeddings=False, **changes)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    eos_token_id = None
+
+
+def test_memory_figures_agree_with_a_hand_computation():
+    # 32 wide: q, k, v, o, gate and up have 32 inputs, down has 64; statistics are float32
+    grams = 4 * (6 * 32 * 32 + 64 * 64)
+    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+    down = 4 * (10 * 32 * 64 + 4 * 64 * 64)  # the largest workspace: ten numbers per weight, four Gram matrices
+    text = {"data": ["some text"], "tokenizer": Tokenizer(), "num_samples": 5}
+    plan = make_plan(untied(), "sparsegpt", text)
+    assert plan.memory == {
+        "statistics_of_one_block": grams,
+        "solver_workspace": down,
+        "masks": weights,
+        "cached_activations": 5 * 64 * 32 * 4,  # windows of the model's 64 positions
+    }
+    halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
+    assert halved.memory == {
+        "statistics_of_one_block": grams,
+        "solver_workspace": down,
+        "cached_activations": 5 * 10 * 32 * 2,
+    }
+    dense = make_plan(untied(), "sparsegpt", text, sequential="none")  # a block's inputs and outputs
+    assert dense.memory["cached_activations"] == 2 * 5 * 64 * 32 * 4
+    wanda = make_plan(untied(), "wanda")
+    assert wanda.memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
+    assert make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0
+    assert "cached_activations" not in make_plan(untied(), "magnitude", text).memory
+
+
+def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
+    attention = nn.MultiheadAttention(8, 2)
+    plan = make_plan(attention, "sparsegpt")
+    assert plan.memory["statistics_of_one_block"] == 4 * (3 * 8 * 8 + 8 * 8)
+
+    model = nn.ModuleDict(
+        {
+            "a": nn.Linear(8, 8),
+            "b": nn.Linear(12, 8),
+            "layers": nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]),
+        }
+    )
+    plan = make_plan(model, "sparsegpt", include=["a", "b"])
+    assert plan.memory["statistics_of_one_block"] == 4 * 12 * 12  # one at a time
+
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    assert make_plan(tied, "magnitude").memory["masks"] == 2 * 64
+
+
+def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
+    """32 wide, 2 blocks: q and o 32 x 32, k and v 16 x 32, gate and up 64 x 32, down 32 x 64, and two norms."""
+    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    block = 2 * (matrices + 2 * 32)  # bfloat16
+    outside = 2 * (2 * 97 * 32 + 32 + 2 * 4)  # embedding, head, last norm; two buffers of 4 rotary frequencies
+    grams, solver = 4 * (6 * 32 * 32 + 64 * 64), 4 * (10 * 32 * 64 + 4 * 64 * 64)
+    data = {"num_samples": 5, "seq_len": 10}
+    model = untied().bfloat16()
+    held = {
+        "outside_of_the_blocks": outside,
+        "one_block_twice": 2 * block,
+        "masks_of_one_block": matrices,
+        "activations": 5 * 10 * 32 * 2,
+    }
+    solving = {"statistics_of_one_block": grams, "workspace": solver}
+    assert make_plan(model, "sparsegpt", data).streamed == {"host": held | solving}
+    on_gpu = make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
+    assert on_gpu.streamed == {
+        "host": held | {"masks_of_one_block": 0},
+        "cuda:1": {"one_block": block, "masks_of_one_block": 0, "activations": held["activations"], **solving},
+    }
+    assert on_gpu.as_dict()["streamed_memory_bytes"] == on_gpu.streamed
+
+
+def test_memory_is_a_table_with_sums():
+    memory = {"statistics_of_one_block": 3 * 2**20, "masks": 2000 * 2**20}
+    streamed = {"host": {"one_block": 2**19}, "cuda:1": {"workspace": 2**20 // 4, "masks": 0}}
+    plan = replace(make_plan(untied(), "sparsegpt"), memory=memory, streamed=streamed)
+    assert str(plan).split("\n\n")[-1].splitlines() == [
+        "memory, at most                                 MiB",
+        "-----------------  -----------------------  -------",
+        "beside the model   statistics of one block      3.0",
+        "                   masks                    2,000.0",
+        "                   in all                   2,003.0",
+        "streaming, host    one block                    0.5",
+        "                   in all                       0.5",
+        "streaming, cuda:1  workspace                    0.2",
+        "                   masks                        0.0",
+        "                   in all                       0.2",
+    ]
+
+
+def test_a_large_batch_takes_more_than_the_solver():
+    """Each token: inputs and outputs of all layers of a block in bfloat16, and the inputs in float32."""
+    columns, rows = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
+    model = untied().bfloat16()
+    held = make_plan(model, "wanda", num_samples=64, batch_size=16, seq_len=64).streamed["host"]
+    assert held["workspace"] == 16 * 64 * (2 * (rows + columns) + 4 * columns)
+    batches = [torch.ones(1, 4, dtype=torch.long)]
+    unknown = make_plan(model, "wanda", data_loader=batches)
+    assert "activations" not in unknown.streamed["host"]
+    assert unknown.streamed["host"]["workspace"] == unknown.memory["solver_workspace"]
+
+
+def test_what_blocks_share_is_outside_of_them():
+    model: Any = untied()
+    shared = model.model.layers[1].mlp.gate_proj
+    model.model.layers[0].mlp.gate_proj = shared
+    plain, tied = (make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
+    size = 4 * 64 * 32
+    assert tied["outside_of_the_blocks"] - plain["outside_of_the_blocks"] == size
+    assert plain["one_block_twice"] - tied["one_block_twice"] == 2 * size
+
+
+def test_a_model_without_blocks_cannot_be_streamed_and_has_no_estimate():
+    assert make_plan(nn.Sequential(nn.Linear(8, 8)), "magnitude").streamed == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((512, 128), torch.float32), ((512, 128), torch.bfloat16), ((32, 512), torch.float32)]
+)
+@pytest.mark.parametrize("pattern", ["2:4", "50% per matrix", "50% per row"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
+def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape):
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype))
+    item = (plan := make_plan(model, method, pattern=pattern)).layers[0]
+    weight = model[0].weight.detach()
+    inputs = torch.randn(shape[1] + 8, shape[1])
+    gram = inputs.mT @ inputs
+    stats = Stats(len(inputs), gram.diagonal().clone(), gram if item.method.needs == "gram" else None)
+    with LiveBytes(weight, gram, stats.square_sums) as live:
+        item.method.solve(weight, item.method.prepare(stats, item.options), item.pattern, item.options)
+    assert 0 < live.peak <= plan.memory["solver_workspace"] + plan.memory["masks"]

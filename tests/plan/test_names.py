@@ -1,0 +1,176 @@
+"""Names: rules for the layers that a glob matches, and ModelOpt's names for options."""
+
+import re
+
+import pytest
+from torch import nn
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.patterns import NM
+from modelopt_sparse.plan.names import REFUSED, RENAMED, Rule, check_globs, parse_rules
+from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.planner import resolve_method
+from tests.plan.test_options import make
+
+# globs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_globs_match_whole_names_by_case():
+    check_globs(["*.q_proj", "b.?"], ["a.q_proj", "b.k"], "layer of this Llama")
+    check_globs([], [], "layer")
+    message = "'*.Q_proj' matches no layer of this Llama; names look like a.q_proj"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_globs(["a.*", "*.Q_proj"], ["a.q_proj", "b.k"], "layer of this Llama")
+    with pytest.raises(ValueError, match=r"'q_proj' matches no layer; names look like \(there is none\)"):
+        check_globs(["q_proj"], [], "layer")
+    message = "'head' matches no layer, only weights that stay dense: output head; names look like b"
+    with pytest.raises(ValueError, match=f"{message}$"):
+        check_globs(["head"], ["b"], "layer", {"head": "output head", "bed": "embedding"})
+
+
+# rules ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rules_are_a_mapping_or_a_list_of_pairs_or_rules():
+    expected = (Rule("*q_proj", None), Rule("*", {"pattern": "1:4"}))
+    assert parse_rules({"*q_proj": None, "*": {"pattern": "1:4"}}) == expected
+    assert parse_rules([("*q_proj", None), ["*", {"pattern": "1:4"}]]) == expected
+    assert parse_rules(expected) == expected
+    assert make(rules=None).rules == ()
+
+
+@pytest.mark.parametrize("rules", [["*q_proj"], [("*q_proj",)], {"*": "1:4"}, {3: None}, "*q", [{"*q_proj": None}]])
+def test_a_rule_that_is_no_glob_with_options_is_refused(rules):
+    with pytest.raises(TypeError, match="a rule is a glob of layer names with a mapping of options, or with None"):
+        make(rules=rules)
+
+
+def test_a_rule_matches_names_by_case_and_types_by_their_bases():
+    class Special(nn.Linear):
+        pass
+
+    assert Rule("model.*.q_proj", {}).matches("model.layers.0.q_proj", nn.Linear(1, 1))
+    assert not Rule("*Q_proj", {}).matches("model.layers.0.q_proj", nn.Linear(1, 1))
+    assert Rule("*", {}, "Linear").matches("x", Special(1, 1))
+    assert not Rule("*", {}, "Conv2d").matches("x", Special(1, 1))
+
+
+# ModelOpt -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_keys_of_modelopt_are_translated():
+    config = make(
+        {
+            "pattern": "2:4 sparsity",
+            "data_loader": [1],
+            "collect_func": len,
+            "max_iter_data_loader": 3,
+            "hessian_damp": 0.1,
+            "col_block_size": 64,
+            "verbose": False,
+            "device": "cpu",
+        }
+    )
+    assert config.pattern == NM(2, 4)
+    assert config.max_batches == 3
+    assert config.progress is False
+    assert config.options == {"damping": 0.1, "block_size": 64}
+    assert set(RENAMED) == {"max_iter_data_loader", "hessian_damp", "col_block_size", "verbose"}
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_option_under_both_names_is_refused(old, new):
+    with pytest.raises(ValueError, match=f"options '{old}' and '{new}' mean the same; give one"):
+        make({old: 1, new: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("calib_size", "use max_batches, or num_samples with text"),
+        ("row_block_size", "rows are independent and need no blocks; leave it out"),
+        ("checkpoint", "leave it out"),
+        ("score_func", "leave it out"),
+        ("loss_func", "leave it out"),
+        ("deployment", "leave it out"),
+    ],
+)
+def test_keys_of_modelopt_without_a_counterpart_are_refused_with_what_to_do(key, instead):
+    assert key in REFUSED
+    with pytest.raises(ValueError, match=f"option '{key}' is not taken over from ModelOpt: .*{instead}"):
+        make({key: None})
+
+
+def test_class_rules_of_modelopt_turn_around_because_there_the_last_match_wins():
+    rules = parse_rules({"nn.Linear": {"*": {}, "*lm_head*": None}, "nn.Conv2d": None})
+    assert rules == (
+        Rule("*lm_head*", None, "Linear"),
+        Rule("*", {}, "Linear"),
+        Rule("*", None, "Linear"),
+        Rule("*", None, "Conv2d"),
+        Rule("*", None, "Conv2d"),
+    )
+    assert parse_rules({"nn.Linear": {}})[0] == Rule("*", {}, "Linear")
+
+
+@pytest.mark.parametrize("entry", ["sparsegpt", ("sparsegpt", {}), ["sparsegpt", None]])
+def test_a_mode_list_names_one_method(entry):
+    assert resolve_method([entry], {"pattern": "1:4"}) == (METHODS["sparsegpt"], {"pattern": "1:4"})
+
+
+def test_a_mode_list_brings_its_class_rules_along():
+    mode = [("sparse_magnitude", {"nn.Linear": {"*": {}, "*q_proj*": None}})]
+    config = make({"pattern": "1:4"}, method=mode)
+    assert config.rules == parse_rules(mode[0][1])
+    assert config.pattern == NM(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ([], "a mode list names one method, this one has 0"),
+        (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
+        (["nothing"], "method 'nothing' is not known"),
+        (
+            [("sparsegpt", {"*lm_head*": None})],
+            r"such as 'nn.Linear', and '\*lm_head\*' is none: give globs .* as rules",
+        ),
+        ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
+        ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
+    ],
+)
+def test_a_bad_mode_list_is_refused(mode, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_method(mode, None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
+        ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
+        ([5], "mode list entry 5: give a name"),
+        ([("sparsegpt", {"nn.Linear": False})], "class rule 'nn.Linear': False must be a mapping of globs, or None"),
+        ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
+    ],
+)
+def test_a_mode_list_of_the_wrong_shape_is_refused(mode, message):
+    with pytest.raises(TypeError, match=message):
+        resolve_method(mode, None)
+
+
+def test_classes_and_globs_do_not_mix_in_one_mapping():
+    with pytest.raises(ValueError, match=r"and '\*q_proj' is none: give globs of layer names as rules=\{...\} without"):
+        make(rules={"nn.Linear": {}, "*q_proj": None})
+
+
+@pytest.mark.parametrize("where", ["config", "keyword"])
+def test_rules_in_the_mode_list_and_beside_it_are_refused(where):
+    mode, rules = [("sparsegpt", {"nn.Linear": {}})], {"*q*": None}
+    with pytest.raises(ValueError, match="rules are given both in the mode list and as an option; keep one"):
+        make({"rules": rules}, method=mode) if where == "config" else make(method=mode, rules=rules)
+
+
+def test_class_rules_do_not_go_with_a_finished_config():
+    with pytest.raises(TypeError, match="goes with a mapping as config, not with a SparsifyConfig"):
+        resolve_method([("sparsegpt", {"nn.Linear": {}})], SparsifyConfig())

@@ -1,0 +1,194 @@
+"""Every option is checked before any work, and the message says what is allowed and what to do."""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.patterns import NM, Unstructured
+from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
+from modelopt_sparse.plan.planner import resolve_method
+
+SPARSEGPT = METHODS["sparsegpt"]
+
+
+def make(config=None, method="sparsegpt", **more) -> SparsifyConfig:
+    found, config = resolve_method(method, config)
+    return SparsifyConfig.make(found, config, **more)
+
+
+# what is accepted -----------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_2_4_in_place_and_enforced():
+    config = make()
+    assert config.pattern == NM(2, 4)
+    assert config.sequential == "block"
+    assert config.enforce is True
+    assert config.include is None
+    assert (config.exclude, config.rules, config.options) == ((), (), {})
+    assert (config.num_samples, config.seq_len, config.batch_size, config.seed) == (128, None, None, 0)
+
+
+def test_a_mapping_and_keywords_are_the_same_and_keywords_win():
+    assert make({"pattern": "50%", "exclude": "*q*"}) == make(pattern="50%", exclude="*q*")
+    assert make({"pattern": "50%"}, pattern="1:4").pattern == NM(1, 4)
+    assert make({"damping": 0.1}, damping=0.2).options == {"damping": 0.2}
+
+
+def test_a_config_made_before_can_be_changed_by_keywords():
+    first = make(pattern="1:4", damping=0.1, exclude=["*q*"])
+    second = make(first, damping=0.2, seed=3)
+    assert (second.pattern, second.exclude, second.seed) == (NM(1, 4), ("*q*",), 3)
+    assert second.options == {"damping": 0.2}
+    assert first.options == {"damping": 0.1}
+
+
+def test_a_config_built_by_hand_is_parsed_when_it_is_used():
+    config = make(SparsifyConfig(pattern="50%", include="*up_proj", options={"damping": 0.1}))  # type: ignore[arg-type]
+    assert config.pattern == Unstructured(0.5)
+    assert config.include == ("*up_proj",)
+    assert config.options == {"damping": 0.1}
+
+
+def test_the_mapping_of_the_caller_is_left_as_it_is():
+    given = {"pattern": "1:4", "damping": 0.1, "rules": {"*q*": None}, "max_iter_data_loader": 2, "data_loader": [1]}
+    before = {**given, "rules": dict(given["rules"])}
+    make(given)
+    assert given == before
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_globs_are_one_string_or_several(key):
+    assert getattr(make({key: "*q_proj"}), key) == ("*q_proj",)
+    assert getattr(make({key: ["*q_proj", "*k_proj"]}), key) == ("*q_proj", "*k_proj")
+    assert getattr(make({key: None}), key) == {"include": None, "exclude": ()}[key]
+
+
+def test_text_of_the_models_own_needs_no_name_that_is_free(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "self").mkdir()
+    assert make(data="self").writes_its_data
+
+
+def test_a_device_is_parsed():
+    assert make(device="cpu").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("loader", [[1], (1,), iter([1]), DataLoader([1])], ids=lambda loader: type(loader).__name__)
+def test_any_iterable_is_a_data_loader(loader):
+    assert make(data_loader=loader).data_loader is loader
+
+
+def test_a_config_takes_values_as_sparsify_does():
+    config = SparsifyConfig(
+        polish=True, refine=False, reconstruct=2, pattern="1:4", device="cpu", memory_limit="1KB", exclude="*.o_proj"
+    )
+    assert (config.polish, config.refine, config.memory_limit) == (30, 0, 1000)
+    assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
+    assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))
+    with pytest.raises(ValueError, match="polish=-1: must be True, False or a positive whole number"):
+        SparsifyConfig(polish=-1)
+    with pytest.raises(ValueError, match="update='yes': must be True or False"):
+        SparsifyConfig(update="yes")  # type: ignore[arg-type]
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pattern": "three of four"}, "pattern 'three of four' is not known: write '2:4'"),
+        ({"pattern": None}, "pattern None is not known"),
+        ({"sequential": "blocks"}, "sequential='blocks': allowed are 'block', 'stage', 'none'"),
+        ({"sequential": None}, "sequential=None: allowed are 'block', 'stage', 'none'"),
+        ({"max_batches": 0}, "max_batches=0: must be a positive whole number"),
+        ({"max_batches": True}, "max_batches=True: must be a positive whole number"),
+        ({"num_samples": 12.5}, "num_samples=12.5: must be a positive whole number"),
+        ({"seq_len": -1}, "seq_len=-1: must be a positive whole number"),
+        ({"batch_size": "8"}, "batch_size='8': must be a positive whole number"),
+        ({"seed": "zero"}, "seed='zero': must be a whole number"),
+        ({"seed": True}, "seed=True: must be a whole number"),
+        ({"hardware_only": 1}, "hardware_only=1: must be True or False"),
+        ({"count_padding": "yes"}, "count_padding='yes': must be True or False"),
+        ({"autocast": "int8"}, "autocast='int8': allowed are 'bfloat16', 'float16', None"),
+        ({"autocast": True}, "autocast=True: allowed are"),
+        ({"enforce": "false"}, "enforce='false': must be True or False"),
+        ({"enforce": None}, "enforce=None: must be True or False"),
+        ({"progress": "off"}, "progress='off': must be True or False"),
+        ({"device": "gpu"}, "device 'gpu' is not known: .*cuda"),
+        (
+            {"data_loader": [], "data": ["text"], "tokenizer": object()},
+            "data_loader and data are given: calibration takes one source of data, keep one",
+        ),
+        ({"data_loader": [], "forward_loop": print}, "data_loader and forward_loop are given"),
+        ({"data": ["text"]}, "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained"),
+        ({"data": Path("corpus.txt")}, "data is text and needs tokenizer="),
+        (
+            {"max_batches": 2, "forward_loop": print},
+            "max_batches counts batches of data_loader or text; a forward_loop ends where it ends",
+        ),
+        ({"collect_func": len}, "collect_func turns batches of data_loader into inputs; give data_loader as well"),
+        (
+            {"collect_func": len, "forward_loop": print},
+            "collect_func turns batches of data_loader into inputs; give data_loader as well",
+        ),
+    ],
+)
+def test_a_bad_value_is_an_error_that_says_what_is_allowed(given, message):
+    with pytest.raises(ValueError, match=message):
+        make(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_loader": 5}, "data_loader is a int: give a list of batches, a DataLoader or another iterable"),
+        ({"forward_loop": "loop"}, "forward_loop is a str: it must be callable"),
+        ({"collect_func": 3, "data_loader": []}, "collect_func is a int: it must be callable"),
+        ({"include": 5}, "include=5: give a glob of layer names, or a list of them"),
+        ({"exclude": [nn.Linear]}, "exclude=.*Linear.*: give a glob of layer names, or a list of them"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_says_what_to_give(given, message):
+    with pytest.raises(TypeError, match=message):
+        make(given)
+
+
+def test_a_config_of_the_wrong_type_is_refused():
+    with pytest.raises(TypeError, match="config is a str: give a mapping, a SparsifyConfig or None"):
+        make("2:4")
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "nearest"),
+    [
+        ("sparsegpt", "patern", "pattern"),
+        ("sparsegpt", "dampening", "damping"),
+        ("sparsegpt", "blocksize", "block_size"),
+        ("ria", "alpa", "alpha"),
+        ("wanda", "dataloader", "data_loader"),
+    ],
+)
+def test_an_unknown_option_is_an_error_that_names_the_nearest_known_one(method, key, nearest):
+    message = re.escape(f"option {key!r} is not known, did you mean {nearest!r}?; allowed are ")
+    with pytest.raises(ValueError, match=f"{message}.*{nearest}.*sequential"):
+        make({key: 1}, method=method)
+    with pytest.raises(ValueError, match=message):
+        make(method=method, **{key: 1})
+
+
+def test_an_option_of_another_method_is_unknown():
+    with pytest.raises(ValueError, match="option 'damping' is not known"):
+        make({"damping": 0.1}, method="wanda")
+
+
+def test_numbers_that_only_look_like_fractions_are_refused_as_patterns():
+    with pytest.raises(ValueError, match=re.escape("pattern Fraction(1, 2) is not known")):
+        make(pattern=Fraction(1, 2))

@@ -1,0 +1,75 @@
+"""Checks of option values, and plain values as YAML 1.2 reads them."""
+
+import pytest
+import yaml
+
+from modelopt_sparse.values import Yaml, check_choice, check_flag, check_number, check_whole
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "more", "message"),
+    [
+        (check_whole, 0, (), "x=0: must be a positive whole number"),
+        (check_whole, True, (), "x=True: must be a positive whole number"),
+        (check_whole, 2.0, (), "x=2.0: must be a positive whole number"),
+        (check_whole, 1, (2,), "x=1: must be a whole number of at least 2"),
+        (check_whole, -1, (0,), "x=-1: must be a whole number of at least 0"),
+        (check_whole, "1", (None,), "x='1': must be a whole number"),
+        (check_number, 0, ("(0, 1]",), r"x=0: must be a number in (0, 1]"),
+        (check_number, 1.5, ("(0, 1]",), r"x=1.5: must be a number in (0, 1]"),
+        (check_number, 1, ("[0, 1)",), r"x=1: must be a number in [0, 1)"),
+        (check_number, -0.1, ("[0, 1)",), r"x=-0.1: must be a number in [0, 1)"),
+        (check_number, float("nan"), ("[0, 1]",), r"x=nan: must be a number in [0, 1]"),
+        (check_number, True, ("[0, 1]",), r"x=True: must be a number in [0, 1]"),
+        (check_number, None, ("[0, 1]",), r"x=None: must be a number in [0, 1]"),
+        (check_choice, "c", (("a", None),), "x='c': allowed are 'a', None"),
+        (check_flag, 1, (), "x=1: must be True or False"),
+    ],
+)
+def test_a_value_that_is_refused(check, value, more, message):
+    with pytest.raises(ValueError, match=r"^x=") as caught:
+        check("x", value, *more)
+    assert str(caught.value) == message
+
+
+def test_values_that_are_accepted():
+    check_whole("x", 1)
+    check_whole("x", 0, 0)
+    check_whole("x", -5, None)
+    check_number("x", 1, "(0, 1]")
+    check_number("x", 0, "[0, 1)")
+    check_number("x", 0.5, "(0, 1)")
+    check_choice("x", None, ("a", None))
+    check_flag("x", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2:4", "2:4"),  # 124 in YAML 1.1
+        ("8:16", "8:16"),
+        ("50%", "50%"),
+        ("0.5", 0.5),
+        (".5", 0.5),
+        ("1e-2", 0.01),  # text in YAML 1.1
+        ("1.5e+3", 1500.0),
+        ("12", 12),
+        ("-3", -3),
+        ("0", 0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("none", "none"),
+        ("yes", "yes"),
+        ("2026-01-02", "2026-01-02"),
+        ("[2:4, 1e-2, {a: 4:8}]", ["2:4", 0.01, {"a": "4:8"}]),
+        ("'12'", "12"),
+    ],
+)
+def test_plain_yaml_values(text, value):
+    found = yaml.load(text, Yaml)
+    assert found == value
+    assert type(found) is type(value)
+    assert yaml.safe_load("2:4") == 124  # the reader of everybody else is untouched
