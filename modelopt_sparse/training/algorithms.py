@@ -74,15 +74,11 @@ class SparsityAlgorithm(Sparsity):
         super().__init__()
         parsed = None if pattern is None else parse_pattern(pattern)
         if not isinstance(parsed, NM | None):
-            raise ValueError(
-                f"pattern={pattern!r}: {type(self).__name__} takes N:M here, such as '2:4'; give a level as sparsity"
-            )
+            raise ValueError(f"pattern={pattern!r}: {type(self).__name__} takes N:M here, such as '2:4'")
         self.pattern = parsed
         if sparsity is None:
             if self.pattern is None:
-                raise ValueError(
-                    f"{type(self).__name__} needs a level, such as 0.9, or a pattern, such as pattern='2:4'"
-                )
+                raise ValueError(f"{type(self).__name__} needs a level such as 0.9, or a pattern such as '2:4'")
             sparsity = self.pattern.sparsity
         self.sparsity = parse_schedule(sparsity, "sparsity")
         _check_levels(self.sparsity, type(self).__name__)
@@ -188,8 +184,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
                 gradient = weight.gradient
                 if gradient is None:
                     raise RuntimeError(
-                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: train it, and "
-                        "keep its gradient until the step is over"
+                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: keep it till then"
                     )
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
@@ -215,8 +210,7 @@ class GMP(DynamicSparsityAlgorithm):
         super().__init__(sparsity, **options)
         if isinstance(self.sparsity, Constant):
             raise ValueError(
-                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give Cubic(0.0, 0.9, start, stop), "
-                "or use Static"
+                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give a Cubic, or use Static"
             )
         if self.pattern is not None and self.init_method != "topk":
             raise ValueError(f"GMP towards {self.pattern} goes by magnitude: leave init_method out")
@@ -238,9 +232,7 @@ class DropAndGrow(DynamicSparsityAlgorithm):
         super().__init__(sparsity, **options)
         self.drop_fraction = parse_schedule(drop_fraction, "drop_fraction")
         if isinstance(self.drop_fraction, Constant) and not 0 <= self.drop_fraction.value <= 1:
-            raise ValueError(
-                f"drop_fraction={self.drop_fraction.value:g}: the share of live weights to drop, in [0, 1]"
-            )
+            raise ValueError(f"drop_fraction={self.drop_fraction.value:g}: the share to drop is in [0, 1]")
 
     @abstractmethod
     def score(self, p: Tensor) -> Tensor:
@@ -343,9 +335,7 @@ def _check_levels(schedule: Any, algorithm: str) -> None:
     constant = (schedule.value,) if isinstance(schedule, Constant) else ()
     for level in schedule.values if isinstance(schedule, Cycling) else constant:
         if not 0 <= level < 1:
-            raise ValueError(
-                f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not: for example 0.9"
-            )
+            raise ValueError(f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not")
 
 
 def _checked_scope(scope: str | None, in_groups: int | None, out_groups: int | None) -> Scope:

@@ -60,8 +60,7 @@ def configure(config: Any) -> Sparsity:
         content = _read(config)
         if IFT in content:
             raise ValueError(
-                f"{str(config)!r} holds a section {IFT!r}, which changes layers: call training.configure_sparse_ift "
-                "with it and the model"
+                f"{str(config)!r} holds a section {IFT!r}: call training.configure_sparse_ift with it and the model"
             )
         if SECTION not in content:
             raise ValueError(
@@ -264,16 +263,12 @@ def _without_level(section: Any) -> dict[str, Any]:
     if section is None:
         return {"algorithm": "static"}
     if not isinstance(section, Mapping):
-        raise ValueError(
-            f"{SECTION} is {section!r}, and must be a mapping beside {IFT}: it says how its layers are trained"
-        )
+        raise ValueError(f"{SECTION} is {section!r}, and must be a mapping beside {IFT}")
     if named := [key for key in NAMES if key in section]:
         raise ValueError(f"{SECTION}: leave {named[0]} out, {IFT} says which layers are sparse")
     levels = [key for key in ("sparsity", "sparsity_schedule") if key in section and not _ends_open(section[key])]
     if levels:
-        raise ValueError(
-            f"{SECTION}: leave {levels[0]} out, {IFT} says at which level; of a cubic or exp schedule leave out final"
-        )
+        raise ValueError(f"{SECTION}: leave {levels[0]} out (of cubic and exp: final), {IFT} says the level")
     _algorithm(_at_level(section, 0.5), SECTION, in_group=True)  # raises for options that are not known
     return dict(section)
 
@@ -304,9 +299,7 @@ def sparse_ift_files(
     if config is not None:
         content = _read(config)
         if SECTION not in content:
-            raise ValueError(
-                f"{str(config)!r} holds no section {SECTION!r}: how layers are trained, without their level"
-            )
+            raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
         trained = content[SECTION]
     trained = _without_level(trained)
     written: dict[str, Any] = {IFT: dict(section), SECTION: trained}

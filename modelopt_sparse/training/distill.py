@@ -150,8 +150,7 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
     moves_inputs = has_hook(teacher) or weight is None or is_sharded(weight)
     if inputs and weight is not None and weight.device != inputs[0].device and not moves_inputs:
         raise ValueError(
-            f"distill: the teacher, a {type(teacher).__name__}, is on {weight.device}, and the model is called on "
-            f"{inputs[0].device}: move the teacher"
+            f"distill: the teacher is on {weight.device}, and the model is called on {inputs[0].device}: move it there"
         )
     with torch.no_grad():
         return teacher(*args, **by_name)
@@ -194,8 +193,7 @@ def _loss(
     if weights.task:
         if (own := output.get("loss")) is None:
             raise ValueError(
-                f"distill(task={weights.task}): the model, a {type(student).__name__}, gives no loss of its own: call "
-                "it with labels"
+                f"distill(task={weights.task}): the {type(student).__name__} gives no loss of its own: give labels"
             )
         loss = loss + weights.task * own
     if weights.square_head:
@@ -233,8 +231,7 @@ def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Ten
             counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
         raise ValueError(
-            f"distill: {name} {list(counts.shape)} does not fit the model's {list(shape)} predictions: give one number "
-            "for each token"
+            f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions: give one number for each"
         )
     return counts.to(logits.device)
 
@@ -265,8 +262,7 @@ def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
     states = output.get("hidden_states") if isinstance(output, Mapping) else None
     if not states:
         raise ValueError(
-            f"distill(square_head=...): the {who} gives no hidden_states with output_hidden_states=True: leave "
-            "square_head out"
+            f"distill: the {who} gives no hidden_states with output_hidden_states=True: leave square_head out"
         )
     return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
 
@@ -284,8 +280,7 @@ def _square_head(
     name, real = _token_mask(student, named, states[0].shape[:-1])
     if real.shape != states[0].shape[:-1]:
         raise ValueError(
-            f"distill(square_head=...): {name} {list(real.shape)} does not fit hidden states {shape}: give one number "
-            "for each token"
+            f"distill: {name} {list(real.shape)} does not fit hidden states {shape}: give one number for each token"
         )
     return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
 

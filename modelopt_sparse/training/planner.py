@@ -373,8 +373,7 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         return "it is empty"
     if any(isinstance(module, nn.Embedding) and module.sparse for module, _ in weight.holders):
         raise ValueError(
-            f"{weight.name!r} is of an Embedding(sparse=True), whose sparse gradients take no mask: build it with "
-            "sparse=False, or exclude it"
+            f"{weight.name!r} is of an Embedding(sparse=True), whose gradients take no mask: build it with sparse=False"
         )
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(
@@ -389,8 +388,7 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
             return misfit
         if scope.kind == "in_groups" and columns // scope.groups % pattern.m:
             raise ValueError(
-                f"{weight.name!r}: {scope.groups} groups of columns cut through groups of {pattern.m}: choose fewer "
-                "groups"
+                f"{weight.name!r}: {scope.groups} groups of columns cut through groups of {pattern.m}: choose fewer"
             )
     if misfit := scope.misfit(rows, columns):
         raise ValueError(f"{weight.name!r}: {misfit}; choose another number, or leave it out with include or exclude")

@@ -6,9 +6,10 @@ cerebras.pytorch.sparse; `Cubic` is equation 1 of Zhu and Gupta (arXiv 1710.0187
 states, which are compared by it.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from modelopt_sparse.reports.fold import nearest
@@ -173,14 +174,14 @@ def _from_mapping(value: Mapping[str, Any], what: str) -> Schedule:
     kind = str(rest.pop("type", "")).lower()
     if kind not in KINDS:
         raise ValueError(f"{what}={dict(value)!r}: type must be one of {', '.join(KINDS)}{nearest(kind, list(KINDS))}")
-    allowed = {field.name: field.default is MISSING for field in fields(KINDS[kind])}
     for key, number in rest.items():
-        if key not in allowed:
-            raise ValueError(f"{what}: {kind} takes {', '.join(allowed)}, not {key!r}{nearest(key, list(allowed))}")
         if not is_number(number):
             raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
-    if missing := [name for name, required in allowed.items() if required and name not in rest]:
-        raise ValueError(f"{what}: {kind} needs {', '.join(missing)} as well")
+    try:
+        inspect.signature(KINDS[kind]).bind(**rest)
+    except TypeError as error:
+        allowed = ", ".join(field.name for field in fields(KINDS[kind]))
+        raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
     return KINDS[kind](**rest)
 
 
@@ -268,9 +269,7 @@ def _update_from_mapping(value: Mapping[str, Any]) -> UpdateSchedule:
     allowed = ("freq", "start", "stop")
     for key, number in value.items():
         if key not in allowed:
-            raise ValueError(
-                f"update takes freq, start and stop, or steps by itself, not {key!r}{nearest(key, allowed)}"
-            )
+            raise ValueError(f"update takes freq, start and stop, or steps alone, not {key!r}{nearest(key, allowed)}")
         if not is_count(number, 0) and not (key == "stop" and number is None):
             raise ValueError(f"update: {key} is {number!r}, and must be a whole number of steps")
     return EveryFew(**value)

@@ -4,7 +4,6 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +20,6 @@ from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, first
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
-
-
-@dataclass
-class Steps:
-    """One optimizer, the sparse parameters that it trains, and how many steps it has made."""
-
-    optimizer: torch.optim.Optimizer
-    trained: list[Weight]
-    count: int
 
 
 class Sparsity(ABC):
@@ -51,7 +41,7 @@ class Sparsity(ABC):
         self._autoupdate = True
         self._model: nn.Module | None = None
         self._description: dict[str, Any] | None = None
-        self._steps: list[Steps] = []
+        self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
 
     @abstractmethod
     def members(self) -> list[tuple[Filter, Any]]:
@@ -106,7 +96,7 @@ class Sparsity(ABC):
     def _apply_to_model(self, model: nn.Module) -> None:
         if self._model is not None:
             raise ValueError(
-                f"this {type(self).__name__} is applied to a {type(self._model).__name__} already: make another one"
+                f"this {type(self).__name__} is applied to a {type(self._model).__name__} already: make another"
             )
         refuse_no_model(model)
         model = unwrapped(model)
@@ -145,7 +135,7 @@ class Sparsity(ABC):
         if self._model is None:
             raise ValueError(f"apply this {type(self).__name__} to the model first, then to its optimizers")
         optimizer = _torch_optimizer(optimizer)
-        if any(steps.optimizer is optimizer for steps in self._steps):
+        if optimizer in self._steps:
             raise ValueError(f"this {type(optimizer).__name__} has this {type(self).__name__} already")
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
@@ -154,8 +144,7 @@ class Sparsity(ABC):
                 f"this {type(optimizer).__name__} holds none of the {len(self.sparse_params)} sparse parameters of the "
                 f"{type(self._model).__name__}: build it from model.parameters() of that model"
             )
-        steps = Steps(optimizer, trained, self.step)
-        self._steps.append(steps)
+        self._steps[optimizer] = self.step
         for weight in trained:
             weight.optimizers.append(optimizer)
             weight.zero()
@@ -163,15 +152,17 @@ class Sparsity(ABC):
         def after_step(*_: Any) -> None:
             overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
             if not (isinstance(overflow, Tensor) and bool(overflow.item())):
-                self._after_step(steps)
+                self._after_step(optimizer)
+                for weight in trained:
+                    weight.zero()
 
         optimizer.register_step_post_hook(after_step)
         self._let_gradients_through()
 
-    def _after_step(self, steps: Steps) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
-        steps.count += 1
-        finished = min(each.count for each in self._steps)
+        self._steps[optimizer] += 1
+        finished = min(self._steps.values())
         if finished > self.step:
             self._set_step(finished)
             due = [algorithm for algorithm in self._algorithms() if self.autoupdate and algorithm.is_due(self.step)]
@@ -179,8 +170,6 @@ class Sparsity(ABC):
                 algorithm.update()
             if due:
                 self.check_processes()
-        for weight in steps.trained:
-            weight.zero()
 
     def _set_step(self, step: int) -> None:
         for each in (self, *self._algorithms()):
@@ -235,9 +224,7 @@ class Sparsity(ABC):
         _, chosen = plan_training(model, self.members())
         finished = finished_steps(model, chosen, self._describe_members())
         if finished is None:
-            raise ValueError(
-                f"{where!r} is of another algorithm, or was trained with other options: make the algorithm as it was"
-            )
+            raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
         if finished != step:
             raise ValueError(f"{where!r} holds masks of step {finished}, and weights of step {step}")
         if self._model is None:
@@ -258,8 +245,8 @@ class Sparsity(ABC):
             raise ValueError(f"apply this {type(self).__name__} to the model, load the model's state dict, then this")
         if state["algorithm"] != self._description:
             raise ValueError(
-                f"this state is of {state['algorithm']}, and this is {self._description}: make the algorithm with the "
-                "options that it was saved with"
+                f"this {self._description} is not {state['algorithm']}: make the algorithm with the options that the "
+                "state was saved with"
             )
         wrong = [name for name, number in self._digests().items() if state["masks"].get(name) != number]
         if wrong:
@@ -271,8 +258,7 @@ class Sparsity(ABC):
         self.report()
 
     def _restart(self, step: int) -> None:
-        for steps in self._steps:
-            steps.count = step
+        self._steps = dict.fromkeys(self._steps, step)
         self._set_step(step)
 
 
@@ -340,19 +326,12 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     kinds = [f"{base.__module__}.{base.__name__}".lower() for base in type(optimizer).__mro__]
     if any("deepspeed" in kind for kind in kinds):
         raise ValueError(
-            "DeepSpeed keeps weights and gradients in buffers of its own, where masks do not reach them: use "
-            "DistributedDataParallel or fully_shard (FSDP2)"
+            "DeepSpeed keeps weights and gradients in buffers of its own: use DistributedDataParallel or fully_shard"
         )
     if isinstance(optimizer, AcceleratedOptimizer):
         return _torch_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} is no torch.optim.Optimizer, so it has no hooks to hold masks with: give the "
-            "optimizer that it wraps"
-        )
+        raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the optimizer that it wraps")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS calls its closure several times in a step and mixes pruned weights with others: use SGD, Adam, "
-            "AdamW, Adafactor or Muon"
-        )
+        raise ValueError("LBFGS calls its closure several times in a step: use SGD, Adam, AdamW, Adafactor or Muon")
     return optimizer

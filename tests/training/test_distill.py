@@ -342,18 +342,17 @@ def test_a_compiled_model():
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on a quiet machine
 def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
-    """The benchmark in a shorter form: half of the tokens, less to calibrate on and to measure on. It leaves 49 % and
-    62 % where the full one leaves 45 % and 59 %, whose bars are 50 % and 65 %."""
+    """The benchmark with a seventh of its tokens. It leaves 65 % and 76 %, where the full one leaves 45 % and 59 %."""
     folder = ROOT / "examples" / "benchmarks"
-    choice = "--start sparsegpt --losses cross-entropy KL --batch 8 --calibration 32 --heldout 8"
+    choice = "--start sparsegpt --losses cross-entropy KL --steps 60 --batch 4 --calibration 16 --heldout 6"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "argv", ["distill.py", *choice.split()])
     runpy.run_path(str(folder / "distill.py"), run_name="__main__")
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
     left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
-    assert left["KL"] <= 54
-    assert left["cross-entropy"] <= 67
+    assert left["KL"] <= 70
+    assert left["cross-entropy"] <= 81
     assert left["KL"] <= left["cross-entropy"] - 6
 
 
@@ -518,7 +517,7 @@ def test_no_labels_for_the_models_own_loss():
     call_refused(
         model,
         teacher,
-        "distill(task=0.5): the model, a LlamaForCausalLM, gives no loss of its own: call it with labels",
+        "distill(task=0.5): the LlamaForCausalLM gives no loss of its own: give labels",
         weights={"task": 0.5},
         input_ids=padded()["input_ids"],
     )

@@ -240,16 +240,14 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
     if isinstance(model, PretrainedConfig):
         if not model.architectures:
             raise ValueError(
-                f"this {type(model).__name__} does not say in architectures which class of models it is for: give a "
-                "model, which may be on the meta device"
+                f"this {type(model).__name__} does not say in architectures which class it is for: give a model"
             )
         with torch.device("meta"):
             model = model_class(model, model.model_type)(model)
     unit = _unit(model, example)
     if iso == "model" and unit is None:
         raise ValueError(
-            f"this {type(model).__name__} has convolutions, whose FLOPs depend on the size of the images: iso='model' "
-            "needs example="
+            f"iso='model' needs example=: FLOPs of the convolutions in this {type(model).__name__} depend on images"
         )
     wide, why = wider(model, (1 / (1 - level)) ** 0.5, multiple, example)
     before, after = find_weights(model), find_weights(wide)
@@ -272,8 +270,7 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
         one = 1 - for_sparse / plan.multiplications("new_weights")
         if not 0 <= one < 1:
             raise ValueError(
-                f"at level {level:g} the layers that stay dense alone cost more than the whole model did: give a lower "
-                "level, or iso='layers'"
+                f"at level {level:g} the layers that stay dense cost more than the whole model did: give iso='layers'"
             )
         rows = [replace(row, level=one, live=_live(row.new_weights, one)) for row in rows]
         plan = replace(plan, layers=tuple(rows))

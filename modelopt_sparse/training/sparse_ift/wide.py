@@ -33,8 +33,7 @@ def wider(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple
         return wide, reasons(wide, find_weights(wide), BLOCKS)
     if example is None:
         raise ValueError(
-            f"Sparse Wide runs a {type(model).__name__}, which is no model of transformers, to see which sizes have to "
-            "stay: give example=, an input of the model"
+            f"Sparse Wide runs a {type(model).__name__}, which is no model of transformers: give example=, an input"
         )
     wide, ends = widened_layers(model, factor, multiple, example)
     why = reasons(wide, find_weights(wide), BLOCKS)
@@ -236,9 +235,7 @@ def _refuse_unknown(model: nn.Module) -> None:
                 "are widths: the other members replace layers anywhere"
             )
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
-            raise ValueError(
-                f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}: allowed is one"
-            )
+            raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             raise ValueError(f"this {name} is on the meta device: build it, so that it can be run on the example")
 
@@ -317,9 +314,7 @@ def _tie(model: nn.Module, wide: nn.Module) -> None:
         known = first.setdefault(id(parameter), name)
         path, _, own = name.rpartition(".")
         if wide.get_parameter(known).shape != wide.get_parameter(name).shape:
-            raise ValueError(
-                f"{known!r} and {name!r} are one parameter, and would have different sizes in a wider model"
-            )
+            raise ValueError(f"{known!r} and {name!r} are one parameter, and differ in size in a wider model")
         wide.get_submodule(path).register_parameter(own, wide.get_parameter(known))
 
 

@@ -1,4 +1,4 @@
-"""The rules against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
+"""Updates of masks against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
 
 import itertools
 import math
