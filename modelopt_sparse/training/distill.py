@@ -147,10 +147,12 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
     if any(isinstance(x, Cache) for x in (*args, *by_name.values())):
         raise ValueError("distill: the teacher cannot repeat a call with a cache: call model.eval() before generate")
     weight, inputs = next(teacher.parameters(), None), flat_tensors((args, by_name))
-    moves_inputs = has_hook(teacher) or weight is None or is_sharded(weight)
-    if inputs and weight is not None and weight.device != inputs[0].device and not moves_inputs:
+    moves_inputs = has_hook(teacher) or (weight is not None and is_sharded(weight))
+    if weight is not None and inputs and not moves_inputs and weight.device != inputs[0].device:
+        there = inputs[0].device
         raise ValueError(
-            f"distill: the teacher is on {weight.device}, and the model is called on {inputs[0].device}: move it there"
+            f"distill: the teacher is on {weight.device}, and the model is called on {there}: move it, "
+            f"teacher.to({str(there)!r})"
         )
     with torch.no_grad():
         return teacher(*args, **by_name)

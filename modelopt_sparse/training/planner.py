@@ -288,21 +288,21 @@ class TrainingPlan:
         names = [row.name for row in self.rows]
         skipped = {each.name: each.reason for each in self.skipped}
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
-        share = f", {zeros / size:.2%} zeros at the start" if size else ""
-        parts = [f"{len(names)} parameters sparse{share}."]
-        if names:
-            columns = [
-                Column("type", [row.type for row in self.rows]),
-                Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
-                Column("algorithm", [row.algorithm for row in self.rows]),
-                Column("level", [row.schedule for row in self.rows], "levels"),
-                Column("counted per", [row.scope for row in self.rows]),
-                Column("zeros at the start", [f"{row.zeros / max(row.size, 1):.2%}" for row in self.rows], "range"),
-            ]
-            parts.append(rows_of("parameter", names, columns, skipped, all_rows=all_rows))
-        if skipped:
-            parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
-        return "\n\n".join([*parts, *(paragraph(f"note: {note}", all_rows=all_rows) for note in self.notes)])
+        columns = [
+            Column("type", [row.type for row in self.rows]),
+            Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
+            Column("algorithm", [row.algorithm for row in self.rows]),
+            Column("level", [row.schedule for row in self.rows], "levels"),
+            Column("counted per", [row.scope for row in self.rows]),
+            Column("zeros at the start", [f"{row.zeros / row.size:.2%}" for row in self.rows], "range"),
+        ]
+        parts = [
+            f"{len(names)} parameters sparse, {zeros / size:.2%} zeros at the start.",
+            rows_of("parameter", names, columns, skipped, all_rows=all_rows),
+            by_reason("stays dense", skipped, names, all_rows=all_rows),
+            *(paragraph(f"note: {note}", all_rows=all_rows) for note in self.notes),
+        ]
+        return "\n\n".join(part for part in parts if part)
 
 
 def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tuple[TrainingPlan, list[Weight]]:

@@ -197,7 +197,7 @@ class Sparsity(ABC):
         if difference := first_difference(self._digests()):
             name, rank = difference
             raise RuntimeError(
-                f"the mask of {name!r} differs between rank {rank} and this one at step {self.step}: processes must "
+                f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: processes must "
                 "start from the same weights and see reduced gradients (DistributedDataParallel or fully_shard)"
             )
 
