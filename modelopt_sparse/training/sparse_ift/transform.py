@@ -329,7 +329,7 @@ def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[st
         elif asked is not None:
             why[weight.name] = (why_not(module) or "") if asked.matches(name) else "not in include"
         elif not why[weight.name]:
-            if any(word in part for part in name.lower().split(".") for word in ATTENTION):
+            if any(word in name.lower() for word in ATTENTION):
                 why[weight.name] = "a projection of attention"
             elif not isinstance(model, PreTrainedModel) and weight.name in ends:
                 why[weight.name] = "the first or the last layer"
