@@ -100,9 +100,8 @@ def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | N
     ``optimizer_state``: name of a parameter -> its state tensors by name. Those of the parameter's shape get NaN as
     well, in place.
     """
-    masks = {name.removesuffix(SUFFIX): mask for name, mask in state.items() if _is_mask(name, state)}
-    marked = {name: value for name, value in state.items() if not _is_mask(name, state)}
-    for name, mask in masks.items():
+    marked = dict(state)
+    for name, mask in _taken_masks(marked).items():
         marked[name] = marked[name].masked_fill(~mask, torch.nan)
         for value in (optimizer_state or {}).get(name, {}).values():
             if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
@@ -148,11 +147,13 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{str(source)!r} cannot be read as safetensors: {error}") from None
     sparse = from_sentinel(state)
-    masks = {name.removesuffix(SUFFIX): sparse.pop(name) for name in list(sparse) if _is_mask(name, sparse)}
+    masks = _taken_masks(sparse)
     save_file(sparse, destination, metadata=metadata)
     return masks, len(sparse)
 
 
-def _is_mask(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether a tensor is the mask of another one of the state dict."""
-    return name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in state and state[name].dtype == torch.bool
+def _taken_masks(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The masks of a state dict, by the names of their weights, taken out of it."""
+    names = [name.removesuffix(SUFFIX) for name in state if name.endswith(SUFFIX)]
+    is_mask = {name: name in state and state[name + SUFFIX].dtype == torch.bool for name in names}
+    return {name: state.pop(name + SUFFIX) for name in names if is_mask[name]}
