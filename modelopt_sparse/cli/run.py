@@ -28,7 +28,7 @@ from modelopt_sparse.cli.names import RANK_LOST, VIOLATION, WRONG_INPUT, complai
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
 from modelopt_sparse.model.hf import default_seq_len
 from modelopt_sparse.reports.page import checked_page, drawn_masks
-from modelopt_sparse.training.sparse_ift.recipe import sparse_ift_files
+from modelopt_sparse.training.configure import sparse_ift_files
 
 
 @contextmanager

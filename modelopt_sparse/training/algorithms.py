@@ -1,4 +1,4 @@
-"""The algorithms: Static, GMP, SET and RigL, what algorithms of one's own inherit from, and groups of them."""
+"""The algorithms of sparse training: Static, GMP, SET and RigL, classes to write others with, and groups of them."""
 
 import math
 from abc import abstractmethod
@@ -9,12 +9,26 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
-from modelopt_sparse.reports.fold import nearest
-from modelopt_sparse.training import updates as rules
 from modelopt_sparse.training.planner import Filter, parse_filter
-from modelopt_sparse.training.schedules import Constant, Cycling, parse_schedule, parse_update
+from modelopt_sparse.training.schedules import (
+    Constant,
+    Cycling,
+    check_choice,
+    is_count,
+    parse_schedule,
+    parse_update,
+)
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.updates import INIT_METHODS, InitMethod, Scope
+from modelopt_sparse.training.updates import (
+    INIT_METHODS,
+    InitMethod,
+    Scope,
+    drop_and_grow,
+    erk_levels,
+    generator_for,
+    largest_magnitudes,
+    uniform,
+)
 
 DISTRIBUTIONS = ("uniform", "erk")
 
@@ -28,9 +42,9 @@ class SparsityAlgorithm(Sparsity):
     scope: what competes: "matrix" (default) or "row". ``balance_out_groups=g`` or ``balance_in_groups=g``: rows or
       columns in g equal groups, each with the same number of zeros.
     init_method: "random", "topk", "from_zeros", "checkerboard", or a function (weight, level) -> mask
-      (`rules.initial_mask`).
+      (`updates.initial_mask`).
     distribution: "uniform", every weight at the level, or "erk", which makes large weights sparser
-      (`rules.erk_levels`).
+      (`updates.erk_levels`).
     include: which parameters: None takes all of them, norms and biases too; "default" leaves embeddings, norms, heads
       and weights of one dimension dense; "blocks" takes what `sparsify` prunes; or globs of parameter names; or
       compiled regular expressions.
@@ -58,25 +72,22 @@ class SparsityAlgorithm(Sparsity):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.pattern = _checked_pattern(pattern, type(self).__name__)
+        parsed = None if pattern is None else parse_pattern(pattern)
+        if not isinstance(parsed, NM | None):
+            raise ValueError(f"pattern={pattern!r}: {type(self).__name__} takes N:M here, such as '2:4'")
+        self.pattern = parsed
         if sparsity is None:
             if self.pattern is None:
-                raise ValueError(
-                    f"{type(self).__name__} needs a level, such as 0.9, or a pattern, such as pattern='2:4'"
-                )
+                raise ValueError(f"{type(self).__name__} needs a level such as 0.9, or a pattern such as '2:4'")
             sparsity = self.pattern.sparsity
         self.sparsity = parse_schedule(sparsity, "sparsity")
         _check_levels(self.sparsity, type(self).__name__)
         self.scope = _checked_scope(scope, balance_in_groups, balance_out_groups)
         self.scope_is_chosen = (scope, balance_in_groups, balance_out_groups, self.pattern) != (None,) * 4
         self.init_method = init_method or ("topk" if self.magnitude_first else "random")
-        if not callable(self.init_method) and self.init_method not in INIT_METHODS:
-            raise ValueError(
-                f"init_method={init_method!r}: allowed are {', '.join(INIT_METHODS)}, or a function of the weight and "
-                f"the level{nearest(init_method, INIT_METHODS)}"
-            )
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution={distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}")
+        if not callable(self.init_method):
+            check_choice("init_method", self.init_method, INIT_METHODS, ", or a function of the weight and the level")
+        check_choice("distribution", distribution, DISTRIBUTIONS)
         if self.pattern is not None and distribution != "uniform":
             raise ValueError(f"distribution={distribution!r} shares out levels, and pattern {self.pattern} has its own")
         self.distribution = distribution
@@ -100,7 +111,7 @@ class SparsityAlgorithm(Sparsity):
         """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
         level = self.sparsity(step, self.updates_before(step))
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
-        return rules.erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
+        return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
     def describe(self) -> dict[str, Any]:
         """All options, as plain values: what a saved state is compared by."""
@@ -164,25 +175,23 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     @torch.no_grad()
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
-        shapes = {name: sparse.weight.kernel_shape() for name, sparse in self.sparse_params.items()}
+        shapes = {name: weight.kernel_shape() for name, weight in self.sparse_params.items()}
         levels = self.levels(shapes, self.step)
-        for name, sparse in self.sparse_params.items():
-            layer = sparse.weight.layer
-            matrix = layer.matrix(sparse.data)
+        for name, weight in self.sparse_params.items():
+            matrix = weight.layer.matrix(weight.data)
             _refuse_non_finite(matrix, f"weight {name!r}", self.step)
             if self.needs_gradient:
-                gradient = sparse.gradient
+                gradient = weight.gradient
                 if gradient is None:
                     raise RuntimeError(
-                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: it has to be "
-                        "trained, and its gradient to be there until the step is over"
+                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: keep it till then"
                     )
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
-                matrix.grad = layer.matrix(gradient).to(matrix.dtype)
+                matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
                 _refuse_non_finite(matrix.grad, f"the gradient of {name!r}", self.step)
-            self.generator = rules.generator_for(self.seed, name, self.step)
-            mask = self.update_mask(matrix, layer.matrix(sparse.mask), levels[name])
-            sparse.mask = layer.unmatrix(mask).contiguous()
+            self.generator = generator_for(self.seed, name, self.step)
+            mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
+            weight.mask = weight.layer.unmatrix(mask).contiguous()
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "update": plain(self.when)}
@@ -201,16 +210,13 @@ class GMP(DynamicSparsityAlgorithm):
         super().__init__(sparsity, **options)
         if isinstance(self.sparsity, Constant):
             raise ValueError(
-                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give Cubic(0.0, 0.9, start, stop), "
-                "or use Static"
+                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give a Cubic, or use Static"
             )
         if self.pattern is not None and self.init_method != "topk":
             raise ValueError(f"GMP towards {self.pattern} goes by magnitude: leave init_method out")
 
     def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
-        return rules.largest_magnitudes(
-            p, mask, sparsity, lambda: rules.uniform(p, self.generator), scope=self.scope, pattern=self.pattern
-        )
+        return largest_magnitudes(p, mask, sparsity, self.generator, scope=self.scope, pattern=self.pattern)
 
 
 class DropAndGrow(DynamicSparsityAlgorithm):
@@ -224,21 +230,18 @@ class DropAndGrow(DynamicSparsityAlgorithm):
 
     def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
         super().__init__(sparsity, **options)
-        self.drop_fraction = _checked_drop(drop_fraction)
+        self.drop_fraction = parse_schedule(drop_fraction, "drop_fraction")
+        if isinstance(self.drop_fraction, Constant) and not 0 <= self.drop_fraction.value <= 1:
+            raise ValueError(f"drop_fraction={self.drop_fraction.value:g}: the share to drop is in [0, 1]")
 
     @abstractmethod
     def score(self, p: Tensor) -> Tensor:
         """Where weights should grow, shaped like the matrix ``p``; larger = grow."""
 
     def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
-        return rules.drop_and_grow(
-            p,
-            mask,
-            self.score(p),
-            drop_fraction=min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0),
-            level=sparsity,
-            scope=self.scope,
-            pattern=self.pattern,
+        share = min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0)
+        return drop_and_grow(
+            p, mask, self.score(p), drop_fraction=share, level=sparsity, scope=self.scope, pattern=self.pattern
         )
 
     def describe(self) -> dict[str, Any]:
@@ -249,7 +252,7 @@ class SET(DropAndGrow):
     """Sparse evolutionary training (arXiv 1707.04780): weights grow at random places."""
 
     def score(self, p: Tensor) -> Tensor:
-        return rules.uniform(p, self.generator) + 1  # never 0, which would say nothing
+        return uniform(p, self.generator) + 1  # scores of 0 would leave masks as they are
 
 
 class RigL(DropAndGrow):
@@ -328,44 +331,24 @@ def plain(value: Any) -> Any:
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(value)
 
 
-def _checked_pattern(pattern: Any, algorithm: str) -> NM | None:
-    if pattern is None:
-        return None
-    parsed = parse_pattern(pattern)
-    if not isinstance(parsed, NM):
-        raise ValueError(f"pattern={pattern!r}: {algorithm} takes N:M here, such as '2:4'; give a level as sparsity")
-    return parsed
-
-
 def _check_levels(schedule: Any, algorithm: str) -> None:
-    levels = {Constant: lambda: (schedule.value,), Cycling: lambda: schedule.values}.get(type(schedule), tuple)()
-    for level in levels:
+    constant = (schedule.value,) if isinstance(schedule, Constant) else ()
+    for level in schedule.values if isinstance(schedule, Cycling) else constant:
         if not 0 <= level < 1:
-            raise ValueError(
-                f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not: for example 0.9"
-            )
+            raise ValueError(f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not")
 
 
 def _checked_scope(scope: str | None, in_groups: int | None, out_groups: int | None) -> Scope:
     if sum(each is not None for each in (scope, in_groups, out_groups)) > 1:
         raise ValueError("give one of scope, balance_in_groups and balance_out_groups: each says what competes")
-    for name, groups in (("balance_in_groups", in_groups), ("balance_out_groups", out_groups)):
-        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
-            raise ValueError(f"{name}={groups!r}: must be a whole number of groups, at least 1")
-    if in_groups is not None:
-        return Scope("in_groups", in_groups)
-    if out_groups is not None:
-        return Scope("out_groups", out_groups)
-    if scope is not None and scope not in SCOPES:
-        raise ValueError(f"scope={scope!r}: allowed are {', '.join(SCOPES)}")
+    for kind, groups in (("in_groups", in_groups), ("out_groups", out_groups)):
+        if groups is not None:
+            if not is_count(groups, 1):
+                raise ValueError(f"balance_{kind}={groups!r}: must be a whole number of groups, at least 1")
+            return Scope(kind, groups)
+    if scope is not None:
+        check_choice("scope", scope, SCOPES)
     return Scope(scope or "matrix")
-
-
-def _checked_drop(drop_fraction: Any) -> Any:
-    schedule = parse_schedule(drop_fraction, "drop_fraction")
-    if isinstance(schedule, Constant) and not 0 <= schedule.value <= 1:
-        raise ValueError(f"drop_fraction={schedule.value:g}: the share of live weights to drop, in [0, 1]")
-    return schedule
 
 
 def _refuse_non_finite(tensor: Tensor, what: str, step: int) -> None:

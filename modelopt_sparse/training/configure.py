@@ -1,4 +1,6 @@
-"""Sparse training from a configuration: the ``sparsity`` section of a YAML file, in all spellings that Cerebras had.
+"""Sparse training and Sparse-IFT from a configuration: the sections ``sparsity`` and ``sparse_ift`` of a YAML file.
+
+All spellings of ``sparsity`` that Cerebras had are read:
 
 | spelling | becomes |
 | --- | --- |
@@ -12,37 +14,33 @@
 | ``param_name_patterns``: a mapping of them to options | a `Group`; the options around it are defaults |
 | ``param_filter``: one or several globs | ``include``, matched whole |
 | neither of these | ``include="default"`` |
+
+``sparse_ift`` holds ``sparsity``, the level, and other arguments of `sparse_ift`; ``activation`` is the name of a class
+in torch.nn, or null. Beside it ``sparsity`` says how the layers are trained: without names, and without a level. A
+schedule that ends at a level (cubic, exp) leaves ``final`` out. Without ``sparsity`` masks are static.
 """
 
+import fnmatch
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+import yaml
+from torch import nn
+from transformers import PretrainedConfig
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION
-from modelopt_sparse.checkpoint.save import add_masks, restore
-from modelopt_sparse.distributed import is_fully_sharded
-from modelopt_sparse.model.masking import SUFFIX
-from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.runtime.kernels import DEFAULT
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
-from modelopt_sparse.training.planner import DEFAULT
+from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import read_yaml
 
-# configure ------------------------------------------------------------------------------------------------------------
-
-
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
+IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
 
 def configure(config: Any) -> Sparsity:
@@ -55,93 +53,84 @@ def configure(config: Any) -> Sparsity:
 
     Raises ValueError for a file without that section, and for keys, names and values that are not known.
 
-    >>> training.configure("recipe.yaml").apply(model)
+    >>> training.configure("config.yaml").apply(model)
     >>> training.configure({"algorithm": "rigl", "sparsity": 0.9, "update": {"freq": 100}}).apply(model)
     """
     if isinstance(config, (str, Path)):
-        return _of_section(_section_of(Path(config)), SECTION)
+        content = _read(config)
+        if IFT in content:
+            raise ValueError(
+                f"{str(config)!r} holds a section {IFT!r}: call training.configure_sparse_ift with it and the model"
+            )
+        if SECTION not in content:
+            raise ValueError(
+                f"{str(config)!r} holds no section {SECTION!r}, so nothing is trained sparse: a checkpoint with NaN "
+                "for pruned weights has to be finalized first (modelopt-sparse finalize)"
+            )
+        return _of_section(content[SECTION])
     if isinstance(config, Mapping):
         inner = config.get(SECTION)
         whole_file = isinstance(inner, Mapping) and "type" not in inner
         whole_file |= isinstance(inner, list) and any(isinstance(each, Mapping) for each in inner)
-        return _of_section(inner if whole_file else config, SECTION)
-    return _of_section(config, SECTION)
+        return _of_section(inner if whole_file else config)
+    return _of_section(config)
 
 
-def content_of(path: Path) -> Any:
-    """What a YAML file holds. Raises ValueError if it cannot be read."""
+def _read(path: str | Path) -> Mapping[str, Any]:
+    """What a YAML file holds; nothing, if that is no mapping. Raises ValueError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as YAML: {error}") from None
-    return read_yaml(text, repr(str(path)))
+    content = read_yaml(text, repr(str(path)))
+    return content if isinstance(content, Mapping) else {}
 
 
-def _section_of(path: Path) -> Any:
-    content = content_of(path)
-    if isinstance(content, Mapping) and IFT in content:
-        raise ValueError(
-            f"{str(path)!r} holds a section {IFT!r}, which changes layers: call training.configure_sparse_ift with it "
-            "and the model"
-        )
-    if not isinstance(content, Mapping) or SECTION not in content:
-        raise ValueError(
-            f"{str(path)!r} holds no section {SECTION!r} beside model and optimizer: without one, nothing is trained "
-            "sparse, and a checkpoint with NaN for pruned weights has to be finalized first (modelopt-sparse finalize)"
-        )
-    return content[SECTION]
+# sparsity -------------------------------------------------------------------------------------------------------------
 
 
-def _of_section(section: Any, where: str) -> Sparsity:
+def _of_section(section: Any) -> Sparsity:
     if isinstance(section, float):
-        return algorithm_of({"sparsity": section}, where)
+        return _algorithm({"sparsity": section}, SECTION)
+    group = Group()
     if isinstance(section, Sequence) and not isinstance(section, str):
-        group = Group()
         for number, entry in enumerate(section):
-            _add(group, entry, f"{where}[{number}]")
+            _add(group, entry, f"{SECTION}[{number}]")
         group.members()  # raises for an empty one
         return group
     if not isinstance(section, Mapping):
-        raise ValueError(f"{where}: {section!r} is neither a level such as 0.9, a mapping, nor a list of mappings")
+        raise ValueError(f"{SECTION}: {section!r} is neither a level such as 0.9, a mapping, nor a list of mappings")
     patterns = section.get("param_name_patterns")
-    if isinstance(patterns, Mapping):
-        shared = {key: value for key, value in section.items() if key != "param_name_patterns"}
-        group = Group()
-        for pattern, options in patterns.items():
-            block = f"{where}: param_name_patterns[{pattern!r}]"
-            if not isinstance(options, Mapping):
-                raise ValueError(f"{block} is {options!r}, and must be a mapping such as {{sparsity: 0.5}}")
-            _add(group, {**shared, **options, "param_name_patterns": pattern}, block)
-        return group
-    return algorithm_of(section, where)
+    if not isinstance(patterns, Mapping):
+        return _algorithm(section, SECTION)
+    around = {key: value for key, value in section.items() if key != "param_name_patterns"}
+    for pattern, options in patterns.items():
+        entry = {**around, **options, "param_name_patterns": pattern} if isinstance(options, Mapping) else options
+        _add(group, entry, f"{SECTION}: param_name_patterns[{pattern!r}]")
+    return group
 
 
 def _add(group: Group, entry: Any, where: str) -> None:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} is {entry!r}, and must be a mapping")
-    include = _include(entry, where)
-    rest = {key: value for key, value in entry.items() if key not in NAMES}
-    if "sparsity" in rest and rest["sparsity"] is None:
-        group.add(include, None)
-    else:
-        group.add(include, algorithm_of(rest, where, in_group=True))
+        raise ValueError(f"{where} is {entry!r}, and must be a mapping such as {{sparsity: 0.5}}")
+    options = {key: value for key, value in entry.items() if key not in NAMES}
+    dense = "sparsity" in options and options["sparsity"] is None
+    group.add(_include(entry, where), None if dense else _algorithm(options, where, in_group=True))
 
 
-def algorithm_of(section: Mapping[str, Any], where: str, *, in_group: bool = False) -> SparsityAlgorithm:
+def _algorithm(section: Mapping[str, Any], where: str, *, in_group: bool = False) -> SparsityAlgorithm:
     """The algorithm that a mapping describes, for the parameters that it names; ``in_group``: the group names them."""
-    options = _translated(section, where)
-    name = options.pop("algorithm", "static")
-    cls = _class_of(name, where)
+    options = _present_spelling(section, where)
+    cls = _class_of(options.pop("algorithm", "static"), where)
     if not in_group:
         options["include"] = _include(section, where)
-    for key in NAMES[:2]:
+    for key in ("param_name_patterns", "param_filter"):
         options.pop(key, None)
-    allowed = _options_of(cls)
+    known = sorted({*_options_of(cls), "algorithm", *NAMES})
     for key in options:
-        if key not in allowed:
-            known = [*allowed, "algorithm", *NAMES]
+        if key not in known:
             raise ValueError(
-                f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}; it takes {_list(known)}"
+                f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}; it takes {', '.join(known)}"
             )
     if isinstance(options.get("sparsity"), int):
         raise ValueError(f"{where}: sparsity is {options['sparsity']!r}, and must be a fraction such as 0.3")
@@ -151,8 +140,7 @@ def algorithm_of(section: Mapping[str, Any], where: str, *, in_group: bool = Fal
         raise ValueError(f"{where}: {error}") from None
 
 
-def _translated(section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A section in the present spelling."""
+def _present_spelling(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     options = dict(section)
     if "type" in options:
         _rename(options, "type", "algorithm", where)
@@ -205,169 +193,136 @@ def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
             known[cls.__name__.lower()] = cls
     if str(name).lower() not in known:
         names = sorted(known)
-        raise ValueError(f"{where}: algorithm {name!r} is not known{nearest(name, names)}; there are {_list(names)}")
+        raise ValueError(
+            f"{where}: algorithm {name!r} is not known{nearest(name, names)}; there are {', '.join(names)}"
+        )
     return known[str(name).lower()]
 
 
-def _options_of(cls: type) -> list[str]:
+def _options_of(cls: type) -> set[str]:
     """Names of all options of a class, those that it hands on included."""
-    names: dict[str, None] = {}
-    for base in cls.__mro__:
-        own = vars(base).get("__init__")
-        if own is not None:
-            for parameter in list(inspect.signature(own).parameters.values())[1:]:
-                if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                    names[parameter.name] = None
-    return list(names)
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    options = [each for one in constructors for each in list(inspect.signature(one).parameters.values())[1:]]
+    return {each.name for each in options if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(sorted(set(names)))
+# Sparse-IFT -----------------------------------------------------------------------------------------------------------
 
 
-# callback -------------------------------------------------------------------------------------------------------------
-# Sparse training in Hugging Face's Trainer: applied at its start, saved in its checkpoints, resumed from them.
-#
-# Trainer's checkpoints hold weights and no masks. Loaded into a model whose masks are older, all that has grown since
-# would be zeroed without a word. So masks are written beside them, and read back with the weights.
+def configure_sparse_ift(
+    config: str | Path | Mapping[str, Any], model: nn.Module | PretrainedConfig, *, example: Any = None
+) -> SparseIFT:
+    """`sparse_ift` as a configuration says: a YAML file, or the mapping in it, with a section ``sparse_ift``, and
+    ``sparsity`` beside it for how it is trained.
 
+    Raises ValueError, with the model as it was, for a file without that section, and for keys and values that are not
+    known.
 
-class SparsityCallback(TrainerCallback):
-    """Sparse training in Trainer.
-
-    >>> Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(RigL(0.9, scope="row", include="blocks"))])
-
-    sparsity: it is applied to the model when training starts, unless it has been, and to the optimizer.
-    resume_from: the checkpoint that ``trainer.train(resume_from_checkpoint=...)`` gets, if it lies elsewhere than in
-      ``output_dir``.
-
-    Resuming and ``load_best_model_at_end`` bring weights and masks of the checkpoint back together; the model may be
-    freshly built. Raises ValueError, which names the folder, if a checkpoint has no masks, or if its files do not
-    belong together.
+    >>> ift = training.configure_sparse_ift("config.yaml", model)
     """
-
-    def __init__(self, sparsity: Sparsity, resume_from: str | Path | None = None) -> None:
-        self.sparsity = sparsity
-        self.resume_from = None if resume_from is None else Path(resume_from)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del control
-        model = unwrapped(kwargs["model"])
-        if is_fully_sharded(model) or args.deepspeed:
+    content, where = config, "the mapping"
+    if isinstance(config, (str, Path)):
+        content, where = _read(config), repr(str(config))
+    if not isinstance(content, Mapping) or IFT not in content:
+        raise ValueError(f"{where} holds no section {IFT!r}: write for example {IFT}: {{sparsity: 0.75}}")
+    section, where = content[IFT], f"{where}: {IFT}"
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{where} is {section!r}, and must be a mapping such as {{sparsity: 0.75, member: wide}}")
+    for key in section:
+        if key not in IFT_OPTIONS:
             raise ValueError(
-                "SparsityCallback serves Trainer on one device and with DistributedDataParallel; for FSDP2 write the "
-                "loop yourself and save with distributed checkpoints (docs/sparse-training.md)"
+                f"{where}: no option {key!r}{nearest(key, IFT_OPTIONS)}; it takes {', '.join(IFT_OPTIONS)}"
             )
-        if state.global_step > 0:
-            folder = self.resume_from or _checkpoint(args, state.global_step)
-            _read_back(model, folder)
-            self.sparsity.go_on(model, state.global_step, str(folder))
-        elif not self.sparsity.sparse_params:
-            self.sparsity.apply(model)
-        self.sparsity.apply(kwargs["optimizer"])
+    if "sparsity" not in section:
+        raise ValueError(f"{where} needs sparsity, the level, for example 0.75")
+    options = dict(section)
+    if "activation" in options:
+        options["activation"] = _activation(options["activation"], where)
+    trained = _without_level(content.get(SECTION))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del control
-        if state.is_world_process_zero:
-            add_masks(kwargs["model"], _checkpoint(args, state.global_step))
+    def rule(level: float) -> SparsityAlgorithm:
+        return _algorithm(_at_level(trained, level), SECTION, in_group=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del control
-        if args.load_best_model_at_end and state.best_model_checkpoint:
-            _read_back(unwrapped(kwargs["model"]), Path(state.best_model_checkpoint))
+    return sparse_ift(
+        model, options.pop("sparsity"), options.pop("member", "wide"), rule=rule, example=example, **options
+    )
 
 
-def _checkpoint(args: TrainingArguments, step: int) -> Path:
-    assert args.output_dir is not None
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+def _activation(name: Any, where: str) -> type[nn.Module] | None:
+    if name is None:
+        return None
+    cls = getattr(nn, name, None) if isinstance(name, str) else None
+    if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
+        raise ValueError(f"{where}: activation is {name!r}, and must be a class of torch.nn such as ReLU, or null")
+    return cls
 
 
-def _read_back(model: nn.Module, folder: Path) -> None:
-    """Weights, masks and report of a checkpoint; Trainer has loaded the weights, but under other masks."""
-    if not (folder / DESCRIPTION).is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no masks ({DESCRIPTION}): it was written without SparsityCallback, or lies "
-            "elsewhere, which SparsityCallback(sparsity, resume_from=folder) says"
-        )
-    restore(model, folder)
+def _without_level(section: Any) -> dict[str, Any]:
+    """The section ``sparsity`` beside ``sparse_ift``. Raises ValueError if it names a level or layers, or options that
+    no algorithm has."""
+    if section is None:
+        return {"algorithm": "static"}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{SECTION} is {section!r}, and must be a mapping beside {IFT}")
+    if named := [key for key in NAMES if key in section]:
+        raise ValueError(f"{SECTION}: leave {named[0]} out, {IFT} says which layers are sparse")
+    levels = [key for key in ("sparsity", "sparsity_schedule") if key in section and not _ends_open(section[key])]
+    if levels:
+        raise ValueError(f"{SECTION}: leave {levels[0]} out (of cubic and exp: final), {IFT} says the level")
+    _algorithm(_at_level(section, 0.5), SECTION, in_group=True)  # raises for options that are not known
+    return dict(section)
 
 
-# sentinel -------------------------------------------------------------------------------------------------------------
-# NaN in the place of pruned weights: how the checkpoints of Cerebras' first sparse releases say what is pruned.
-#
-# A model must never run with such weights. `from_sentinel` gives masks and weights with zeros instead, and `finalize`
-# writes a file that holds zeros and no pattern.
+def _at_level(section: Mapping[str, Any], level: float) -> dict[str, Any]:
+    """A section without a level, at this one."""
+    for key in ("sparsity", "schedule"):
+        if _ends_open(section.get(key)):
+            return {**section, key: {**section[key], "final": level}}
+    return {**section, "sparsity": level}
 
 
-PICKLES = (".mdl", ".pt", ".pth", ".bin", ".ckpt")
+def _ends_open(schedule: Any) -> bool:
+    """Whether a schedule that ends at a level does not say at which."""
+    return isinstance(schedule, Mapping) and schedule.get("type") in ("cubic", "exp") and "final" not in schedule
 
 
-def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    """A sparse model's state dict with NaN where its masks are False, and without the masks; nothing else changes.
+def sparse_ift_files(
+    model: nn.Module, section: Mapping[str, Any], config: Path | None
+) -> tuple[SparseIFT, dict[str, str]]:
+    """(`sparse_ift` of a model, which may be on the meta device; texts by the names of the files to write them to).
 
-    ``optimizer_state``: name of a parameter -> its state tensors by name. Those of the parameter's shape get NaN as
-    well, in place.
+    section: what a section ``sparse_ift`` holds. config: a YAML file with a section ``sparsity`` for how it is trained.
+    Of Sparse Wide config.json says all of the model, and the YAML file is one for ``training.configure``. Layers that
+    the other members put in stand in no config: their YAML file holds both sections, for `configure_sparse_ift`.
     """
-    masks = {name.removesuffix(SUFFIX): mask for name, mask in state.items() if _is_mask(name, state)}
-    marked = {name: value for name, value in state.items() if not _is_mask(name, state)}
-    for name, mask in masks.items():
-        marked[name] = marked[name].masked_fill(~mask, torch.nan)
-        for value in (optimizer_state or {}).get(name, {}).values():
-            if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
-                value.masked_fill_(~mask, torch.nan)
-    return marked
+    trained = None
+    if config is not None:
+        content = _read(config)
+        if SECTION not in content:
+            raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
+        trained = content[SECTION]
+    trained = _without_level(trained)
+    written: dict[str, Any] = {IFT: dict(section), SECTION: trained}
+    ift = configure_sparse_ift(written, model)
+    member = section.get("member", "wide")
+    how = "training.configure_sparse_ift(this file, model) puts the layers in, and says how they are trained"
+    if member == "wide":
+        how = "training.configure(this file) trains a model of the config beside it"
+        written = {SECTION: _section_of(ift, trained)}
+    head = f"# Sparse-IFT, {member}, {section['sparsity']}: {how}.\n"
+    model_config: Any = ift.model.config
+    text = head + yaml.safe_dump(written, sort_keys=False)
+    return ift, {"config.json": model_config.to_json_string(), "recipe.yaml": text}
 
 
-def from_sentinel(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `to_sentinel`: zeros where there is NaN, and a mask beside every tensor that holds one.
-
-    Raises ValueError for inf, which marks nothing: the file is damaged.
-    """
-    sparse: dict[str, Any] = {}
-    for name, value in state.items():
-        sparse[name] = value
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if value.isinf().any():
-                raise ValueError(f"{name!r} holds inf, which marks no pruned weight: the checkpoint is damaged")
-            if (pruned := value.isnan()).any():
-                sparse[name] = value.masked_fill(pruned, 0)
-                sparse[name + SUFFIX] = ~pruned
-    return sparse
-
-
-def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Tensor], int]:
-    """Copy a safetensors file, with 0 in the place of every NaN -> (the masks, by name; how many tensors there are).
-
-    The copy knows nothing of the masks.
-
-    Raises ValueError for any other kind of file, for a destination that exists, and for inf.
-    """
-    source, destination = Path(source), Path(destination)
-    for path in (source, destination):
-        if path.suffix in PICKLES:
-            raise ValueError(
-                f"{str(path)!r} looks like a pickle file, which this library neither reads nor writes; in Python:\n"
-                '    state = torch.load("checkpoint.mdl", weights_only=True)\n'
-                '    safetensors.torch.save_file(state["model"], "checkpoint.safetensors")'
-            )
-    if destination.exists():
-        raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")
-    try:
-        with safe_open(source, framework="pt") as file:
-            metadata = file.metadata()
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(source)!r} cannot be read as safetensors: {error}") from None
-    sparse = from_sentinel(state)
-    masks = {name.removesuffix(SUFFIX): sparse.pop(name) for name in list(sparse) if _is_mask(name, sparse)}
-    save_file(sparse, destination, metadata=metadata)
-    return masks, len(sparse)
-
-
-def _is_mask(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether a tensor is the mask of another one of the state dict."""
-    return name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in state and state[name].dtype == torch.bool
+def _section_of(ift: SparseIFT, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The section ``sparsity`` of a wide model: an entry for each level, with globs where those match nothing else."""
+    levels = {layer.name: layer.level for layer in ift.plan.layers}
+    all_names = {name for name, _ in ift.model.named_parameters()} | levels.keys()
+    entries = []
+    for level, names in names_by_level(levels).items():
+        globs = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+        others = all_names - set(names)
+        fits = not any(fnmatch.filter(others, glob) for glob in globs)
+        entries.append({"param_filter": globs if fits else names, **_at_level(trained, level)})
+    return entries

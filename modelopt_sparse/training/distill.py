@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,23 +27,12 @@ IGNORED = -100  # transformers' label of what is not to be predicted
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 
-class Distillation:
+class Distillation(ExitStack):
     """What `distill` returns: `remove` ends it, and so does leaving a ``with`` block that it was given to."""
-
-    def __init__(self, end: ExitStack) -> None:
-        self._end = end
 
     def remove(self) -> None:
         """Take the hooks off the model, and put the teacher back into the mode that it came in."""
-        self._end.close()
-
-    def __enter__(self) -> "Distillation":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.remove()
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ def distill(
     weights = _Weights(kl, task, square_head, temperature)
     student = unwrapped(model)
     _refuse_parts_of_the_model(student, unwrapped(teacher))
-    end = ExitStack()
+    end = Distillation()
     for part in teacher.modules():
         end.callback(setattr, part, "training", part.training)
     teacher.eval()
@@ -112,7 +100,7 @@ def distill(
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
     # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher
     end.enter_context(student.register_forward_hook(lambda *it: _distilled(weights, teacher, *it), with_kwargs=True))
-    return Distillation(end)
+    return end
 
 
 def _ask_for_hidden_states(student: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
@@ -158,25 +146,17 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
     by_name = {name: x for name, x in kwargs.items() if name not in changes}
     by_name |= {name: x for name, x in changes.items() if x is not None and name not in positional}
     if any(isinstance(x, Cache) for x in (*args, *by_name.values())):
-        raise ValueError(
-            "distill: a call with a cache cannot be repeated with the teacher: call model.eval() before generate, and "
-            "train on whole texts"
-        )
-    _refuse_another_device(teacher, flat_tensors((args, by_name)))
-    with torch.no_grad():
-        return teacher(*args, **by_name)
-
-
-def _refuse_another_device(teacher: nn.Module, inputs: list[Tensor]) -> None:
-    weight = next(teacher.parameters(), None)
-    if weight is None or not inputs or weight.device == inputs[0].device:
-        return
-    if not has_hook(teacher) and not is_sharded(weight):  # which move what they are given
+        raise ValueError("distill: the teacher cannot repeat a call with a cache: call model.eval() before generate")
+    weight, inputs = next(teacher.parameters(), None), flat_tensors((args, by_name))
+    moves_inputs = has_hook(teacher) or (weight is not None and is_sharded(weight))
+    if weight is not None and inputs and not moves_inputs and weight.device != inputs[0].device:
         there = inputs[0].device
         raise ValueError(
-            f"distill: the teacher, a {type(teacher).__name__}, is on {weight.device}, and the model is called on "
-            f"{there}: move the teacher, teacher.to({str(there)!r})"
+            f"distill: the teacher is on {weight.device}, and the model is called on {there}: move it, "
+            f"teacher.to({str(there)!r})"
         )
+    with torch.no_grad():
+        return teacher(*args, **by_name)
 
 
 def _positional(module: nn.Module) -> list[str]:
@@ -198,17 +178,25 @@ def _loss(
     items = named.get("num_items_in_batch")
     count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
     if weights.kl:
-        _refuse_other_problems(student, logits)
+        problem = getattr(getattr(student, "config", None), "problem_type", None)
+        if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
+            raise ValueError(
+                f"distill: logits {list(logits.shape)} of a {type(student).__name__} with problem_type={problem!r} are "
+                "no choice among classes, and have no KL divergence: set kl=0"
+            )
         taught = _logits(answer, "the teacher").to(logits.device)
-        _refuse_other_shapes(logits, taught)
+        if logits.shape != taught.shape:
+            raise ValueError(
+                f"distill: the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}: give a "
+                "teacher with the same vocabulary that makes the same predictions (resize_token_embeddings pads one)"
+            )
         rows = kl_divergence(taught.flatten(0, -2), logits.flatten(0, -2), temperature=weights.temperature)
         total = rows.where(counts.flatten(), 0).sum()
         loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
     if weights.task:
         if (own := output.get("loss")) is None:
             raise ValueError(
-                f"distill(task={weights.task}): the model, a {type(student).__name__}, gives no loss of its own: call "
-                "it with labels, or leave task out"
+                f"distill(task={weights.task}): the {type(student).__name__} gives no loss of its own: give labels"
             )
         loss = loss + weights.task * own
     if weights.square_head:
@@ -220,39 +208,13 @@ def _loss(
 
 def _logits(output: Any, who: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
-    if isinstance(logits, Tensor) and logits.dim() in (2, 3):
-        return logits
-    if isinstance(logits, Tensor):
-        what = f"logits {list(logits.shape)}"
-    else:
-        what = f"a {type(output).__name__}" + (f" of {', '.join(output)}" if isinstance(output, Mapping) else "")
-    raise ValueError(
-        f"distill: {who} gives {what}, and what is needed is a dict or a ModelOutput with logits [batch, sequence, "
-        "vocabulary] or [batch, classes]: use a model with a head, and not return_dict=False"
-    )
-
-
-def _refuse_other_problems(student: nn.Module, logits: Tensor) -> None:
-    """Raise ValueError if a softmax over the logits means nothing."""
-    problem = getattr(getattr(student, "config", None), "problem_type", None)
-    if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
+    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
+        what = f"logits {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
         raise ValueError(
-            f"distill: the logits {list(logits.shape)} of this {type(student).__name__} are no choice among classes "
-            f"(problem_type={problem!r}), so that they have no KL divergence: set kl=0 and use task or square_head"
+            f"distill: {who} gives {what}, and not a dict or ModelOutput with logits [batch, sequence, vocabulary] or "
+            "[batch, classes]: use a model with a head, and not return_dict=False"
         )
-
-
-def _refuse_other_shapes(logits: Tensor, taught: Tensor) -> None:
-    if logits.shape[-1] != taught.shape[-1]:
-        raise ValueError(
-            f"distill: the teacher has a vocabulary of {taught.shape[-1]}, the model one of {logits.shape[-1]}: give a "
-            "teacher with the same tokenizer; if they differ by padding alone, call resize_token_embeddings on one"
-        )
-    if logits.shape != taught.shape:
-        raise ValueError(
-            f"distill: the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}: give a teacher "
-            "that makes the same predictions"
-        )
+    return logits
 
 
 def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Tensor:
@@ -272,8 +234,7 @@ def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Ten
             counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
         raise ValueError(
-            f"distill: {name} {list(counts.shape)} does not say which of the model's {list(shape)} predictions count: "
-            "give one number for each token"
+            f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions: give one number for each"
         )
     return counts.to(logits.device)
 
@@ -304,8 +265,7 @@ def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
     states = output.get("hidden_states") if isinstance(output, Mapping) else None
     if not states:
         raise ValueError(
-            f"distill(square_head=...): the {who}'s output has no hidden_states although they were asked for with "
-            "output_hidden_states=True: leave square_head out"
+            f"distill: the {who} gives no hidden_states with output_hidden_states=True: leave square_head out"
         )
     return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
 
@@ -314,17 +274,16 @@ def _square_head(
     states: tuple[Tensor, ...], taught: tuple[Tensor, ...], student: nn.Module, named: Mapping[str, Any]
 ) -> Tensor:
     """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
-    shapes = [[list(state.shape) for state in of_one] for of_one in (states, taught)]
-    if shapes[0] != shapes[1]:
+    shape = list(states[0].shape)
+    if [x.shape for x in states] != [x.shape for x in taught]:
         raise ValueError(
-            f"distill(square_head=...): the model has {len(states)} layers with hidden states {shapes[0][0]}, the "
-            f"teacher {len(taught)} with {shapes[1][0]}: give a teacher of the same shape, or leave square_head out"
+            f"distill(square_head=...): the model has {len(states)} layers with hidden states {shape}, the teacher "
+            f"{len(taught)} with {list(taught[0].shape)}: give a teacher of the same shape, or leave square_head out"
         )
     name, real = _token_mask(student, named, states[0].shape[:-1])
     if real.shape != states[0].shape[:-1]:
         raise ValueError(
-            f"distill(square_head=...): {name} {list(real.shape)} does not fit hidden states {shapes[0][0]}: give one "
-            "number for each token"
+            f"distill: {name} {list(real.shape)} does not fit hidden states {shape}: give one number for each token"
         )
     return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
 

@@ -1,10 +1,14 @@
-"""Which parameters get which algorithm, and their initial masks. What cannot work is refused here, before work."""
+"""Which parameters of a model are trained sparse, by which algorithm, and why the others stay dense.
+
+`find_weights` lists the parameters, a `Filter` names some of them, and `plan_training` decides. It refuses what cannot
+work, and changes nothing.
+"""
 
 import fnmatch
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,39 +19,47 @@ from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RowAdapter
-from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
-from modelopt_sparse.model.masking import dense_class, refuse_what_cannot_be_sparse
+from modelopt_sparse.model.masking import (
+    apply_masks,
+    dense_class,
+    dense_gradient,
+    refuse_what_cannot_be_sparse,
+    update_mask,
+    zero_state,
+)
 from modelopt_sparse.plan.names import check_globs
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped
-from modelopt_sparse.training import updates as rules
-
-# weights --------------------------------------------------------------------------------------------------------------
-# Which parameters of a model an algorithm makes sparse, and why the rest stays dense: names, filters, and the plan.
-
+from modelopt_sparse.reports.report import Skipped, attach_report, attached_report
+from modelopt_sparse.training.updates import Scope, keep_count
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
 
+# parameters -----------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Weight:
-    """One parameter of a model.
+    """One parameter of a model. The model holds its values, its mask and its gradient.
 
-    name: its first name in ``model.named_parameters()``.
-    names: all its names there.
+    names: all its names in ``model.named_parameters()``; ``name`` is the first.
     holders: (module, name in it) of everything that holds it.
-    layer: how it is seen as a matrix ``[..., R, C]``; what is no prunable layer is one row.
+    layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
+    algorithm: trains it sparse. None: it stays dense.
+    optimizers: train it, and hold state to be zeroed with it.
     """
 
+    model: nn.Module
     names: tuple[str, ...]
     holders: tuple[tuple[nn.Module, str], ...]
     layer: Layer
+    algorithm: Any = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -55,13 +67,13 @@ class Weight:
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, name = self.holders[0]
-        return module.get_parameter(name)
+        """The Parameter that the model has now: `fully_shard` replaces it."""
+        return self.layer.parameter
 
     @property
     def type(self) -> str:
         """The class of the module that holds it."""
-        return dense_class(self.holders[0][0]).__name__
+        return dense_class(self.layer.owner).__name__
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,6 +92,60 @@ class Weight:
         routed = isinstance(self.layer.adapter, RoutedAdapter)
         return self.shape[-2:] if routed else self.shape
 
+    @property
+    def data(self) -> Tensor:
+        """Its values. They share its memory, unless it is sharded: then they are gathered from all processes."""
+        return full(self.layer.values)
+
+    @property
+    def mask(self) -> Tensor:
+        """Its mask (bool, True = kept), whole on every process. Assigning one changes it in place in every module that
+        holds the parameter, and zeroes the weight and its optimizers' state where it is False."""
+        return self.layer.owner.get_buffer(f"{self.layer.param}_mask")
+
+    @mask.setter
+    def mask(self, mask: Tensor) -> None:
+        for module, name in self.holders:
+            update_mask(module, name, mask)
+        self._zero_states()
+        self.write_report()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Its gradient at all places, on steps that let gradients through; gathered if it is sharded."""
+        gradient = self.parameter.grad
+        return None if gradient is None else dense_gradient(full(gradient.detach()), self.mask)
+
+    def zero(self) -> None:
+        """Write +0.0 to pruned places of the weight and of its optimizers' state."""
+        for module, _ in self.holders:
+            apply_masks(module, recurse=False)
+        self._zero_states()
+
+    def _zero_states(self) -> None:
+        for optimizer in self.optimizers:
+            zero_state(optimizer, self.parameter, self.mask)
+
+    def counted(self) -> dict[str, Any]:
+        """Its zeros, and the pattern that its mask keeps: N:M, or the level that all rows or matrices have."""
+        mask = self.mask
+        matrix, pattern = self.layer.matrix(mask), self.algorithm.pattern
+        zeros = int((~mask).sum())
+        if pattern is not None and not pattern.count_nonzero_wrong(matrix):
+            return {"zeros": zeros, "pattern": str(pattern)}
+        scope = "row" if self.algorithm.scope.kind == "row" else "matrix"
+        scopes = Scope(scope).within(matrix)
+        fewest = int((~scopes).sum(-1).min())
+        return {"zeros": zeros, "pattern": str(Unstructured(min(fewest / scopes.shape[-1], 1 - 2**-40), scope))}
+
+    def write_report(self) -> None:
+        """Bring its entry in the model's report up to date."""
+        report = attached_report(self.model)
+        if report is not None:
+            now = self.counted()
+            layers = [replace(layer, **now) if layer.parameter == self.name else layer for layer in report.layers]
+            attach_report(self.model, replace(report, layers=layers))
+
 
 def find_weights(model: nn.Module) -> list[Weight]:
     """Every parameter of a model once, in model order."""
@@ -92,11 +158,11 @@ def find_weights(model: nn.Module) -> list[Weight]:
     for held in holders.values():
         names = tuple(full_name for full_name, _, _ in held)
         layer = layers.get(names[0]) or as_row(model, names[0])
-        weights.append(Weight(names, tuple((module, name) for _, module, name in held), layer))
+        weights.append(Weight(model, names, tuple((module, name) for _, module, name in held), layer))
     return weights
 
 
-# which of them --------------------------------------------------------------------------------------------------------
+# filters --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +181,7 @@ class Filter:
         return ", ".join(named) or self.choice or "every parameter"
 
     def matches(self, name: str) -> bool:
-        """Whether a name is meant, for filters of names."""
+        """Whether a filter without ``choice`` takes a name."""
         if self.regexes:
             return any(re.search(regex, name) for regex in self.regexes)
         return not self.globs or any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
@@ -128,20 +194,16 @@ def parse_filter(include: Any) -> Filter:
         return include or Filter()
     if include in (BLOCKS, DEFAULT):
         return Filter(choice=include)
-    each = [include] if isinstance(include, (str, re.Pattern)) else list(include) if _several(include) else []
+    several = isinstance(include, Iterable) and not isinstance(include, (str, bytes, Mapping))
+    each: tuple[Any, ...] = tuple(include) if several else (include,)
     if each and all(isinstance(one, str) for one in each):
-        return Filter(globs=tuple(each))
-    regexes = [one for one in each if isinstance(one, re.Pattern)]
-    if each and len(regexes) == len(each):
-        return Filter(regexes=tuple(one.pattern for one in regexes))
+        return Filter(globs=each)
+    if each and all(isinstance(one, re.Pattern) for one in each):
+        return Filter(regexes=tuple(one.pattern for one in each))
     raise ValueError(
         f"include={include!r}: give a glob of parameter names such as '*.mlp.*.weight', several, compiled regular "
         f"expressions, {DEFAULT!r}, {BLOCKS!r}, or None for every parameter"
     )
-
-
-def _several(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[str, str]:
@@ -227,72 +289,54 @@ class TrainingPlan:
         names = [row.name for row in self.rows]
         skipped = {each.name: each.reason for each in self.skipped}
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
-        summary = f"{len(names)} parameters sparse" + (f", {zeros / size:.2%} zeros at the start" if size else "")
-        parts = [f"{summary}."]
-        if names:
-            columns = [
-                Column("type", [row.type for row in self.rows]),
-                Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
-                Column("algorithm", [row.algorithm for row in self.rows]),
-                Column("level", [row.schedule for row in self.rows], "levels"),
-                Column("counted per", [row.scope for row in self.rows]),
-                Column("zeros at the start", [f"{row.zeros / max(row.size, 1):.2%}" for row in self.rows], "range"),
-            ]
-            parts.append(rows_of("parameter", names, columns, skipped, all_rows=all_rows))
-        if skipped:
-            parts.append(by_reason("stays dense", skipped, names, all_rows=all_rows))
-        return "\n\n".join([*parts, *(paragraph(f"note: {note}", all_rows=all_rows) for note in self.notes)])
+        columns = [
+            Column("type", [row.type for row in self.rows]),
+            Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
+            Column("algorithm", [row.algorithm for row in self.rows]),
+            Column("level", [row.schedule for row in self.rows], "levels"),
+            Column("counted per", [row.scope for row in self.rows]),
+            Column("zeros at the start", [f"{row.zeros / row.size:.2%}" for row in self.rows], "range"),
+        ]
+        parts = [
+            f"{len(names)} parameters sparse, {zeros / size:.2%} zeros at the start.",
+            rows_of("parameter", names, columns, skipped, all_rows=all_rows),
+            by_reason("stays dense", skipped, names, all_rows=all_rows),
+            *(paragraph(f"note: {note}", all_rows=all_rows) for note in self.notes),
+        ]
+        return "\n\n".join(part for part in parts if part)
 
 
-# planner --------------------------------------------------------------------------------------------------------------
+def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tuple[TrainingPlan, list[Weight]]:
+    """(the plan, the weights that become sparse, with their algorithms). Raises ValueError for what could not work.
 
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a model, and what `apply` needs beside it.
-
-    chosen: each parameter that becomes sparse, and its algorithm.
-    description: of the algorithms, in plain values.
+    members: (filter, algorithm for what it takes). None leaves it dense. The first that takes a parameter counts.
     """
-
-    plan: TrainingPlan
-    chosen: tuple[tuple[Weight, Any], ...]
-    description: dict[str, Any]
-
-
-def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> Planned:
-    """Decide on every parameter of a model. Raises ValueError for what could not work."""
     weights = find_weights(model)
-    _check_globs(model, weights, members)
-    by_choice = {
-        choice: reasons(model, weights, choice)
-        for choice in {include.choice for include, _ in members} | {DEFAULT}
-        if choice
-    }
-    chosen: list[tuple[Weight, Any]] = []
-    skipped: list[Skipped] = []
+    _check_names(model, weights, members)
+    choices = {include.choice for include, _ in members} | {DEFAULT}
+    by_choice = {choice: reasons(model, weights, choice) for choice in choices if choice}
+    skipped = []
     for weight in weights:
         outcome = _decide(weight, members, by_choice)
         if isinstance(outcome, str):
             skipped.append(Skipped(weight.name, weight.type, weight.shape, outcome))
         else:
-            refuse_what_cannot_be_sparse(weight.holders[0][0], weight.holders[0][1])
-            chosen.append((weight, outcome))
+            refuse_what_cannot_be_sparse(weight.layer.owner, weight.layer.param)
+            weight.algorithm = outcome
+    chosen = [weight for weight in weights if weight.algorithm is not None]
     if not chosen:
         why = first_few(sorted({each.reason for each in skipped})) or "it has no parameters"
         raise ValueError(f"nothing to make sparse in this {type(model).__name__}: {why}")
-    rows = _rows(chosen)
     notes = _notes(model, chosen, members, by_choice[DEFAULT])
-    described = [[str(include), None if each is None else each.describe()] for include, each in members]
-    return Planned(TrainingPlan(rows, tuple(skipped), notes), tuple(chosen), {"algorithms": described})
+    return TrainingPlan(_rows(chosen), tuple(skipped), notes), chosen
 
 
-def _check_globs(model: nn.Module, weights: Sequence[Weight], members: Sequence[tuple[Filter, Any]]) -> None:
+def _check_names(model: nn.Module, weights: Sequence[Weight], members: Sequence[tuple[Filter, Any]]) -> None:
     names = [weight.name for weight in weights]
     for include, algorithm in members:
-        globs = (*include.globs, *(algorithm.exclude if algorithm is not None else ()))
+        globs = (*include.globs, *(() if algorithm is None else algorithm.exclude))
         check_globs(globs, names, f"parameter of this {type(model).__name__}")
-        if include.regexes and not any(include.matches(name) for name in names):
+        if include.regexes and not any(map(include.matches, names)):
             raise ValueError(
                 f"{include} matches no parameter of this {type(model).__name__}; names look like {', '.join(names[:3])}"
             )
@@ -320,53 +364,50 @@ def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Ma
 
 def _misfit(weight: Weight, algorithm: Any) -> str | None:
     """Why an algorithm cannot take a parameter. Raises ValueError for what is a mistake."""
-    parameter, kind = weight.parameter, type(algorithm).__name__
+    parameter, pattern, scope = weight.parameter, algorithm.pattern, algorithm.scope
     if not parameter.is_floating_point() or holds_codes(parameter):
         return f"{str(parameter.dtype).removeprefix('torch.')} values are no weights to prune"
     if parameter.numel() == 0:
         return "it is empty"
     if any(isinstance(module, nn.Embedding) and module.sparse for module, _ in weight.holders):
         raise ValueError(
-            f"{weight.name!r} is of an Embedding(sparse=True), whose gradients are sparse tensors that no mask can be "
-            "put on: build it with sparse=False, or leave it dense with exclude"
+            f"{weight.name!r} is of an Embedding(sparse=True), whose gradients take no mask: build it with sparse=False"
         )
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(
-            f"{weight.name!r} is float16, which cannot hold the faint gradients that {kind} grows by: keep weights in "
-            "float32 and run under autocast, or use bfloat16"
+            f"{weight.name!r} is float16, which cannot hold the faint gradients of {type(algorithm).__name__}: use "
+            "bfloat16, or float32 weights under autocast"
         )
     rows, columns = weight.empty_matrix().shape[-2:]
-    if algorithm.pattern is not None:
+    if pattern is not None:
         if not weight.is_layer:
-            return f"{algorithm.pattern} is for weight matrices"
-        if misfit := algorithm.pattern.misfit(weight.layer.columns(torch.empty(weight.shape, device="meta"))):
+            return f"{pattern} is for weight matrices"
+        if misfit := pattern.misfit(weight.layer.columns(torch.empty(weight.shape, device="meta"))):
             return misfit
-        if algorithm.scope.kind == "in_groups" and columns // algorithm.scope.groups % algorithm.pattern.m:
+        if scope.kind == "in_groups" and columns // scope.groups % pattern.m:
             raise ValueError(
-                f"{weight.name!r}: {algorithm.scope.groups} groups of columns cut through groups of "
-                f"{algorithm.pattern.m}: choose fewer groups"
+                f"{weight.name!r}: {scope.groups} groups of columns cut through groups of {pattern.m}: choose fewer"
             )
-    if misfit := algorithm.scope.misfit(rows, columns):
+    if misfit := scope.misfit(rows, columns):
         raise ValueError(f"{weight.name!r}: {misfit}; choose another number, or leave it out with include or exclude")
     return None
 
 
-def _first_levels(chosen: Sequence[tuple[Weight, Any]]) -> dict[str, float]:
+def first_levels(chosen: Sequence[Weight]) -> dict[str, float]:
     """The level of each parameter at step 0, by name."""
     levels: dict[str, float] = {}
-    for algorithm in dict.fromkeys(algorithm for _, algorithm in chosen):
-        shapes = {weight.name: weight.kernel_shape() for weight, own in chosen if own is algorithm}
+    for algorithm in dict.fromkeys(weight.algorithm for weight in chosen):
+        shapes = {weight.name: weight.kernel_shape() for weight in chosen if weight.algorithm is algorithm}
         levels.update(algorithm.levels(shapes, 0))
     return levels
 
 
-def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
-    levels = _first_levels(chosen)
+def _rows(chosen: Sequence[Weight]) -> tuple[Row, ...]:
+    levels = first_levels(chosen)
     rows = []
-    for weight, algorithm in chosen:
-        options = algorithm.describe()
-        pattern, scope = algorithm.pattern, algorithm.scope
-        zeros = _zeros_at(weight, algorithm, levels[weight.name])
+    for weight in chosen:
+        algorithm = weight.algorithm
+        options, pattern = algorithm.describe(), algorithm.pattern
         rows.append(
             Row(
                 weight.name,
@@ -374,112 +415,44 @@ def _rows(chosen: Sequence[tuple[Weight, Any]]) -> tuple[Row, ...]:
                 weight.shape,
                 options["algorithm"],
                 str(getattr(algorithm.sparsity, "value", options["sparsity"])),
-                str(scope) if pattern is None else f"{pattern}, {scope}",
-                zeros,
+                str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}",
+                _zeros_at(weight, levels[weight.name]),
                 weight.parameter.numel(),
             )
         )
     return tuple(rows)
 
 
-def _zeros_at(weight: Weight, algorithm: Any, level: float) -> int:
+def _zeros_at(weight: Weight, level: float) -> int:
     """How many zeros a parameter has at a level, if its mask goes by the level (not by "from_zeros" or a function)."""
-    parameter = weight.parameter
-    matrix = weight.empty_matrix()
-    if algorithm.pattern is not None and not algorithm.magnitude_first:
-        return algorithm.pattern.zeros_in(matrix.shape)
-    if algorithm.pattern is not None:
-        level = min(level, algorithm.pattern.sparsity)
-    scopes = algorithm.scope.within(matrix)
-    return parameter.numel() // scopes.shape[-1] * (scopes.shape[-1] - rules.keep_count(scopes, level))
+    pattern, matrix = weight.algorithm.pattern, weight.empty_matrix()
+    if pattern is not None and not weight.algorithm.magnitude_first:
+        return pattern.zeros_in(matrix.shape)
+    if pattern is not None:
+        level = min(level, pattern.sparsity)
+    scopes = weight.algorithm.scope.within(matrix)
+    return matrix.numel() // scopes.shape[-1] * (scopes.shape[-1] - keep_count(scopes, level))
 
 
 def _notes(
-    model: nn.Module,
-    chosen: Sequence[tuple[Weight, Any]],
-    members: Sequence[tuple[Filter, Any]],
-    default: Mapping[str, str],
+    model: nn.Module, chosen: Sequence[Weight], members: Sequence[tuple[Filter, Any]], default: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Sentences that are worth a warning."""
     notes = []
     everything = [algorithm for include, algorithm in members if include == Filter() and algorithm is not None]
-    unusual = [weight.name for weight, algorithm in chosen if algorithm in everything and default[weight.name]]
+    unusual = [weight.name for weight in chosen if weight.algorithm in everything and default[weight.name]]
     if unusual:
-        kinds = sorted({default[name] for name in unusual})
+        kinds = first_few(sorted({default[name] for name in unusual}))
         notes.append(
             f"{type(everything[0]).__name__} takes every parameter, {len(unusual)} among them that mostly stay dense "
-            f"({first_few(kinds)}; {first_few(unusual, 3)}): include='default' leaves those dense, include='blocks' "
-            "takes what sparsify prunes"
+            f"({kinds}; {first_few(unusual, 3)}): include='default' leaves those dense, include='blocks' takes what "
+            "sparsify prunes"
         )
-    open_scopes = {
-        type(algorithm).__name__
-        for _, algorithm in chosen
-        if algorithm.asks_for_scope and not algorithm.scope_is_chosen
-    }
+    algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
+    open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
     if isinstance(model, PreTrainedModel) and open_scopes:
         notes.append(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published; on language models "
             "RigL then lost to Static in our measurements, and did better with scope='row' (docs/sparse-training.md)"
         )
     return tuple(notes)
-
-
-# initial masks --------------------------------------------------------------------------------------------------------
-
-
-def initial_masks(planned: Planned) -> dict[str, Tensor]:
-    """The masks of all chosen parameters at step 0, by name, shaped like the parameters.
-
-    NaN in a weight marks a pruned place (docs/sparse-training.md). Raises ValueError for inf, and for meta tensors.
-    """
-    masks = {}
-    levels = _first_levels(planned.chosen)
-    for weight, algorithm in planned.chosen:
-        module, name = weight.holders[0]
-        values = full(stored(module, name).detach())
-        if values.is_meta:
-            raise ValueError(f"{weight.name!r} is on the meta device and has no values: load the model first")
-        if values.isinf().any():
-            raise ValueError(f"{weight.name!r} holds inf, so the weights are damaged: load them again")
-        masks[weight.name] = _initial_mask(weight, algorithm, values, levels[weight.name])
-    return masks
-
-
-@torch.no_grad()
-def zero_sentinels(weight: Weight) -> None:
-    """Write 0 in the place of NaN: some of these places may grow again."""
-    module, name = weight.holders[0]
-    values = stored(module, name)
-    values.masked_fill_(values.isnan(), 0)
-
-
-def _initial_mask(weight: Weight, algorithm: Any, values: Tensor, level: float) -> Tensor:
-    layer = weight.layer
-    present = layer.mask
-    if values.isnan().any():
-        finite = layer.matrix(~values.isnan())
-        present = finite if present is None else present & finite
-        values = values.nan_to_num(0.0)
-    matrix = layer.matrix(values)
-    generator = rules.generator_for(algorithm.seed, weight.name, "init")
-    if algorithm.pattern is not None and algorithm.magnitude_first:
-        alive = torch.ones_like(matrix, dtype=torch.bool) if present is None else present
-        mask = rules.largest_magnitudes(
-            matrix,
-            alive,
-            level,
-            lambda: rules.uniform(matrix, generator),
-            scope=algorithm.scope,
-            pattern=algorithm.pattern,
-        )
-    else:
-        mask = rules.initial_mask(
-            matrix,
-            level,
-            algorithm.init_method,
-            generator,
-            present=present,
-            scope=algorithm.scope,
-            pattern=algorithm.pattern,
-        )
-    return layer.unmatrix(mask).contiguous()

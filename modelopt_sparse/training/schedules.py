@@ -1,17 +1,34 @@
 """Schedules: levels and drop fractions as functions of the step, and the steps at which masks are updated.
 
-The step ``t`` is the number of optimizer steps that are finished: 0 when an algorithm is applied to the model, 1 after
-the first ``optimizer.step()``. Everything here is frozen and depends on ``t`` alone: there is no state but the step.
-Forms and formulas are those of cerebras.pytorch.sparse; the cubic one is Zhu and Gupta, arXiv 1710.01878, equation 1.
+The step ``t`` counts finished optimizer steps: 0 when an algorithm is applied to the model, 1 after the first
+``optimizer.step()``. Schedules are frozen and depend on ``t`` alone. Their formulas are those of
+cerebras.pytorch.sparse; `Cubic` is equation 1 of Zhu and Gupta (arXiv 1710.01878). Their ``repr`` stands in saved
+states, which are compared by it.
 """
 
-import bisect
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from modelopt_sparse.reports.fold import nearest
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is a whole number, and at least this one."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
+    """Raise ValueError unless a value is one of those allowed. ``more``: what else is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}{more}{nearest(value, allowed)}")
+
 
 # values ---------------------------------------------------------------------------------------------------------------
 
@@ -135,12 +152,12 @@ def parse_schedule(value: Any, what: str) -> Schedule:
     """
     if isinstance(value, Schedule):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_number(value):
         return Constant(float(value))
     if isinstance(value, Mapping):
         return _from_mapping(value, what)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        if not value or not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in value):
+        if not value or not all(map(is_number, value)):
             raise ValueError(f"{what}={value!r}: a list of levels holds numbers, at least one")
         return Cycling(tuple(map(float, value)))
     if callable(value):
@@ -157,14 +174,14 @@ def _from_mapping(value: Mapping[str, Any], what: str) -> Schedule:
     kind = str(rest.pop("type", "")).lower()
     if kind not in KINDS:
         raise ValueError(f"{what}={dict(value)!r}: type must be one of {', '.join(KINDS)}{nearest(kind, list(KINDS))}")
-    allowed = {field.name: field.default is MISSING for field in fields(KINDS[kind])}
     for key, number in rest.items():
-        if key not in allowed:
-            raise ValueError(f"{what}: {kind} takes {', '.join(allowed)}, not {key!r}{nearest(key, list(allowed))}")
-        if not isinstance(number, (int, float)) or isinstance(number, bool):
+        if not is_number(number):
             raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
-    if missing := [name for name, required in allowed.items() if required and name not in rest]:
-        raise ValueError(f"{what}: {kind} needs {', '.join(missing)} as well")
+    try:
+        inspect.signature(KINDS[kind]).bind(**rest)
+    except TypeError as error:
+        allowed = ", ".join(field.name for field in fields(KINDS[kind]))
+        raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
     return KINDS[kind](**rest)
 
 
@@ -184,20 +201,17 @@ class EveryFew:
             raise ValueError(f"update: freq is {self.freq}, and must be at least 1")
 
     def fires(self, step: int) -> bool:
-        return self.start <= step and not (self.stop is not None and step >= self.stop) and self._apart(step) == 0
+        return self.start <= step and (self.stop is None or step < self.stop) and (step - self.start) % self.freq == 0
 
     def before(self, step: int) -> int:
-        """How many steps in 0, 1, ..., step - 1 are updates."""
+        """How many of the steps 0, 1, ..., step - 1 are updates."""
         last = step if self.stop is None else min(step, self.stop)
-        return max(0, -(-(last - self.start) // self.freq)) if self.start >= 0 else sum(map(self.fires, range(step)))
-
-    def _apart(self, step: int) -> int:
-        return (step - self.start) % self.freq
+        return max(0, -(-(last - self.start) // self.freq))
 
 
 @dataclass(frozen=True)
 class AtSteps:
-    """Updates at these steps, in rising order."""
+    """Updates at these steps."""
 
     steps: tuple[int, ...]
 
@@ -205,8 +219,8 @@ class AtSteps:
         return step in self.steps
 
     def before(self, step: int) -> int:
-        """How many steps in 0, 1, ..., step - 1 are updates."""
-        return bisect.bisect_left(self.steps, step)
+        """How many of the steps 0, 1, ..., step - 1 are updates."""
+        return sum(each < step for each in self.steps)
 
 
 @dataclass(frozen=True)
@@ -219,7 +233,7 @@ class When:
         return bool(self.function(step))
 
     def before(self, step: int) -> int:
-        """How many steps in 0, 1, ..., step - 1 are updates."""
+        """How many of the steps 0, 1, ..., step - 1 are updates."""
         return sum(map(self.fires, range(step)))
 
 
@@ -236,20 +250,7 @@ def parse_update(value: Any) -> UpdateSchedule:
     if isinstance(value, int) and not isinstance(value, bool):
         return EveryFew(value)
     if isinstance(value, Mapping):
-        if "steps" in value and len(value) == 1:
-            steps = value["steps"]
-            if isinstance(steps, Sequence) and steps and all(_is_step(step) for step in steps):
-                return AtSteps(tuple(sorted(set(steps))))
-            raise ValueError(f"update: steps is {steps!r}, and must be a list of whole numbers")
-        allowed = ("freq", "start", "stop")
-        for key, number in value.items():
-            if key not in allowed:
-                raise ValueError(
-                    f"update takes freq, start and stop, or steps by itself, not {key!r}{nearest(key, allowed)}"
-                )
-            if not _is_step(number) and not (key == "stop" and number is None):
-                raise ValueError(f"update: {key} is {number!r}, and must be a whole number of steps")
-        return EveryFew(**value)
+        return _update_from_mapping(value)
     if callable(value):
         function: Any = value
         return When(function)
@@ -259,5 +260,16 @@ def parse_update(value: Any) -> UpdateSchedule:
     )
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _update_from_mapping(value: Mapping[str, Any]) -> UpdateSchedule:
+    if list(value) == ["steps"]:
+        steps = value["steps"]
+        if not isinstance(steps, Sequence) or not steps or not all(is_count(step, 0) for step in steps):
+            raise ValueError(f"update: steps is {steps!r}, and must be a list of whole numbers")
+        return AtSteps(tuple(sorted(set(steps))))
+    allowed = ("freq", "start", "stop")
+    for key, number in value.items():
+        if key not in allowed:
+            raise ValueError(f"update takes freq, start and stop, or steps alone, not {key!r}{nearest(key, allowed)}")
+        if not is_count(number, 0) and not (key == "stop" and number is None):
+            raise ValueError(f"update: {key} is {number!r}, and must be a whole number of steps")
+    return EveryFew(**value)

@@ -1,8 +1,8 @@
-"""The rules by which masks change, on tensors alone: initial masks, dropping, growing, magnitude, and ERK.
+"""How masks change, on tensors alone: initial masks, dropping and growing, magnitude, and ERK.
 
 A weight is a matrix ``[..., R, C]``; leading dimensions are independent matrices. A `Scope` says which of its entries
-compete: it views the matrix as ``[..., S, n]``, where the n entries of a scope lie in the last dimension. In masks,
-which are bool, True = kept; in scores, larger = keep.
+compete: it views the matrix as ``[..., S, n]``, where the last dimension holds the n entries of a scope. Masks are
+bool, True = kept. Of scores the larger ones are kept.
 """
 
 import hashlib
@@ -200,15 +200,15 @@ def largest_magnitudes(
     weight: Tensor,
     mask: Tensor,
     level: float,
-    random: Callable[[], Tensor],
+    generator: torch.Generator,
     *,
     scope: Scope = Scope(),
     pattern: NM | None = None,
 ) -> Tensor:
     """One update of gradual magnitude pruning (arXiv 1710.01878): the largest abs(w) of each scope stay.
 
-    Live weights come before pruned ones, so masks nest while the level rises; where it falls, ``random`` scores say
-    which pruned places come back. Towards N:M, zeros are taken among the places that the pattern prunes, the share
+    Live weights come before pruned ones, so masks nest while the level rises. Where it falls, random pruned places come
+    back. Towards N:M, zeros are taken among the places that the pattern prunes, the share
     ``level / pattern.sparsity`` of them, so that at its level the mask is N:M.
     """
     magnitude = torch.where(mask, weight.abs(), -1)
@@ -217,7 +217,7 @@ def largest_magnitudes(
     scores, masks = scope.within(magnitude), scope.within(mask)
     count = keep_count(scores, level)
     if (masks.sum(-1) < count).any():
-        scores = torch.where(masks, scores, -1 - scope.within(random()))
+        scores = torch.where(masks, scores, -1 - scope.within(uniform(weight, generator)))
     return scope.back(keep_largest(scores, count), weight)
 
 

@@ -342,18 +342,17 @@ def test_a_compiled_model():
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on a quiet machine
 def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
-    """The benchmark in a shorter form: half of the tokens, less to calibrate on and to measure on. It leaves 49 % and
-    62 % where the full one leaves 45 % and 59 %, whose bars are 50 % and 65 %."""
+    """The benchmark with a seventh of its tokens. It leaves 65 % and 76 %, where the full one leaves 45 % and 59 %."""
     folder = ROOT / "examples" / "benchmarks"
-    choice = "--start sparsegpt --losses cross-entropy KL --batch 8 --calibration 32 --heldout 8"
+    choice = "--start sparsegpt --losses cross-entropy KL --steps 60 --batch 4 --calibration 16 --heldout 6"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "argv", ["distill.py", *choice.split()])
     runpy.run_path(str(folder / "distill.py"), run_name="__main__")
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
     left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
-    assert left["KL"] <= 54
-    assert left["cross-entropy"] <= 67
+    assert left["KL"] <= 70
+    assert left["cross-entropy"] <= 81
     assert left["KL"] <= left["cross-entropy"] - 6
 
 
@@ -462,8 +461,8 @@ def test_another_vocabulary():
     call_refused(
         model,
         tiny_llama(vocab_size=99).double(),
-        "the teacher has a vocabulary of 99, the model one of 97",
-        "give a teacher with the same tokenizer",
+        "the teacher's logits are [4, 10, 99], the model's [4, 10, 97]",
+        "give a teacher with the same vocabulary",
         **padded(),
     )
 
@@ -482,7 +481,13 @@ def test_other_hidden_states():
 
 def test_a_model_without_logits():
     model, teacher = pair()
-    call_refused(model.model, teacher.model, "the model, a LlamaModel, gives a BaseModelOutputWithPast of", **padded())
+    call_refused(
+        model.model,
+        teacher.model,
+        "the model, a LlamaModel, gives a BaseModelOutputWithPast",
+        "use a model with a head",
+        **padded(),
+    )
 
 
 def test_a_tuple_and_logits_of_other_dimensions():
@@ -512,7 +517,7 @@ def test_no_labels_for_the_models_own_loss():
     call_refused(
         model,
         teacher,
-        "distill(task=0.5): the model, a LlamaForCausalLM, gives no loss of its own: call it with labels",
+        "distill(task=0.5): the LlamaForCausalLM gives no loss of its own: give labels",
         weights={"task": 0.5},
         input_ids=padded()["input_ids"],
     )
@@ -524,9 +529,7 @@ def test_no_hidden_states():
             assert output_hidden_states
             return {"logits": self.layer(x)}
 
-    call_refused(
-        Quiet(), Quiet(), "the model's output has no hidden_states", weights={"square_head": 1.0}, x=torch.ones(1, 4)
-    )
+    call_refused(Quiet(), Quiet(), "the model gives no hidden_states", weights={"square_head": 1.0}, x=torch.ones(1, 4))
 
 
 def test_hidden_states_that_the_attention_mask_does_not_fit():
@@ -546,7 +549,7 @@ def test_a_regression():
     config.num_labels, config.pad_token_id = 1, PAD
     teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
     batch = {**padded(), "labels": torch.randn(4)}
-    call_refused(model.train(), teacher, "no choice among classes (problem_type='regression')", "set kl=0", **batch)
+    call_refused(model.train(), teacher, "problem_type='regression' are no choice among classes", "set kl=0", **batch)
     config.num_labels = 3
     teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
     model.config.problem_type = "multi_label_classification"

@@ -64,8 +64,8 @@ def test_a_function_of_the_step():
         ([], "holds numbers, at least one"),
         ([0.5, "x"], "holds numbers"),
         ({"type": "cosin", "init": 1}, "did you mean 'cosine'"),
-        ({"type": "cosine", "init": 0.3, "period": 4}, "takes init, half_period, minimum, not 'period'"),
-        ({"type": "cosine", "init": 0.3}, "cosine needs half_period as well"),
+        ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
+        ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: missing .*'half_period'"),
         ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
         ({"type": "cubic", "init": 0, "final": 1, "start": 5, "stop": 5}, "start 5 must be before stop 5"),
     ],
@@ -100,10 +100,10 @@ def test_the_steps_of_updates(update, fires):
     [
         (0, "freq is 0, and must be at least 1"),
         ("100", "give a number of steps"),
-        ({"freq": 10, "begin": 5}, "takes freq, start and stop, or steps by itself, not 'begin'"),
+        ({"freq": 10, "begin": 5}, "takes freq, start and stop, or steps alone, not 'begin'"),
         ({"freq": 1.5}, "freq is 1.5, and must be a whole number"),
         ({"steps": []}, "must be a list of whole numbers"),
-        ({"steps": [1], "freq": 2}, "or steps by itself, not 'steps'"),
+        ({"steps": [1], "freq": 2}, "or steps alone, not 'steps'"),
     ],
 )
 def test_what_is_no_update(update, match):

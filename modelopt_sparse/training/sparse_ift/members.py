@@ -1,6 +1,6 @@
 """Members of Sparse-IFT that replace one layer by several (arXiv 2303.11525): Parallel, Factorized, Doped.
 
-Din and Dout: inputs and outputs of a layer; of a convolution Din counts kernel positions as well.
+Din and Dout are a layer's inputs and outputs; of a convolution Din counts kernel positions too.
 """
 
 import math
@@ -82,6 +82,26 @@ def why_not(layer: nn.Module) -> str | None:
 # sizes ----------------------------------------------------------------------------------------------------------------
 
 
+def member_of(
+    layer: nn.Module, member: str, level: float, activation: Activation
+) -> tuple[nn.Module, list[str], float]:
+    """(what replaces a layer, its parts that carry masks, their level). At level 0 a layer may stay as it is."""
+    inputs, outputs = sides(layer)
+    dense = inputs * outputs
+    if member == "parallel":
+        count = branches_for(level)
+        return Parallel(layer, count, activation), [f"branches.{i}" for i in range(count)], 1 - 1 / count
+    if member == "factorized":
+        if level == 0:
+            return layer, [], 0.0
+        rank = rank_of_factors(layer, level)
+        return Factorized(layer, rank, activation), ["first", "second"], 1 - dense / (rank * (inputs + outputs))
+    rank = rank_of_doping(layer, level)
+    if rank == 0:
+        return layer, [], 0.0
+    return Doped(layer, rank), ["sparse"], rank * (inputs + outputs) / dense
+
+
 def sides(layer: nn.Module) -> tuple[int, int]:
     """(Din, Dout) of a layer."""
     weight = layer.get_parameter("weight")
@@ -113,28 +133,42 @@ def rank_of_doping(layer: nn.Module, level: float) -> int:
     return math.floor(round(level * inputs * outputs / (inputs + outputs), 6))
 
 
-# folding --------------------------------------------------------------------------------------------------------------
+# one layer again ------------------------------------------------------------------------------------------------------
+
+
+def fold(model: nn.Module) -> list[str]:
+    """Replace members by one layer each where that computes the same, in place -> names of those that cannot be: a
+    non-linearity stands inside. Call `mts.export` first: sparse modules are left as they are, and folded weights are
+    dense. Names of the layers end as they were before `sparse_ift`."""
+    left = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (Parallel, Factorized, Doped)):
+            layer = merge_members(module)
+            if layer is None:
+                left.append(name)
+            else:
+                model.set_submodule(name, layer)
+    return left
 
 
 @torch.no_grad()
-def folded(module: nn.Module) -> nn.Module | None:
+def merge_members(module: Parallel | Factorized | Doped) -> nn.Module | None:
     """One layer that computes what a member does; None if a non-linearity stands between. Weights may become dense."""
     if isinstance(module, Doped):
-        layer = _plain(module.sparse)
+        layer = _copy(module.sparse)
         layer.weight += _product(module.first, module.second)
         return layer
-    if not isinstance(module, (Parallel, Factorized)) or not isinstance(module.activation, nn.Identity):
+    if not isinstance(module.activation, nn.Identity):
         return None
     if isinstance(module, Factorized):
-        sizes = {"out_channels": module.second.out_channels} if isinstance(module.first, Convolution) else {}
-        if not sizes:
-            sizes = {"out_features": module.second.out_features}
+        outputs = "out_channels" if isinstance(module.first, Convolution) else "out_features"
+        sizes: dict[str, Any] = {outputs: getattr(module.second, outputs)}
         layer = rebuilt(module.first, **sizes, bias=module.second.bias is not None)
         layer.weight.copy_(_product(module.first, module.second))
         if layer.bias is not None:
             layer.bias.copy_(module.second.bias)
         return layer
-    layer = _plain(module.branches[0])
+    layer = _copy(module.branches[0])
     for branch in module.branches[1:]:
         layer.weight += branch.get_parameter("weight")
         if layer.bias is not None:
@@ -142,7 +176,7 @@ def folded(module: nn.Module) -> nn.Module | None:
     return layer
 
 
-def _plain(layer: nn.Module) -> Any:
+def _copy(layer: nn.Module) -> Any:
     copy = rebuilt(layer)
     copy.weight.copy_(layer.get_parameter("weight"))
     if copy.bias is not None:

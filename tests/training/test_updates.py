@@ -1,4 +1,4 @@
-"""The rules against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
+"""Updates of masks against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
 
 import itertools
 import math
@@ -150,22 +150,21 @@ def test_gmp_by_hand():
     mask = torch.ones(1, 8, dtype=torch.bool)
     expected = [row(*range(8)), row(0, 2, 4, 5, 6, 7), row(2, 4, 5, 7), row(5, 7)]
     for level, wanted in zip((0.0, 0.25, 0.5, 0.75), expected):
-        mask = largest_magnitudes(weight * mask, mask, level, lambda: torch.rand(1, 8))
+        mask = largest_magnitudes(weight * mask, mask, level, generator())
         assert torch.equal(mask, wanted)
 
 
 def test_pruned_places_stay_behind_live_zeros():
     """A live weight of 0.0 is kept before any pruned place."""
     weight, mask = torch.tensor([[0.0, 0, 5, 0]]), torch.tensor([[False, True, True, False]])
-    assert torch.equal(largest_magnitudes(weight, mask, 0.5, lambda: torch.rand(1, 4)), mask)
+    assert torch.equal(largest_magnitudes(weight, mask, 0.5, generator()), mask)
 
 
 def test_where_the_level_falls_random_places_come_back():
     weight, mask = torch.tensor([[0.0, 0, 5, 4, 0, 0]]), torch.tensor([[False, False, True, True, False, False]])
     back = set()
     for event in range(40):
-        score = torch.rand(1, 6, generator=generator(event))
-        new = largest_magnitudes(weight, mask, 1 / 3, lambda score=score: score)
+        new = largest_magnitudes(weight, mask, 1 / 3, generator(event))
         assert int(new.sum()) == 4
         assert (new | ~mask).all()
         back |= {int(i) for i in (new & ~mask).nonzero()[:, 1]}
@@ -177,7 +176,7 @@ def test_gmp_towards_two_of_four_nests_and_ends_there():
     weight = torch.randn(6, 16)
     mask = torch.ones(6, 16, dtype=torch.bool)
     for level, zeros in [(0.0, 0), (0.125, 12), (0.25, 24), (0.4, 38), (0.5, 48)]:
-        new = largest_magnitudes(weight * mask, mask, level, lambda: torch.rand(6, 16), pattern=NM(2, 4))
+        new = largest_magnitudes(weight * mask, mask, level, generator(), pattern=NM(2, 4))
         assert int((~new).sum()) == zeros
         assert not (new & ~mask).any()
         mask = new

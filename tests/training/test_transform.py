@@ -1,10 +1,9 @@
-"""Sparse-IFT: sizes and levels against golden values, FLOPs, members against layers written out, folding."""
+"""Sparse-IFT of models of transformers: sizes and levels against golden values, FLOPs, what is refused."""
 
 import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -26,7 +25,6 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.sparse_ift.members import branches_for, rank_of_doping, rank_of_factors
 from modelopt_sparse.training.sparse_ift.wide import widened
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
@@ -176,158 +174,6 @@ def test_a_rule_for_each_level_trains():
         optimizer.zero_grad()
     mts.verify(ift.model)
     assert {layer.recipe for layer in mts.report(ift.model).layers} == {"set"}
-
-
-# members ------------------------------------------------------------------------------------------------------------
-
-
-def test_golden_ranks():
-    square, tall = nn.Linear(768, 768), nn.Linear(768, 3072)
-    conv = nn.Conv2d(64, 64, 3)
-    at = (0.5, 0.75, 0.9)
-    # at 0.9 the released code has one more (3841, 6145, 577): it divides by 0.0999..., and these are whole numbers
-    assert [rank_of_factors(square, level) for level in at] == [768, 1536, 3840]
-    assert [rank_of_doping(square, level) for level in at] == [192, 288, 345]
-    assert [rank_of_factors(tall, level) for level in at] == [1229, 2458, 6144]
-    assert [rank_of_doping(tall, level) for level in at] == [307, 460, 552]
-    assert [rank_of_factors(conv, level) for level in at] == [116, 231, 576]
-    assert [rank_of_doping(conv, level) for level in at] == [28, 43, 51]
-    assert [branches_for(level) for level in (0.0, 0.5, 0.75, 0.9)] == [1, 2, 4, 10]
-
-
-LAYERS = {
-    "Linear": (lambda: nn.Linear(12, 20), (5, 12)),
-    "Linear without a bias": (lambda: nn.Linear(12, 20, bias=False), (5, 12)),
-    "Conv1d": (lambda: nn.Conv1d(6, 8, 3, padding=1, stride=2), (2, 6, 9)),
-    "Conv2d": (lambda: nn.Conv2d(6, 8, 3, padding=1, padding_mode="reflect"), (2, 6, 8, 8)),
-    "Conv3d": (lambda: nn.Conv3d(4, 6, 2, dilation=2), (1, 4, 5, 5, 5)),
-}
-
-
-class Around(nn.Module):
-    """A layer in the middle of a model, so that it is neither the first nor the last one."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.middle = layer
-
-    def forward(self, x):
-        return self.middle(x)
-
-
-def replaced(layer, level, member, **options):
-    model = Around(layer())
-    ift = training.sparse_ift(model, level, member, include="middle", **options)
-    assert ift.model is model
-    return ift
-
-
-def run(module, x):
-    """A Linear or convolution with the weights of ``module``, written out."""
-    if isinstance(module, nn.Linear):
-        return F.linear(x, module.weight, module.bias)
-    padded = x
-    if module.padding_mode != "zeros":
-        sides = [side for size in reversed(module.padding) for side in (size, size)]
-        padded = F.pad(x, sides, mode=module.padding_mode)
-    spatial = len(module.kernel_size)
-    conv = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    padding = 0 if module.padding_mode != "zeros" else module.padding
-    return conv(padded, module.weight, module.bias, module.stride, padding, module.dilation)
-
-
-@pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=list(LAYERS))
-@pytest.mark.parametrize("level", [0.5, 0.75])
-def test_members_compute_their_formula_at_the_same_flops(layer, shape, level):
-    x = torch.randn(shape)
-    dense = layer().weight.numel()
-    for member in ("parallel", "factorized", "doped"):
-        ift = replaced(layer, level, member)
-        new = ift.model.middle
-        if member == "parallel":
-            theirs = sum(run(branch, x).relu() for branch in new.branches)
-        elif member == "factorized":
-            theirs = run(new.second, run(new.first, x).relu())
-        else:
-            theirs = run(new.sparse, x) + run(new.second, run(new.first, x))
-        ours = new(x)
-        torch.testing.assert_close(ours, theirs)
-        assert ours.shape == layer()(x).shape
-        grads = [torch.autograd.grad(y.square().sum(), list(new.parameters())) for y in (ours, theirs)]
-        torch.testing.assert_close(*grads)
-        ift.sparsity.apply(ift.model)
-        masks = dict(named_masks(ift.model))
-        live = sum(
-            int(masks[name].sum()) if name in masks else p.numel()
-            for name, p in ift.model.named_parameters()
-            if p.dim() > 1
-        )
-        assert live == ift.plan.layers[0].live
-        assert abs(live - dense) <= len(masks), "each mask is rounded once"
-        assert all(("sparse" in name) or member != "doped" for name in masks)
-
-
-@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
-def test_level_zero_is_the_dense_layer(member):
-    torch.manual_seed(0)
-    ift = replaced(lambda: nn.Linear(12, 20), 0.0, member)
-    x = torch.randn(3, 12)
-    middle = ift.model.middle
-    layer = middle.branches[0] if member == "parallel" else middle
-    torch.testing.assert_close(middle(x), run(layer, x))
-    assert ift.plan.ratio == 1.0
-    assert len(ift.sparsity) == 0
-
-
-def test_by_default_mlps_and_convolutions_are_replaced_and_attention_is_not():
-    ift = training.sparse_ift(tiny_llama(), 0.5, "doped")
-    names = {layer.name for layer in ift.plan.layers}
-    assert names == {f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")}
-    reasons = {skipped.name: skipped.reason for skipped in ift.plan.skipped}
-    assert reasons["model.layers.0.self_attn.q_proj.weight"] == "a projection of attention"
-    asked = training.sparse_ift(tiny_llama(), 0.5, "doped", include="*.q_proj")
-    assert {layer.name for layer in asked.plan.layers} == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 4, 3))
-    ift = training.sparse_ift(plain, 0.5, "parallel")
-    assert [layer.name for layer in ift.plan.layers] == ["1"]
-    reasons = {skipped.name: skipped.reason for skipped in ift.plan.skipped}
-    assert reasons["0.weight"] == reasons["3.weight"] == "the first or the last layer"
-    assert reasons["2.weight"] == "a grouped convolution"
-
-
-@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
-def test_members_train_save_restore_and_compile(member, tmp_path):
-    ift = training.sparse_ift(tiny_llama(), 0.5, member, rule=lambda level: training.SET(level, scope="row", update=1))
-    ift.sparsity.apply(ift.model)
-    optimizer = torch.optim.AdamW(ift.model.parameters(), lr=1e-3)
-    ift.sparsity.apply(optimizer)
-    for ids in token_batches(2):
-        ift.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    mts.verify(ift.model)
-    mts.save(ift.model, tmp_path / "ift")
-    again = training.sparse_ift(tiny_llama(), 0.5, member).model
-    mts.restore(again, tmp_path / "ift")
-    ids = token_batches(1)[0]
-    torch.testing.assert_close(again(input_ids=ids).logits, ift.model.eval()(input_ids=ids).logits)
-    mts.verify(again)
-
-
-@pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=list(LAYERS))
-def test_what_is_linear_folds_into_one_layer_and_the_rest_is_named(layer, shape):
-    x = torch.randn(shape)
-    for member, activation in (("doped", nn.ReLU), ("parallel", None), ("factorized", None)):
-        ift = replaced(layer, 0.5, member, activation=activation)
-        ift.sparsity.apply(ift.model)
-        mts.export(ift.model)
-        before = ift.model(x)
-        assert training.fold(ift.model) == []
-        assert type(ift.model.middle) is type(layer())
-        torch.testing.assert_close(ift.model(x), before, rtol=1e-4, atol=1e-5)
-    for member in ("parallel", "factorized"):
-        ift = replaced(layer, 0.5, member)
-        assert training.fold(ift.model) == ["middle"]
 
 
 # what is refused ----------------------------------------------------------------------------------------------------

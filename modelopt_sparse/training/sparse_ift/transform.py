@@ -1,0 +1,406 @@
+"""Sparse-IFT (arXiv 2303.11525): larger, sparser layers at the FLOPs of the dense ones, from one number, the level."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.model.hf import model_class
+from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
+from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
+from modelopt_sparse.training.schedules import check_choice, is_number
+from modelopt_sparse.training.sparse_ift.members import Activation, Doped, Factorized, Parallel, member_of, why_not
+from modelopt_sparse.training.sparse_ift.wide import call, wider
+
+MEMBERS = ("wide", "parallel", "factorized", "doped")
+ISO = ("layers", "model")
+ATTENTION = ("attn", "attention")  # in the names of modules that stay as they are unless they are asked for
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One layer: its weights before, what stands for it, the weights of that, the level, and the live weights.
+
+    uses: how often each weight is multiplied: once for a token; in the example's forward, as often as torch counts.
+    """
+
+    name: str
+    weights: int
+    by: str
+    new_weights: int
+    level: float
+    live: int
+    uses: float = 1.0
+
+
+@dataclass(frozen=True)
+class IsoPlan:
+    """What Sparse-IFT makes of a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all rows.
+
+    layers: those that are wider or replaced, and sparse.
+    skipped: all other weights, with the reason.
+    parameters, new_parameters: of the whole model, before and after, pruned ones included.
+    other, new_other: multiplications with weights of the other layers (heads, attention that stays), before and after.
+    unit: what multiplications are counted for: "a token", or "the example". None: the model has convolutions, and
+      without an example nobody knows how many pixels each of them sees.
+
+    A multiplication and its addition are two FLOPs in a forward and six in a training step. Attention's own products
+    are not counted, and neither are the dense gradients that RigL asks for (see `cost`).
+    """
+
+    layers: tuple[Replaced, ...]
+    skipped: tuple[Skipped, ...]
+    parameters: int
+    new_parameters: int
+    other: float
+    new_other: float
+    unit: str | None
+
+    @property
+    def live_parameters(self) -> int:
+        """Parameters after, without those that are pruned."""
+        return self.new_parameters - sum(layer.new_weights - layer.live for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """FLOPs of the sparse layers divided by those of the layers that they stand for."""
+        return self.multiplications("live") / self.multiplications("weights")
+
+    @property
+    def model_ratio(self) -> float | None:
+        """The same of all layers that multiply. None if ``unit`` is."""
+        return None if self.flops is None else self.flops[1] / self.flops[0]
+
+    @property
+    def flops(self) -> tuple[int, int] | None:
+        """FLOPs of a forward before and after, in all layers that multiply. None if ``unit`` is."""
+        if self.unit is None:
+            return None
+        before = self.multiplications("weights") + self.other
+        after = self.multiplications("live") + self.new_other
+        return round(2 * before), round(2 * after)
+
+    def multiplications(self, what: str) -> float:
+        """With the ``weights``, the ``new_weights`` or the ``live`` weights of ``layers``."""
+        return sum(getattr(layer, what) * layer.uses for layer in self.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON takes."""
+        return {
+            **vars(self),
+            "layers": [vars(layer) for layer in self.layers],
+            "skipped": [each.as_dict() for each in self.skipped],
+            "live_parameters": self.live_parameters,
+            "ratio": self.ratio,
+            "model_ratio": self.model_ratio,
+            "flops": self.flops,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        names = [layer.name for layer in self.layers]
+        skipped = {each.name: each.reason for each in self.skipped}
+        whole = ": with example=, which says how many pixels each convolution sees"
+        if self.model_ratio is not None:
+            whole = f" {self.model_ratio:.4f} times"
+        summary = (
+            f"FLOPs of the {len(names)} sparse layers {self.ratio:.4f} times dense, of all layers{whole}. They count "
+            "as if zeros were skipped."
+        )
+        columns = [
+            Column("weights", [f"{layer.weights:,}" for layer in self.layers]),
+            Column("becomes", [layer.by for layer in self.layers]),
+            Column("new weights", [f"{layer.new_weights:,}" for layer in self.layers]),
+            Column("level", [f"{layer.level:.4f}" for layer in self.layers], "levels"),
+            Column("FLOPs, times dense", [f"{layer.live / layer.weights:.4f}" for layer in self.layers], "range"),
+        ]
+        costs = [("parameters", self.parameters, self.new_parameters)]
+        costs.append(("of them live", self.parameters, self.live_parameters))
+        if self.flops is not None:
+            before, after = self.flops
+            costs.append((f"FLOPs of {self.unit}, forward", before, after))
+            costs.append((f"FLOPs of {self.unit}, training", 3 * before, 3 * after))
+        parts = [
+            paragraph(summary, all_rows=all_rows),
+            rows_of("layer", names, columns, skipped, all_rows=all_rows),
+            by_reason("not sparse", skipped, names, all_rows=all_rows),
+            table(("", "before", "after"), [(what, f"{old:,}", f"{new:,}") for what, old, new in costs]),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class SparseIFT:
+    """What `sparse_ift` returns: the model, the sparse training that makes it iso-FLOP, and the plan.
+
+    >>> ift.sparsity.apply(ift.model)
+    >>> ift.sparsity.apply(optimizer)
+    """
+
+    model: nn.Module
+    sparsity: Group
+    plan: IsoPlan
+
+
+def sparse_ift(
+    model_or_config: nn.Module | PretrainedConfig,
+    sparsity: float,
+    member: str = "wide",
+    *,
+    rule: Callable[[float], SparsityAlgorithm] = Static,
+    iso: str = "layers",
+    multiple: int = 1,
+    include: Any = None,
+    activation: Activation = nn.ReLU,
+    example: Any = None,
+) -> SparseIFT:
+    """A model with larger, sparser layers of the same FLOPs, to be trained from scratch.
+
+    model_or_config: a model; a config of transformers for "wide", which then gives a model on the meta device: build
+      yours from ``ift.model.config``. A model on meta stays there.
+    sparsity: the level, in [0, 1), which says how much larger layers become.
+    member: what becomes larger. All but "wide" replace layers of the model in place, with new random weights:
+      "wide": a new model of the same class, ``sqrt(1 / (1 - level))`` times as wide, with random weights. Of a model
+        of transformers the config is scaled. In any other model Linear, convolutions, embeddings and norms are made
+        wider; what it reads and gives keeps its size, and the layers there stay dense.
+      "parallel": 1 / (1 - level) layers beside each other, each with its own non-linearity, added up.
+      "factorized": two layers with a non-linearity between them.
+      "doped": the layer, sparse, plus two dense ones of low rank.
+    rule: level -> sparsity algorithm, for each level that occurs: ``lambda level: SET(level, update=100)``.
+    iso: "layers": the level of each layer is solved so that its FLOPs are those of the dense one. "model" (wide): one
+      level for all, so that those of the whole model are, its head included.
+    multiple: widths are rounded up to a multiple of this.
+    include: globs of layers to replace. The default is all of the blocks but attention's projections; a model without
+      blocks keeps its first and its last layer.
+    activation: a class of non-linearities for "parallel" and "factorized"; None: none.
+    example: an input of the model, a tuple of positional arguments or a mapping of keywords, which the model is run on.
+      FLOPs are then those of this input, else of a token. Sparse Wide needs it for a model that is not of transformers,
+      and ``iso="model"`` for convolutions.
+
+    Raises ValueError, with the model as it was, for a level or a model that does not work, and names the nearest levels
+    that do.
+    """
+    if not is_number(sparsity) or not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity={sparsity!r}: the level must be in [0, 1), for example 0.75; at 1 nothing is left")
+    check_choice("member", member, MEMBERS)
+    check_choice("iso", iso, ISO)
+    level, model = float(sparsity), model_or_config
+    if member == "wide":
+        if include is not None:
+            raise ValueError("include is for the members that replace layers; Sparse Wide widens the whole model")
+        wide, plan = _widened(model, level, iso, multiple, example)
+        return SparseIFT(wide, _group({layer.name: layer.level for layer in plan.layers}, rule), plan)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"member {member!r} replaces layers of a model: build it from the config first")
+    if iso == "model" or multiple != 1:
+        raise ValueError(f"member {member!r} is iso-FLOP layer by layer: iso='model' and multiple are for 'wide'")
+    modules, levels, plan = _replaced(model, level, member, include, activation, example)
+    group = _group(levels, rule)
+    for name, module in modules.items():  # nothing has changed up to here
+        model.set_submodule(name, module)
+    return SparseIFT(model, group, plan)
+
+
+def _group(levels: Mapping[str, float], rule: Callable[[float], SparsityAlgorithm]) -> Group:
+    group = Group()
+    for level, names in names_by_level(levels).items():
+        group.add(names, rule(level))
+    return group
+
+
+def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
+    """Names of parameters for each level that occurs; those at level 0 stay dense."""
+    names: dict[float, list[str]] = {}
+    for name, level in levels.items():
+        if level > 0:
+            names.setdefault(level, []).append(name)
+    return names
+
+
+# wide -----------------------------------------------------------------------------------------------------------------
+
+
+def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) -> tuple[nn.Module, IsoPlan]:
+    """(the wider model, what becomes of the layers)."""
+    if isinstance(model, PretrainedConfig):
+        if not model.architectures:
+            raise ValueError(
+                f"this {type(model).__name__} does not say in architectures which class it is for: give a model"
+            )
+        with torch.device("meta"):
+            model = model_class(model, model.model_type)(model)
+    unit = _unit(model, example)
+    if iso == "model" and unit is None:
+        raise ValueError(
+            f"iso='model' needs example=: FLOPs of the convolutions in this {type(model).__name__} depend on images"
+        )
+    wide, why = wider(model, (1 / (1 - level)) ** 0.5, multiple, example)
+    before, after = find_weights(model), find_weights(wide)
+    uses = _uses(model, before, example)
+    sizes = {weight.name: weight.parameter.numel() for weight in before}
+    rows = []
+    for weight in after:
+        if not why[weight.name]:
+            old, new = sizes[weight.name], weight.parameter.numel()
+            own, shape = 1 - old / new, " x ".join(map(str, weight.shape))
+            rows.append(Replaced(weight.name, old, shape, new, own, _live(new, own), uses[weight.name]))
+    if not rows:
+        raise ValueError(
+            f"no layer of this {type(model).__name__} would be sparse: {first_few(sorted(set(why.values())))}"
+        )
+    rest = [weight for weight in after if why[weight.name]]
+    plan = _plan(rows, before, rest, why, uses, _total(after), unit)
+    if iso == "model":
+        for_sparse = plan.multiplications("weights") + plan.other - plan.new_other
+        one = 1 - for_sparse / plan.multiplications("new_weights")
+        if not 0 <= one < 1:
+            raise ValueError(
+                f"at level {level:g} the layers that stay dense cost more than the whole model did: give iso='layers'"
+            )
+        rows = [replace(row, level=one, live=_live(row.new_weights, one)) for row in rows]
+        plan = replace(plan, layers=tuple(rows))
+    return wide, plan
+
+
+# other members --------------------------------------------------------------------------------------------------------
+
+
+def _replaced(
+    model: nn.Module, level: float, member: str, include: Any, activation: Activation, example: Any
+) -> tuple[dict[str, nn.Module], dict[str, float], IsoPlan]:
+    """(new modules by the name of the layer that they are to replace, levels by parameter, the plan).
+
+    The model is left as it is.
+    """
+    weights = find_weights(model)
+    why = _why_dense(model, weights, include)
+    chosen = [weight for weight in weights if not why[weight.name]]
+    if not chosen:
+        kinds = first_few(sorted(set(why.values())))
+        raise ValueError(f"no layer of this {type(model).__name__} is to be replaced: {kinds}")
+    uses = _uses(model, weights, example)
+    modules, levels, rows = {}, {}, []
+    parameters = _total(weights)
+    for weight in chosen:
+        name, layer = weight.name.removesuffix(".weight"), weight.layer.owner
+        new, parts, own = member_of(layer, member, level, activation)
+        levels.update({f"{name}.{part}.weight": own for part in parts})
+        masked = [new.get_submodule(part).get_parameter("weight").numel() for part in parts]
+        size = sum(each.numel() for each in new.parameters() if each.dim() > 1)
+        live = size - sum(masked) + sum(_live(each, own) for each in masked)
+        rows.append(Replaced(name, weight.parameter.numel(), _described(new), size, own, live, uses[weight.name]))
+        if new is not layer:
+            modules[name] = new
+            parameters += sum(each.numel() for each in new.parameters())
+            parameters -= sum(each.numel() for each in layer.parameters())
+    rest = [weight for weight in weights if why[weight.name]]
+    return modules, levels, _plan(rows, weights, rest, why, uses, parameters, _unit(model, example))
+
+
+def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[str, str]:
+    """Why layers are not replaced, by name of the parameter; "" for those that are."""
+    layers = [weight for weight in weights if weight.is_layer]
+    ends = {layers[0].name, layers[-1].name} if len(layers) > 2 else set()
+    asked = None if include is None else parse_filter(include)
+    why = reasons(model, weights, BLOCKS)
+    if asked is not None and not any(asked.matches(weight.name.removesuffix(".weight")) for weight in layers):
+        raise ValueError(f"{asked} matches no layer of this {type(model).__name__}")
+    for weight in weights:
+        name, module = weight.name.removesuffix(".weight"), weight.layer.owner
+        if not weight.is_layer or not weight.name.endswith("weight"):
+            why[weight.name] = why[weight.name] or "not a layer of its own"
+        elif len(weight.holders) > 1:
+            why[weight.name] = "tied"
+        elif asked is not None:
+            why[weight.name] = (why_not(module) or "") if asked.matches(name) else "not in include"
+        elif not why[weight.name]:
+            if any(word in name.lower() for word in ATTENTION):
+                why[weight.name] = "a projection of attention"
+            elif not isinstance(model, PreTrainedModel) and weight.name in ends:
+                why[weight.name] = "the first or the last layer"
+            else:
+                why[weight.name] = why_not(module) or ""
+    return why
+
+
+def _described(module: nn.Module) -> str:
+    if isinstance(module, Parallel):
+        return f"{len(module.branches)} in parallel"
+    if isinstance(module, (Factorized, Doped)):
+        what = "factors of" if isinstance(module, Factorized) else "itself and"
+        return f"{what} rank {module.first.get_parameter('weight').shape[0]}"
+    return "itself"
+
+
+# counts ---------------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    rows: list[Replaced],
+    before: list[Weight],
+    rest: list[Weight],
+    why: Mapping[str, str],
+    uses: Mapping[str, float],
+    parameters: int,
+    unit: str | None,
+) -> IsoPlan:
+    """``before``: all weights of the model as it was. ``rest``: those of the new one that stay dense."""
+    sizes = {weight.name: weight.parameter.numel() for weight in before}
+    fixed = [weight for weight in rest if _multiplies(weight)]
+    other = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
+    new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
+    skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
+    return IsoPlan(tuple(rows), skipped, _total(before), parameters, other, new_other, unit)
+
+
+def _multiplies(weight: Weight) -> bool:
+    """Whether a weight is multiplied with every token: heads are, tied ones too, and embeddings are looked up."""
+    looked_up_only = not any(isinstance(module, nn.Linear) for module, _ in weight.holders) and not weight.is_layer
+    return len(weight.shape) > 1 and not looked_up_only
+
+
+def _uses(model: nn.Module, weights: list[Weight], example: Any) -> dict[str, float]:
+    """How often each weight is multiplied in a forward of the example, by torch's counter; 1 without an example."""
+    if example is None:
+        return {weight.name: 1.0 for weight in weights}
+    with calibrating(model), FlopCounterMode(display=False) as counter:
+        call(model, example)
+    counts, root = counter.get_flop_counts(), type(model).__name__
+    uses = {}
+    for weight in weights:
+        modules = {".".join([root, *name.split(".")[:-1]]) for name in weight.names}
+        flops = sum(sum(counts.get(module, {}).values()) for module in modules)
+        # torch counts the products of all weights in a module as one
+        in_module = sum(each.numel() for each in weight.layer.owner.parameters(recurse=False) if each.dim() > 1)
+        uses[weight.name] = flops / 2 / max(1, in_module)
+    return uses
+
+
+def _unit(model: nn.Module, example: Any) -> str | None:
+    """What multiplications in a model can be counted for, see `IsoPlan`."""
+    if example is not None:
+        return "the example"
+    return None if any(isinstance(module, CONVOLUTIONS) for module in model.modules()) else "a token"
+
+
+def _live(size: int, level: float) -> int:
+    return round(size * (1 - level))
+
+
+def _total(weights: list[Weight]) -> int:
+    return sum(weight.parameter.numel() for weight in weights)
