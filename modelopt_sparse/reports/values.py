@@ -14,9 +14,9 @@ import safetensors
 import torch
 import transformers
 
+from modelopt_sparse import __version__
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.fold import counted
-from modelopt_sparse.version import __version__
 
 # what the error of a layer was measured with -> what its row says, and how far that goes
 ERROR_FROM = {
