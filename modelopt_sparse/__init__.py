@@ -8,5 +8,5 @@ import lazy_loader
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__all__.remove("training")  # a package, whose names are its own
+__all__.remove("training")  # pyright: ignore  # a package, whose names are its own
 __all__.append("__version__")
