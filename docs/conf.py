@@ -9,8 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import modelopt_sparse as mts
-from modelopt_sparse import training
-from modelopt_sparse.version import __version__
+from modelopt_sparse import __version__, training
 
 project = "modelopt_sparse"
 author = "the authors of modelopt_sparse"

@@ -1,13 +1,12 @@
 """The processes of one run: the only file that imports torch.distributed.
 
-`Processes` make one model sparse together. Each exchange between them begins with a header, in which every process says
-what it is about to do, or that it cannot go on. The others learn of a process that failed at their next header, and
-notice one that died there, so that none waits for what never comes.
+`Processes` make one model sparse together. Each exchange begins with headers: every process sends what it is about to
+do, or its error. So a process that failed or died is noticed at the next header, and no process waits forever.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,31 +18,28 @@ if torch.distributed.is_available():
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, distribute_tensor
-else:  # builds of torch without distributed support have no sharded weights either, and no processes to talk to
-    dist = None
-    FSDPModule = DTensor = distribute_tensor = None
+else:  # a build of torch without distributed support: one process, no sharded weights
+    dist = distribute_tensor = None
+    FSDPModule = DTensor = ()  # isinstance(x, ()) is False
 
 TIMEOUT = timedelta(hours=1)  # how long a process waits for the others, which may be solving a large layer
 BARRIER = "the end of the run"
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether this process holds a part of the weight only (fully_shard, tensor parallelism)."""
-    return DTensor is not None and isinstance(weight, DTensor)
+    """Whether this process holds only a part of the weight (fully_shard, tensor parallelism)."""
+    return isinstance(weight, DTensor)
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `fully_shard` (FSDP2) manages parameters of a module."""
-    return FSDPModule is not None and any(isinstance(child, FSDPModule) for child in module.modules())
+    return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
 def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
-    """A full mask, placed the way a sharded ``weight`` is. Every rank holds the same full mask, so nothing is sent."""
-    if DTensor is None or distribute_tensor is None:
-        return mask
-    if isinstance(mask, DTensor):  # tensor parallelism replicates buffers, over a part of the weight's mesh
-        mask = mask.full_tensor()
-    if not isinstance(weight, DTensor):
+    """A full mask, placed like a sharded ``weight``. Every rank has the same full mask, so nothing is sent."""
+    mask = full(mask)  # tensor parallelism replicates buffers, over a part of the weight's mesh
+    if distribute_tensor is None or not isinstance(weight, DTensor):
         return mask
     mask = mask.to(weight.device_mesh.device_type)
     # a weight that is offloaded between steps lies on another device than its mesh
@@ -52,12 +48,14 @@ def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """A tensor in one piece: gathered from all processes if it is sharded, else itself."""
-    return tensor.full_tensor() if DTensor is not None and isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
-    """(name, rank) of the first value that is not the same in all processes of the default group that have the name;
-    None if all agree, or if there is one process. All of them call this."""
+    """(name, rank) of the first value that differs between the processes of the default group that have the name.
+
+    None if all agree, or if there is one process. All processes call this.
+    """
     if dist is None or not in_group() or dist.get_world_size() == 1:
         return None
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -72,16 +70,16 @@ def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
 def count_processes(asked: bool | None) -> int:
     """How many processes work together where the option ``distributed`` is ``asked``.
 
-    None: those of the default process group, if there is one; False: this one by itself; True: those of the group, and
-    ValueError without one.
+    None: those of the default group, or this one where there is none; True: those of the group; False: this one alone.
+    Raises ValueError for True without a group.
     """
     if asked not in (None, True, False):
         raise ValueError(f"distributed={asked!r}: must be True, False or None")
     ready = in_group()
     if asked and not ready:
         raise ValueError(
-            "distributed=True needs a process group: start the program with torchrun and call "
-            "torch.distributed.init_process_group() first, or leave distributed out"
+            "distributed=True needs a process group: start with torchrun, and call "
+            "torch.distributed.init_process_group() first"
         )
     return dist.get_world_size() if dist is not None and ready and asked is not False else 1
 
@@ -91,11 +89,10 @@ class RankError(RuntimeError):
 
 
 class Processes:
-    """The processes of one run; this one is number ``rank`` of ``size``. One process by itself sends nothing and waits
-    for nothing.
+    """The processes of one run; this one is number ``rank`` of ``size``. A single process sends nothing.
 
-    All of them call the same methods in the same order, within a ``with``: an error in it, Ctrl-C included, aborts the
-    run in the others as well. `of` makes one.
+    All processes call the same methods in the same order, within a ``with``. An error in it, Ctrl-C included, ends the
+    run in the others too. `of` makes one.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, headers: Any = None, values: Any = None) -> None:
@@ -105,7 +102,7 @@ class Processes:
 
     @classmethod
     def of(cls, asked: bool | None) -> "Processes":
-        """Those of one run; see `count_processes` for ``asked``. Raises RankError if not all of them come here."""
+        """The processes of one run; ``asked`` as for `count_processes`. Raises RankError if one does not come here."""
         size = count_processes(asked)
         if size == 1 or dist is None:
             return cls()
@@ -115,8 +112,8 @@ class Processes:
         except RuntimeError as error:
             text = str(error)
         raise RankError(
-            f"not all of the {size} processes of the group have come to this call: make it in all of them, or with "
-            f"distributed=False where one works by itself ({text})"
+            f"not all of the {size} processes of the group came to this call: "
+            f"make it in all of them, or with distributed=False ({text})"
         )
 
     def __enter__(self) -> "Processes":
@@ -130,7 +127,7 @@ class Processes:
     def all_gather(self, what: str, value: Any = None) -> list[Any]:
         """Wait for all processes -> the ``value`` of each, by rank.
 
-        Raises RankError if one of them has failed, has died, or is about to do something else than ``what``.
+        Raises RankError if one failed, died, or is about to do something else than ``what``.
         """
         if self.size == 1:
             return [value]
@@ -142,13 +139,14 @@ class Processes:
         if len({name for name, _, _ in headers}) > 1:
             self._finished = True
             doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(headers))
-            raise RankError(f"the processes of this run do not do the same ({doing}): give all of them the same call")
+            raise RankError(
+                f"the processes of this run do not do the same ({doing}): make the same call in all of them"
+            )
         return [value for _, _, value in headers]
 
     def check_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Raise ValueError, with ``advice``, unless every process has the same ``facts``; it names the first fact that
-        differs."""
-        of_ranks = self.all_gather("a comparison of what all have to have in common", dict(facts))
+        """Raise ValueError, with the first difference and ``advice``, unless every process has the same ``facts``."""
+        of_ranks = self.all_gather("a comparison of what all processes must share", dict(facts))
         for name in dict.fromkeys(name for facts in of_ranks for name in facts):
             values = [facts.get(name, "nothing") for facts in of_ranks]
             for rank, value in enumerate(values):
@@ -168,8 +166,10 @@ class Processes:
                     self._through(tensor, of_ranks, dist.all_reduce)
 
     def broadcast(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
-        """Replace each tensor by that of rank ``source`` -> the ``value`` that rank ``source`` passed. Shapes and
-        dtypes are the same in all processes."""
+        """Replace each tensor by that of rank ``source`` -> the ``value`` of that rank.
+
+        Shapes and dtypes are the same in all processes.
+        """
         headers = self.all_gather(what, ([tensor.device.type for tensor in tensors], value))
         if self.size > 1:
             with self._sending(what):
@@ -178,24 +178,21 @@ class Processes:
         return headers[source][1]
 
     def barrier(self) -> None:
-        """Wait until all have come to the end of the run, so that none reports success while another fails."""
+        """Wait until all are at the end of the run, so that none reports success while another fails."""
         self.all_gather(BARRIER)
         self._finished = True
 
     def _abort(self, error: BaseException) -> None:
-        """This process cannot go on: say so where the others expect its next header. Does nothing after a RankError,
-        which all of them know of."""
+        """Send the error where the others expect the next header; not a RankError, which all of them have."""
         if self._finished:
             return
         self._finished = True
-        if isinstance(error, Exception):  # on Ctrl-C nobody waits: the others notice that the connection is gone
-            try:
+        if isinstance(error, Exception):  # on Ctrl-C the others notice that the connection is gone
+            with suppress(RankError):  # the others are gone too: show this error
                 self._gather_headers("failing", ("failing", f"{type(error).__name__}: {error}", None))
-            except RankError:
-                return  # the others are gone as well: the error that is being raised is the one to show
 
     def _close(self) -> None:
-        """Give the connections back; whoever still waits on them gets an error."""
+        """Close the connections. A process that still waits on them gets an error."""
         groups, self._headers, self._values = (self._headers, self._values), None, None
         for group in groups:
             if dist is not None and group is not None and dist.is_initialized():
@@ -210,26 +207,22 @@ class Processes:
 
     @contextmanager
     def _sending(self, what: str) -> Iterator[None]:
-        """What goes wrong in here is the connection's fault, and leaves it useless: the others have to know."""
+        """An error in here ends the run: the connection is useless after it."""
         text = None
         try:
             yield
-        except torch.OutOfMemoryError:
+        except BaseException as error:
             self._finished = True
-            raise
-        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+                raise
             text = " ".join(str(error).split())
-        except BaseException:
-            self._finished = True
-            raise
-        if text is not None:  # raised out here, where no traceback holds on to the groups
-            self._finished = True
+        if text is not None:  # raised out here, where no traceback holds the groups
             self._close()
             late = "Timed out" in text
-            waited = f"did not come within {TIMEOUT.total_seconds():g} seconds" if late else "died or left"
+            how = f"did not come within {TIMEOUT.total_seconds():g} seconds" if late else "died or left"
             raise RankError(
-                f"another process of this run {waited}, as rank {self.rank} noticed at {what!r}; look at what the "
-                f"others printed, and start all of them again ({text[:200]})"
+                f"another process of this run {how}, as rank {self.rank} noticed at {what!r}; "
+                f"look at what the others printed, and start all again ({text[:200]})"
             )
 
     def _broadcast_bytes(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
@@ -242,8 +235,7 @@ class Processes:
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def _through(self, tensor: Tensor, of_ranks: tuple[str, ...], send: Any) -> None:
-        """Send through the default group where it has a backend of the tensor's device, which is that of all ranks,
-        else through this run's own, on the CPU."""
+        """Send through the default group if it serves the device that all ranks have it on, else through the CPU."""
         if not tensor.numel():
             return
         if set(of_ranks) != {"cpu"} and len(set(of_ranks)) == 1 and _serves(tensor.device):
@@ -257,9 +249,9 @@ class Processes:
 
 @contextmanager
 def while_others_wait(asked: bool | None) -> Iterator[bool]:
-    """Work that one process does for all of them: it gets True, the others False and wait for its end at theirs.
+    """Work of one process for all: it gets True; the others get False, and wait for it at the end.
 
-    ``asked`` as for `count_processes`. Its error becomes a RankError in the others.
+    ``asked`` as for `count_processes`. An error becomes a RankError in the others.
     """
     with Processes.of(asked) as processes:
         yield processes.rank == 0
@@ -271,8 +263,7 @@ def while_others_wait(asked: bool | None) -> Iterator[bool]:
 
 @contextmanager
 def launched_group() -> Iterator[None]:
-    """The default group of the processes that torchrun has started, for a program that is no library. Without torchrun,
-    or where there is just one process, nothing."""
+    """The default group of the processes that torchrun started, for a program. For a single process, nothing."""
     if dist is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ or in_group():
         yield
         return
@@ -295,14 +286,14 @@ def rank() -> int:
 
 
 def own_device(device: str) -> str:
-    """The device of this process, where several of one machine are all given ``device``: "cuda" is a GPU for each."""
+    """The device of this process where all are given ``device``: "cuda" is a GPU of its own for each."""
     if device != "cuda" or count_processes(None) == 1:
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def _serves(device: torch.device) -> bool:
-    """Whether the default group has a backend for tensors of this device that does not copy them to the CPU."""
+    """Whether the default group has a backend for this device that does not copy to the CPU."""
     assert dist is not None
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
     return any(kind == device.type and backend != "gloo" for kind, _, backend in pairs)

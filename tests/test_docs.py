@@ -22,7 +22,6 @@ from transformers import GPTJConfig, GPTJForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.cli import commands as cli
-from modelopt_sparse.cli import names
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.plan.names import REFUSED, RENAMED
 from modelopt_sparse.plan.options import CHOICES, QUALITIES
@@ -414,10 +413,10 @@ def test_cli_page_has_every_command_and_option():
                 assert not flag.startswith("--") or re.search(rf"`{flag}[ `]", text), f"{command.name} {flag}"
     assert {int(row[0]) for row in _table("docs/cli.md", "code")} == {
         0,
-        names.VIOLATION,
-        names.WRONG_INPUT,
-        names.RANK_LOST,
-        names.INTERRUPTED,
+        cli.VIOLATION,
+        cli.WRONG_INPUT,
+        cli.RANK_LOST,
+        cli.INTERRUPTED,
     }
 
 

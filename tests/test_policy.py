@@ -55,50 +55,45 @@ def within(name: str, *packages: str) -> bool:
 # the public names ---------------------------------------------------------------------------------------------------
 
 
-def test_all_is_sorted_complete_and_importable():
-    assert len(set(mts.__all__)) == len(mts.__all__)
-    classes = [name for name in mts.__all__ if name[0].isupper()]
-    rest = [name for name in mts.__all__ if not name[0].isupper()]
-    constants = [name for name in classes if name.isupper()]
-    assert mts.__all__ == sorted(constants) + sorted(set(classes) - set(constants)) + sorted(rest)
+STUB = tree(PACKAGE / "__init__.pyi")
+HOMES = {
+    alias.name: f"modelopt_sparse.{node.module}" if node.module else "modelopt_sparse"
+    for node in STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+
+
+def test_the_public_names_are_those_of_the_stub():
+    """What type checkers see is what there is; each name is defined in the module that the stub names."""
+    assert sorted(mts.__all__) == sorted({*HOMES, "__version__"} - {"training"})
+    assert set(HOMES) <= set(dir(mts))
+    for name, home in HOMES.items():
+        value = getattr(mts, name)
+        assert value is getattr(importlib.import_module(home), name)
+        assert getattr(value, "__module__", home) == home, f"{name} is defined elsewhere"
     modules = {path.stem for path in PACKAGE.iterdir()}
-    for name in mts.__all__:
-        assert getattr(mts, name) is not None
     visible = {name for name in vars(mts) if not name.startswith("_")}
-    assert visible - modules - {"TYPE_CHECKING", "importlib"} <= set(mts.__all__)
-    assert {*mts.__all__, "training"} <= set(dir(mts))
+    assert visible - modules - {"lazy_loader"} <= set(HOMES)
 
 
-def test_what_is_imported_on_first_use_is_what_type_checkers_see():
-    """The imports under TYPE_CHECKING, the table of modules, and __all__ name the same."""
-    for_checkers, at_once = {}, set()
-    for node in tree(PACKAGE / "__init__.py").body:
-        if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING":
-            for inner in node.body:
-                assert isinstance(inner, ast.ImportFrom)
-                for alias in inner.names:
-                    assert alias.asname in (None, alias.name)
-                    for_checkers[alias.name] = inner.module
-        elif isinstance(node, ast.ImportFrom):
-            at_once.update(alias.name for alias in node.names)
-    assert for_checkers.pop("training") == "modelopt_sparse"
-    assert for_checkers == mts._HOME_OF
-    assert at_once - {"TYPE_CHECKING"} == {"__version__"}
-    assert {*for_checkers, "__version__"} == set(mts.__all__)
-    for name, home in for_checkers.items():
-        assert getattr(mts, name) is getattr(importlib.import_module(home), name)
-        assert getattr(mts, name).__module__ == home, f"{name} is defined elsewhere"
+def test_the_stub_exports_each_name_once():
+    imported = [node for node in STUB.body if isinstance(node, ast.ImportFrom)]
+    names = [alias for node in imported for alias in node.names]
+    assert [alias.asname for alias in names] == [alias.name for alias in names]  # "as" makes it public for checkers
+    assert len(names) == len(HOMES)
+    assert {node.level for node in imported} == {1}
 
 
 def test_a_name_that_there_is_not():
     """The name is wrong on purpose, and asking for it is all that the line does."""
-    with pytest.raises(AttributeError, match=r"^module 'modelopt_sparse' has no attribute 'sparsfy'$"):
+    with pytest.raises(AttributeError, match=r"^No modelopt_sparse attribute sparsfy$"):
         mts.sparsfy  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(mts, "METHODS")
 
 
 def test_every_public_name_is_documented_where_it_is_defined():
-    for name in set(mts.__all__) - {"__version__"}:
+    for name in HOMES:
         value = getattr(mts, name)
         assert value.__doc__, name
         assert not value.__doc__.startswith(f"{name}("), f"{name} has the docstring that dataclass made"
@@ -147,7 +142,8 @@ def test_only_one_file_imports(package, owner):
 
 
 def test_third_party_imports_are_declared():
-    declared = {"torch", "transformers", "accelerate", "safetensors", "tqdm", "psutil", "numpy", "yaml", "typer"}
+    declared = {"torch", "transformers", "accelerate", "greenlet", "safetensors", "tqdm", "psutil", "numpy", "yaml"}
+    declared |= {"typer", "lazy_loader"}
     declared |= {"triton"}  # torch brings it along where it is used
     declared |= {"plotly", "datasets", "lm_eval", "compressed_tensors"}  # of extras, or whose formats are read
     used = {name.partition(".")[0] for path in SOURCES for name in imports(path)}
@@ -346,7 +342,7 @@ def test_no_class_of_the_core_holds_more_than_seven_things(room):
 
 # each imports only what stands on a line before its own, and itself
 ORDER = (
-    ("version", "values", "distributed"),
+    ("values", "distributed"),
     ("methods",),
     ("model",),
     ("reports",),
@@ -368,7 +364,7 @@ def test_who_may_import_whom(path):
     if room in ("__init__", "__main__"):
         return
     for name in imports(path):
-        if name == "modelopt_sparse" or not within(name, "modelopt_sparse"):
+        if name in ("modelopt_sparse", "modelopt_sparse.__version__") or not within(name, "modelopt_sparse"):
             continue
         other = name.split(".")[1]
         if (room, name) in PUBLIC_NAMES:

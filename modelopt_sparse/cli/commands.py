@@ -1,18 +1,39 @@
 """The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | sparse-ift | finalize`.
 
-Here stand the options and the texts; what a command does is the function of its name in `cli.run`. Nothing here imports
-torch or transformers, so that help texts, the version and completion come at once.
+A command is one function: its signature declares the options, its body calls the public API. What needs torch is
+imported in the bodies, so that help texts, the version and completion come at once.
 """
 
+import functools
+import inspect
+import json
+import os
+import sys
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from modelopt_sparse import __version__
-from modelopt_sparse.cli.names import DTYPES, INTERRUPTED, MEMBERS, METHODS, QUALITIES, complain
+import modelopt_sparse as mts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from modelopt_sparse.cli.inputs import NamedModel
+
+# the keys of METHODS, QUALITIES and DTYPES, and MEMBERS, whose modules import torch; a test holds them equal
+METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
+QUALITIES = ("fast", "balanced", "best", "max")
+MEMBERS = ("wide", "parallel", "factorized", "doped")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+VIOLATION, WRONG_INPUT, RANK_LOST, INTERRUPTED = 1, 2, 3, 130  # exit codes
 
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
@@ -22,183 +43,291 @@ run stopped or died (torchrun); 130 Ctrl-C.
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub name.")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that sparsify wrote.")]
-Dtype = Annotated[str, typer.Option(help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
-Revision = Annotated[str | None, typer.Option(help="Hub revision.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
-Device = Annotated[str | None, typer.Option(help="Where to run, for example cuda. Default: the CPU.")]
-AllRows = Annotated[bool, typer.Option("--all", help="A line for each layer; else equal ones are folded.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Method = Annotated[
-    str | None, typer.Option(help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses.")
-]
-Quality = Annotated[
-    str | None, typer.Option(help=f"{', '.join(QUALITIES)}: chooses the method and what follows it. Default: neither.")
-]
-Pattern = Annotated[
-    str | None, typer.Option(help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4.")
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self."
-    ),
-]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of any options of the API; --set and flags win over it.")
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any option of the API or of the method; VALUE is YAML."),
-]
-Include = Annotated[list[str] | None, typer.Option(help="Glob of layers to prune; may be repeated.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="Glob of layers to leave dense; may be repeated.")]
-Samples = Annotated[int | None, typer.Option(help="Calibration windows. Default: 128.")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
-BatchSize = Annotated[
-    int | None, typer.Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")
-]
-Sequential = Annotated[
-    str | None,
-    typer.Option(help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of the choice of windows. Default: 0.")]
+
+def main() -> None:
+    """Entry point. Wrong input is one line and exit code 2; Ctrl-C is exit code 130. Neither shows a traceback."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: complain(f"warning: {message}")
+        try:
+            app()
+        except SystemExit as done:
+            if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
+                complain("interrupted")
+            raise
+        except Exception as error:
+            from modelopt_sparse.cli.inputs import WRONG  # a command was running, so torch is imported
+
+            if not isinstance(error, (mts.RankError, *WRONG)):
+                raise
+            complain(error)
+            sys.exit(RANK_LOST if isinstance(error, mts.RankError) else WRONG_INPUT)
+
+
+def complain(message: object) -> None:
+    """Print a message on standard error, in one line; every process but rank 0 of torchrun adds its rank."""
+    launched = os.environ.get("WORLD_SIZE", "1") != "1"
+    rank = os.environ.get("RANK", "0") if launched else "0"
+    speaker = "" if rank == "0" else f"rank {rank}: "
+    typer.echo(f"modelopt-sparse: {speaker}{' '.join(str(message).split())}", err=True)
+
+
+# options of several commands ------------------------------------------------------------------------------------------
+
+Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
+Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
+SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
+BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
+Device = Annotated[str | None, Option(help="Where to run, for example cuda. Default: the CPU.")]
+Dtype = Annotated[str, Option(help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
 Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
+    bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
 ]
-Deterministic = Annotated[
-    bool | None, typer.Option("--deterministic", help="Any number of processes gives the bits of one.")
-]
+Revision = Annotated[str | None, Option(help="Hub revision.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")]
 Progress = Annotated[
     bool | None,
-    typer.Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
+    Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
 ]
+AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
+Quiet = Annotated[bool, Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
+Json = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
+
+
+def _flags(
+    method: str | None = Option(None, help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses."),
+    quality: str | None = Option(
+        None, help=f"{', '.join(QUALITIES)}: chooses the method and what follows it. Default: neither."
+    ),
+    pattern: str | None = Option(None, help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4."),
+    data: str | None = Option(
+        None,
+        metavar="FILE",
+        help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self.",
+    ),
+    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    include: list[str] | None = Option(None, help="Glob of layers to prune; may be repeated."),
+    exclude: list[str] | None = Option(None, help="Glob of layers to leave dense; may be repeated."),
+    sequential: str | None = Option(
+        None, help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."
+    ),
+    seed: int | None = Option(None, help="Seed of the choice of windows. Default: 0."),
+    deterministic: bool | None = Option(None, "--deterministic", help="Any number of processes gives the bits of one."),
+    config: Path | None = Option(
+        None, "--config", help="YAML file of any options of the API; --set and flags win over it."
+    ),
+    options: list[str] | None = Option(
+        None, "--set", metavar="KEY=VALUE", help="Any option of the API or of the method; VALUE is YAML."
+    ),
+    device: Device = None,
+) -> None:
+    """What ``**flags`` stand for in `sparsify` and `plan`: options of the API, which `settings_of` reads."""
+
+
+# commands -------------------------------------------------------------------------------------------------------------
 
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"modelopt-sparse {__version__}")
+        typer.echo(f"modelopt-sparse {mts.__version__}")
         raise typer.Exit
 
 
 @app.callback(help=HELP)
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version, and stop.")
-    ] = False,
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_show_version, help="Show the version, and stop."
+    ),
 ) -> None:
     """What the command line has besides its commands."""
 
 
-@app.command()
+def command(body: Callable[..., None]) -> Callable[..., None]:
+    """Make ``body`` a command, which joins the processes of torchrun; its ``**flags`` stand for those of `_flags`."""
+
+    @functools.wraps(body)
+    def run(**arguments: Any) -> None:
+        import transformers
+
+        from modelopt_sparse.distributed import launched_group
+
+        transformers.utils.logging.disable_progress_bar()
+        with launched_group():
+            body(**arguments)
+
+    own = inspect.signature(body).parameters
+    parameters = {**(inspect.signature(_flags).parameters if "flags" in own else {}), **own}
+    parameters.pop("flags", None)
+    required_first = sorted(parameters.values(), key=lambda each: each.default is not each.empty)
+    vars(run)["__signature__"] = inspect.Signature(required_first)  # what typer reads
+    return app.command(body.__name__.strip("_").replace("_", "-"))(run)
+
+
+@command
 def sparsify(
-    context: typer.Context,
     model: Model,
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    method: Method = None,
-    quality: Quality = None,
-    pattern: Pattern = None,
-    data: Data = None,
-    num_samples: Samples = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    sequential: Sequential = None,
-    seed: Seed = None,
-    deterministic: Deterministic = None,
-    config: ConfigFile = None,
-    options: Options = None,
-    eval_data: Annotated[
-        str | None,
-        typer.Option("--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."),
-    ] = None,
-    device: Device = None,
+    out: Annotated[Path, Option(help="Folder to write.")],
+    eval_data: str | None = Option(
+        None, "--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."
+    ),
     dtype: Dtype = "auto",
     dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
-    ] = False,
-    spill: Annotated[
-        bool, typer.Option("--spill", help="With --stream: hold activations in files beside the output folder.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the model in a folder that is not empty.")
-    ] = False,
-    html: Annotated[
-        bool, typer.Option("--html", help="Write the report as a page as well: OUT.html, beside the folder.")
-    ] = False,
+    stream: bool = Option(
+        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
+    ),
+    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
+    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    html: bool = Option(False, "--html", help="Write the report as a page as well: OUT.html, beside the folder."),
     progress: Progress = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
-    _run("sparsify", locals())
+    from modelopt_sparse.checkpoint.folder import checked_place
+    from modelopt_sparse.cli.inputs import NamedModel, settings_of, tokens_in
+    from modelopt_sparse.distributed import rank
+
+    if stream and eval_data is not None:
+        raise ValueError("--eval holds the whole model, which --stream never does: use eval afterwards")
+    if spill and not stream:
+        raise ValueError("--spill goes with --stream")
+    if rank() > 0 or (quiet and progress is None):
+        progress = False
+    settings = settings_of(**flags, progress=progress)
+    if not stream:  # a streaming run may go on with an earlier one, and checks the folder itself
+        checked_place(out, overwrite=overwrite, sources=[model])
+    page = _page_beside(out, overwrite) if html else None
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
+    if "data" in settings:
+        settings["tokenizer"] = source.tokenizer
+    held_out = None if eval_data is None else tokens_in(eval_data, source.tokenizer)
+    result = _sparsified(source, settings, out, held_out, dequantize, stream=stream, spill=spill, overwrite=overwrite)
+    if result is None:
+        return
+    if page is not None and rank() == 0:
+        _write_page(page, result, out)
+    if as_json:
+        values = result.as_dict()
+        _print_json({"out": str(out), "evaluation": values["evaluation"], "report": values})
+    elif not quiet:
+        loading = "load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
+        typer.echo(f"{result}\n\nWritten to {out}: {loading}")
+        if page is not None:
+            typer.echo(f"The report as a page: {page}")
 
 
-@app.command()
+def _page_beside(out: Path, overwrite: bool) -> Path:
+    """The path of the page of the folder ``out``. Raises ValueError if it cannot be written there."""
+    from modelopt_sparse.reports.page import checked_page
+
+    page = checked_page(out.parent / f"{out.resolve().name}.html")
+    if page.exists() and not overwrite:
+        raise ValueError(f"{str(page)!r} exists: --overwrite replaces it, or give another --out")
+    return page
+
+
+def _sparsified(
+    source: "NamedModel",
+    settings: dict[str, Any],
+    out: Path,
+    held_out: "Tensor | None",
+    dequantize: bool,
+    *,
+    stream: bool,
+    spill: bool,
+    overwrite: bool,
+) -> "mts.Report | None":
+    """Make a model sparse and write it -> the report; None in a process that another one writes for."""
+    from modelopt_sparse.checkpoint.workfolder import reserved
+    from modelopt_sparse.distributed import rank, while_others_wait
+
+    method = settings.pop("method")
+    empty, quantized = source.empty(dequantize, read=True)
+    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
+    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
+        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
+    if stream:
+        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
+        return mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+    with reserved(out) if rank() == 0 else nullcontext():
+        companions = source.companions()
+        network = source.load(quantized=quantized, masks=not settings.get("replace"))
+        report = mts.report(mts.sparsify(network, method, settings))
+        if quantized is not None:
+            report.notes.append(str(quantized))
+        with while_others_wait(settings.get("distributed")) as writes:
+            if not writes:
+                return None
+            if held_out is not None:
+                place = settings.get("device") or "cpu"
+                both = network.to(place), source.load(place, quantized)
+                report.evaluation = _evaluate(*both, held_out, settings)
+            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
+    return report
+
+
+def _write_page(page: Path, report: "mts.Report", folder: Path) -> None:
+    """Write the report of a folder as a page that shows the folder's masks."""
+    from modelopt_sparse.checkpoint.folder import read_description, read_mask
+    from modelopt_sparse.reports.page import drawn_masks
+
+    description = read_description(folder)
+    masks = {name: read_mask(folder, description, name) for name in drawn_masks(report, description.masks)}
+    report.to_html(page, title=folder.resolve().name, masks=masks)
+
+
+@command
 def plan(
-    context: typer.Context,
     model: Model,
-    method: Method = None,
-    quality: Quality = None,
-    pattern: Pattern = None,
-    data: Data = None,
-    num_samples: Samples = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    sequential: Sequential = None,
-    seed: Seed = None,
-    deterministic: Deterministic = None,
-    config: ConfigFile = None,
-    options: Options = None,
-    training_recipe: Annotated[
-        Path | None,
-        typer.Option("--training", help="YAML with a section sparsity: show what would be trained sparse instead."),
-    ] = None,
-    device: Device = None,
+    training_recipe: Path | None = Option(
+        None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
+    ),
     dtype: Dtype = "auto",
     dequantize: Dequantize = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     all_rows: AllRows = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
-    _run("plan", locals())
+    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+
+    settings = settings_of(**flags, check_device=False)  # the device may be another machine's
+    source = NamedModel(model, dtype, revision, trust_remote_code)
+    if training_recipe is not None and (extra := [key for key, value in settings.items() if value is not None]):
+        raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
+    if "data" in settings:
+        settings["tokenizer"] = source.tokenizer
+    empty, quantized = source.empty(dequantize)
+    if training_recipe is not None:
+        planned: Any = mts.training.configure(training_recipe).plan(empty)
+    else:
+        planned = mts.make_plan(empty, settings.pop("method"), settings)
+        if quantized is not None:
+            planned = replace(planned, notes=(*planned.notes, str(quantized)))
+    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
 
 
-@app.command(name="eval")
+@command
 def eval_(
-    context: typer.Context,
     model: Model,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Held-out text: .txt, .jsonl, a folder, or a data set, such as wikitext2. Perplexity."
-        ),
-    ] = None,
-    reference: Annotated[str | None, typer.Option(help="The dense model: measured too, and the KL from it.")] = None,
-    special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Put the tokenizer's before the text, as papers do.")
-    ] = False,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")
-    ] = None,
-    task_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="YAML files of further tasks, for --tasks.")
-    ] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before each question. Default: the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask no more questions of a task than this.")] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="Ask in the tokenizer's chat template.")
-    ] = False,
+    data: str | None = Option(
+        None,
+        metavar="FILE",
+        help="Held-out text: .txt, .jsonl, a folder, or a data set, such as wikitext2. Perplexity.",
+    ),
+    reference: str | None = Option(None, help="The dense model: measured too, and the KL from it."),
+    special_tokens: bool = Option(False, "--special-tokens", help="Put the tokenizer's before the text, as papers do."),
+    tasks: str | None = Option(None, metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag."),
+    task_folder: Path | None = Option(None, metavar="DIR", help="YAML files of further tasks, for --tasks."),
+    shots: int | None = Option(None, help="Examples before each question. Default: the task's."),
+    limit: int | None = Option(None, help="Ask no more questions of a task than this."),
+    chat_template: bool = Option(False, "--chat-template", help="Ask in the tokenizer's chat template."),
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -209,117 +338,166 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Measure MODEL's perplexity on text, and scores on tasks. With --reference also the dense model's, and the KL."""
-    _run("eval_", locals())
+    from modelopt_sparse.cli.inputs import NamedModel, settings_of, tokens_in
+
+    if data is None and tasks is None:
+        raise ValueError("nothing to measure: give --data FILE, for perplexity, or --tasks A,B")
+    settings = settings_of(seq_len=seq_len, batch_size=batch_size, device=device, progress=progress)
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
+    beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
+    tokens = None if data is None else tokens_in(data, source.tokenizer, special_tokens=special_tokens)
+    place = device or "cpu"
+    network, dense = source.load(place), None if beside is None else beside.load(place)
+    evaluation = None if tokens is None else _evaluate(network, dense, tokens, settings)
+    scores = None
+    if tasks is not None:
+        more = {"task_folder": task_folder, "shots": shots, "limit": limit, "chat_template": chat_template}
+        scores = mts.evaluate_tasks(network, source.tokenizer, tasks, reference=dense, batch_size=batch_size, **more)
+    if as_json:
+        values = {} if evaluation is None else evaluation.as_dict()
+        _print_json(values if scores is None else {**values, "tasks": scores.as_dict()})
+    else:
+        typer.echo("\n\n".join(str(each) for each in (evaluation, scores) if each is not None))
 
 
-@app.command()
+def _evaluate(
+    network: "Module", dense: "Module | None", tokens: "Tensor", settings: dict[str, Any]
+) -> "mts.Evaluation":
+    """Evaluate a model, and the dense one if there is one, with the settings of the command line."""
+    from modelopt_sparse.model.hf import default_seq_len
+
+    options = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
+    seq_len = settings.get("seq_len") or default_seq_len(network)
+    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **options)
+
+
+@command
 def verify(
-    context: typer.Context,
     folder: Folder,
-    pattern: Annotated[str | None, typer.Option(help="Pattern asked of every pruned layer.")] = None,
+    pattern: str | None = Option(None, help="Pattern asked of every pruned layer."),
     trust_remote_code: TrustRemoteCode = False,
     all_rows: AllRows = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
-    _run("verify", locals())
+    violation = None
+    try:
+        verification = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
+    except mts.PatternError as error:
+        verification, violation = error.verification, error
+    if as_json:
+        _print_json([vars(layer) for layer in verification.layers])
+    elif not quiet:
+        typer.echo(verification.text(all_rows=all_rows))
+    if violation is not None:
+        complain(violation)
+        raise typer.Exit(VIOLATION)
 
 
-@app.command()
+@command
 def report(
-    context: typer.Context,
     folder: Folder,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with plots and tables, and print only its name.")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --html: another folder, shown side by side.")
-    ] = None,
-    evaluation: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What eval --json printed of the model in DIR: shown as well.")
-    ] = None,
+    html: Path | None = Option(
+        None, metavar="FILE", help="Write a page with plots and tables, and print only its name."
+    ),
+    compare: Path | None = Option(None, metavar="DIR", help="With --html: another folder, shown side by side."),
+    evaluation: Path | None = Option(
+        None, metavar="FILE", help="What eval --json printed of the model in DIR: shown as well."
+    ),
     all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
-    _run("report", locals())
+    from modelopt_sparse.cli.inputs import read_evaluation
+
+    if compare is not None and html is None:
+        raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
+    result = mts.report(folder)
+    if evaluation is not None:
+        result.evaluation, result.tasks = read_evaluation(evaluation)
+    if html is not None:
+        if any(place and html.resolve().is_relative_to(place.resolve()) for place in (folder, compare)):
+            raise ValueError(f"--html {str(html)!r} is inside of the model's folder: give a path beside it")
+        if compare is None:
+            _write_page(html, result, folder)
+        else:
+            titles = folder.resolve().name, compare.resolve().name
+            result.to_html(html, title=titles[0], compare=mts.report(compare), compare_title=titles[1])
+    if as_json:
+        typer.echo(result.to_json())
+    else:
+        typer.echo(result.text(all_rows=all_rows) if html is None else f"Written to {html}.")
 
 
-@app.command()
+@command
 def speed(
-    context: typer.Context,
     folder: Folder,
-    tokens: Annotated[str, typer.Option(help="Token counts that matter, for example 1,64,2048.")],
-    timing: Annotated[str, typer.Option(help="eager: as called from Python. graph: as in a CUDA graph.")] = "eager",
-    quantize: Annotated[
-        str | None, typer.Option(help="fp8 or int8: 2:4 in 8 bits. Default: the weights' dtype.")
-    ] = None,
-    cache: Annotated[Path | None, typer.Option(help="JSON file that timings are kept in.")] = None,
-    device: Annotated[str, typer.Option(help="The CUDA device to time on.")] = "cuda",
+    tokens: Annotated[str, Option(help="Token counts that matter, for example 1,64,2048.")],
+    timing: str = Option("eager", help="eager: as called from Python. graph: as in a CUDA graph."),
+    quantize: str | None = Option(None, help="fp8 or int8: 2:4 in 8 bits. Default: the weights' dtype."),
+    cache: Path | None = Option(None, help="JSON file that timings are kept in."),
+    device: str = Option("cuda", help="The CUDA device to time on."),
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Time the layers in DIR, dense against 2:4, on this GPU. Shows which would run 2:4, and why others stay dense."""
-    _run("speed", locals())
+    from modelopt_sparse.cli.inputs import torch_dtype
+
+    counts = tokens.split(",")
+    if wrong := [count for count in counts if not count.strip().isdecimal()]:
+        raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is not a number of tokens; write for example 1,64,2048")
+    settings = {"tune": tuple(map(int, counts)), "timing": timing, "quantize": quantize, "cache": cache}
+    more = {"dtype": torch_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
+    result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, device_map=device, **more))
+    typer.echo(result.to_json() if as_json else result)
 
 
-@app.command()
+@command
 def sparse_ift(
-    context: typer.Context,
     model: Model,
-    sparsity: Annotated[float, typer.Option(help="The level, in [0, 1): says how much larger layers become.")],
-    out: Annotated[Path, typer.Option(help="Folder to write: config.json and recipe.yaml.")],
-    member: Annotated[str, typer.Option(help=f"{', '.join(MEMBERS)}.")] = "wide",
-    iso: Annotated[str, typer.Option(help="layers or model: whose FLOPs stay (model: wide alone).")] = "layers",
-    multiple: Annotated[int, typer.Option(help="Widths are rounded up to a multiple of this.")] = 1,
-    include: Annotated[list[str] | None, typer.Option(help="Glob of layers to replace; may be repeated.")] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(help="YAML with a section sparsity, without a level: how it is trained. Else: static."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write to a folder that is not empty.")] = False,
+    sparsity: Annotated[float, Option(help="The level, in [0, 1): says how much larger layers become.")],
+    out: Annotated[Path, Option(help="Folder to write: config.json and recipe.yaml.")],
+    member: str = Option("wide", help=f"{', '.join(MEMBERS)}."),
+    iso: str = Option("layers", help="layers or model: whose FLOPs stay (model: wide alone)."),
+    multiple: int = Option(1, help="Widths are rounded up to a multiple of this."),
+    include: list[str] | None = Option(None, help="Glob of layers to replace; may be repeated."),
+    recipe: Path | None = Option(
+        None, help="YAML with a section sparsity, without a level: how it is trained. Else: static."
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Write to a folder that is not empty."),
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""
-    _run("sparse_ift", locals())
+    from modelopt_sparse.checkpoint.folder import checked_place
+    from modelopt_sparse.cli.inputs import NamedModel
+    from modelopt_sparse.training.configure import sparse_ift_files
+
+    section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple}
+    section |= {} if include is None else {"include": include}
+    place = checked_place(out, overwrite=overwrite, sources=[model])
+    empty, _ = NamedModel(model, "auto", revision, trust_remote_code).empty(False)
+    ift, files = sparse_ift_files(empty, section, recipe)
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
+    written = f"\n\nWritten to {out}: {', '.join(files)}."
+    typer.echo(ift.plan.to_json() if as_json else ift.plan.text(all_rows=all_rows) + written)
 
 
-@app.command()
+@command
 def finalize(
-    context: typer.Context,
-    source: Annotated[
-        Path, typer.Option("--input", help="A safetensors file with NaN in the place of pruned weights.")
-    ],
-    destination: Annotated[Path, typer.Option("--output", help="The file to write, with 0 for them.")],
+    source: Annotated[Path, Option("--input", help="A safetensors file with NaN in the place of pruned weights.")],
+    destination: Annotated[Path, Option("--output", help="The file to write, with 0 for them.")],
 ) -> None:
     """Write 0 for NaN, which marks pruned weights in a file."""
-    _run("finalize", locals())
+    masks, count = mts.training.finalize(source, destination)
+    typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 
 
-def _run(command: str, arguments: dict[str, Any]) -> None:
-    """Run the function ``command`` of `cli.run`. ``arguments``: its own, and the ``context``, whose object is what
-    `main` leaves at its end."""
-    from modelopt_sparse.cli import run  # imports torch and transformers, which takes seconds: only when a command runs
-
-    arguments.pop("context").obj.enter_context(run.errors_in_one_line())
-    getattr(run, command)(**arguments)
-
-
-def main() -> None:
-    """Entry point. Wrong input is reported in one line with exit code 2; Ctrl-C ends with exit code 130.
-
-    Neither shows a traceback.
-    """
-    with warnings.catch_warnings(), ExitStack() as until_end:
-        warnings.showwarning = lambda message, *_: complain(f"warning: {message}")
-        try:
-            app(obj=until_end)
-        except SystemExit as done:
-            if done.code == INTERRUPTED:  # what typer makes of Ctrl-C
-                complain("interrupted")
-            raise
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))

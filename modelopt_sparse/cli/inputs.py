@@ -1,54 +1,54 @@
-"""The inputs of the command line: options from YAML, --set and flags, and the model that MODEL names."""
+"""The inputs of a command: options from YAML, --set and flags, text, and the model that MODEL names."""
 
 import json
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import documents_of, opened
+from modelopt_sparse.calibration.data import documents_of, opened, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.streamed import local_folder
-from modelopt_sparse.cli.names import DTYPES
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
 from modelopt_sparse.plan.options import SELF, is_data_set
 from modelopt_sparse.values import read_yaml
 
-PYTHON_ONLY = (
-    "data_loader",
-    "collect_func",
-    "forward_loop",
-    "tokenizer",
-    "processor",
-    "masks",
-)  # options that no YAML file can hold
+# errors of the input: one line and an exit code, no traceback
+WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# options that no YAML file can hold
+PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer", "processor", "masks")
 
 
 def settings_of(
-    flags: dict[str, Any], config: Path | None = None, options: list[str] | None = None, *, check_device: bool = True
+    *, config: Path | None = None, options: list[str] | None = None, check_device: bool = True, **flags: Any
 ) -> dict[str, Any]:
-    """The API's options, and ``method``, from the command line.
+    """The API's options, and ``method``: from the YAML file ``config``, then ``options`` (--set), then ``flags``.
 
-    They come from the YAML file ``config``, from ``options`` (--set), and from ``flags``; a later one of these wins.
-    ``check_device``: whether the device must be there. Raises ValueError for input that cannot be used.
+    A later one wins; flags that are None are not given. ``check_device``: whether the device must be on this machine.
+    Raises ValueError for input that cannot be used.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"method": None}
     if config is not None:
         if not config.is_file():
             raise ValueError(f"--config {str(config)!r} is not a file")
         loaded = read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
         if not isinstance(loaded, dict):
             raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
-        settings.update(loaded)
+        settings |= loaded
     for option in options or []:
         key, equals, value = option.partition("=")
         if not key or not equals:
@@ -56,22 +56,23 @@ def settings_of(
         settings[key] = read_yaml(value, f"--set {option!r}")
     for key in settings.keys() & set(PYTHON_ONLY):
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
-    known = {"method", *mts.SparsifyConfig.names()}
-    settings.update({key: value for key, value in flags.items() if key in known and value is not None})
-    settings.setdefault("method", None)
+    settings |= {key: value for key, value in flags.items() if value is not None}
     if settings.get("data", SELF) != SELF:
         settings["data"] = data_of(settings["data"], "train")
     if settings.get("device") is not None:
         settings["device"] = own_device(settings["device"])
-    if check_device and settings.get("device") is not None:
-        _check_device(settings["device"])
+        if check_device:
+            try:
+                torch.empty(0, device=settings["device"])
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"--device {settings['device']}: {error}") from None
     return settings
 
 
 def data_of(name: str | Path, split: str) -> Any:
     """The text that --data or --eval names: a file, or the opened data set of this name or in this folder.
 
-    split: of a data set whose name says none. Raises ValueError for what is none of them, before weights are read.
+    ``split``: taken where the name of a data set has none. Raises ValueError for anything else.
     """
     path = Path(name)
     if path.is_file() or not (path.is_dir() or is_data_set(str(name))):
@@ -82,21 +83,18 @@ def data_of(name: str | Path, split: str) -> Any:
     return data
 
 
-def _check_device(device: str) -> None:
-    """Raise ValueError if nothing can be put on a device."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device}: {error}") from None
+def tokens_in(name: str, tokenizer: Any, *, special_tokens: bool = False) -> Tensor:
+    """The tokens of held-out text."""
+    return tokens_of(data_of(name, "test"), tokenizer, special_tokens=special_tokens)
 
 
 def read_evaluation(path: Path) -> tuple[mts.Evaluation | None, mts.TaskScores | None]:
-    """What `eval --json` printed, from the file that it was written to. Raises ValueError for anything else."""
+    """What `eval --json` printed, from a file. Raises ValueError for anything else."""
     try:
         measured = json.loads(path.read_text(encoding="utf-8"))
         tasks = measured.pop("tasks", None)
         if not measured and tasks is None:
-            raise ValueError("it holds nothing")
+            raise ValueError("it is empty")
         return (
             mts.Evaluation.from_dict(measured) if measured else None,
             None if tasks is None else mts.TaskScores.from_dict(tasks),
@@ -106,17 +104,14 @@ def read_evaluation(path: Path) -> tuple[mts.Evaluation | None, mts.TaskScores |
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of --dtype; None for auto. Raises ValueError for one that is not known."""
+    """The dtype of --dtype; None for auto. Raises ValueError for an unknown one."""
     if name not in DTYPES:
         raise ValueError(f"--dtype {name}: allowed are {', '.join(DTYPES)}")
-    return None if name == "auto" else getattr(torch, name)
+    return DTYPES[name]
 
 
 class NamedModel:
-    """MODEL of the command line, a folder or a hub name, and how to load it.
-
-    Raises ValueError for a dtype that is not known, and if there is no such model.
-    """
+    """The model that MODEL names, a folder or a hub name, and how to load it. Raises ValueError if there is none."""
 
     def __init__(
         self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
@@ -127,50 +122,49 @@ class NamedModel:
         self.name, self.dtype = name, dtype
         self.remote = {"trust_remote_code": trust_remote_code}
         self.hub = {"revision": revision, **self.remote}
-        self._check()
-
-    def _check(self) -> None:
-        """Raise ValueError if there is no config.json. transformers itself would try again for half a minute."""
         where = "is neither a folder nor a model that the hub gives"
-        try:
-            is_there = has_file(self.name, "config.json", revision=self.hub["revision"])
+        try:  # transformers itself would try again for half a minute
+            is_there = has_file(name, "config.json", revision=revision)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.name!r} {where}: {error}") from None
-        if not is_there and Path(self.name).is_dir():
-            raise ValueError(f"{self.name!r} holds no config.json: it is not a folder of a transformers model")
+            raise ValueError(f"{name!r} {where}: {error}") from None
+        if not is_there and Path(name).is_dir():
+            raise ValueError(f"{name!r} holds no config.json: it is not a folder of a transformers model")
         if not is_there:
-            raise ValueError(f"{self.name!r} {where}: it is not there, not a model, or there is no connection")
+            raise ValueError(f"{name!r} {where}: it is not there, not a model, or there is no connection")
 
     def empty(self, dequantize: bool, *, read: bool = False) -> tuple[nn.Module, Quantized | None]:
         """(the model on the meta device, in the dtype that it will have; how it is dequantized, or None).
 
-        ``read``: its weights will be read next, so that those of a quantized model on the hub may be downloaded here.
+        ``read``: its weights are read next, so those of a quantized model may be downloaded from the hub now.
         """
         network = empty_model(self.name, **self.hub)
-        known = dequantize and read and quantization_of(network.config) is not None
-        where = local_folder(self.name, self.hub["revision"], self.remote) if known else self.name
+        download = dequantize and read and quantization_of(network.config) is not None
+        where = self._folder() if download else self.name
         quantized = dequantization_of(network, where, self.dtype, dequantize=dequantize)
-        dtype = (
-            torch_dtype(self.dtype) or getattr(network.config, "dtype", None) if quantized is None else quantized.dtype
-        )
-        return network if dtype is None else network.to(dtype), quantized
+        if quantized is not None:
+            return network.to(quantized.dtype), quantized
+        dtype = torch_dtype(self.dtype) or getattr(network.config, "dtype", None)
+        return network if dtype is None else network.to(dtype), None
 
     def load(self, device: str = "cpu", quantized: Quantized | None = None, *, masks: bool = False) -> nn.Module:
-        """The model with its weights; ``masks``: with those of a folder that `save` wrote, and with its report."""
+        """The model with its weights; ``masks``: with the masks and the report of a folder that `save` wrote."""
         if masks and (Path(self.name) / DESCRIPTION).is_file():
             return mts.load(self.name, dtype=self.dtype, **self.hub).to(device)
         config = AutoConfig.from_pretrained(self.name, **self.hub)
         architecture = model_class(config, self.name)
         if quantized is not None:
-            folder = local_folder(self.name, self.hub["revision"], self.remote)
-            return load_dequantized(architecture, folder, config, quantized, **self.remote)[0].to(device)
+            return load_dequantized(architecture, self._folder(), config, quantized, **self.remote)[0].to(device)
         return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
 
+    def _folder(self) -> Path:
+        return local_folder(self.name, self.hub["revision"], self.remote)
+
+    @cached_property
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.name, **self.hub)
 
     def companions(self) -> list[Any]:
-        """The model's tokenizer (with its chat template) and processor, those of them that it has."""
+        """The model's tokenizer (with its chat template) and processor, where it has them."""
         companions = []
         loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
         for loader in loaders:

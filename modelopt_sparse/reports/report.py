@@ -19,9 +19,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from modelopt_sparse import __version__
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, paragraph, rows_of
-from modelopt_sparse.version import __version__
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
 PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them

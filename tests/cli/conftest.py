@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import modelopt_sparse as mts
@@ -40,3 +41,10 @@ def sparse(work) -> Path:
     mts.sparsify(model, "magnitude", pattern="2:4")
     mts.save(model, work / "sparse", companions=[AutoTokenizer.from_pretrained(work / "llama")])
     return work / "sparse"
+
+
+def by_the_api(work: Path, method: str = "sparsegpt", text: str = "text.txt", **options) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
+    if method != "magnitude":
+        options |= {"data": work / text, "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
+    return mts.sparsify(model, method, options)

@@ -1,19 +1,21 @@
-"""What processes of a group do in test_distributed.py.
+"""What processes of a group do in test_distributed.py and test_distributed_training.py.
 
-As a program, `python -m tests.distributed.ranks FOLDER`, it runs the scenarios in one process, in two and in four,
-which leave what they found in FOLDER; hanging ones are killed. The processes are forked from one that has imported
-everything, which makes them cheap.
+As a program, `python -m tests.distributed.ranks FOLDER [GROUP...]`, it runs the scenarios in one process, in two and in
+four, which leave what they found in FOLDER; hanging ones are killed. The processes are forked from one that has
+imported everything, which makes them cheap.
 """
 
+import io
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,16 @@ from modelopt_sparse import distributed
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.collect import collect
 from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
-from tests.helpers import calibrated_run, tiny_llama, token_batches
+from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
+from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES
 from tests.models.changing import Choosing, Sharing
 
-SIZES = (1, 2, 4)
 LIMIT = 140.0  # seconds for each group; about 40 on a quiet machine
 Found = dict[str, Any]
 
@@ -102,7 +105,8 @@ class Failing(Magnitude):
 
 
 def methods() -> Found:
-    return {method: sparse("llama", method) for method in ("magnitude", "wanda", "sparsegpt")}
+    chosen = ("magnitude", "wanda", "sparsegpt") if size() < 4 else ("sparsegpt",)
+    return {method: sparse("llama", method) for method in chosen}
 
 
 def modes() -> Found:
@@ -110,6 +114,8 @@ def modes() -> Found:
 
 
 def experts() -> Found:
+    if size() == 4:  # as many as there are experts
+        return {"sparsegpt": sparse("mixtral", "sparsegpt")}
     return {
         "sparsegpt": sparse("mixtral", "sparsegpt"),
         "wanda": sparse("mixtral", "wanda", pattern=0.5),
@@ -262,6 +268,36 @@ def saved(folder: Path) -> Found:
     return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
 
 
+def started(folder: Path, *options: object) -> Found:
+    """`modelopt-sparse sparsify` in a process that torchrun has started."""
+    flags = (
+        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --deterministic --set include=['*.layers.0.*']"
+    )
+    data = ["--data", TESTBED / "calibration.txt", "--out", folder / "launched" / "sparse", *options]
+    sys.argv = ["modelopt-sparse", "sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])]
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            run_command()
+        except SystemExit as done:
+            code = done.code
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "left": dist.is_initialized()}
+
+
+def command_line(folder: Path) -> Found:
+    return started(folder, "--no-progress")
+
+
+def command_that_fails(folder: Path) -> Found:
+    """In rank 0, which writes."""
+
+    def on_a_full_disk(*_args: Any, **_options: Any) -> None:
+        raise OSError("the disk is full")
+
+    setattr(mts, "save", on_a_full_disk)  # noqa: B010  # this process ends after it
+    return started(folder, "--overwrite", "--no-progress")
+
+
 # failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -403,28 +439,33 @@ def lost(method: Any) -> Found:
 
 # the groups ----------------------------------------------------------------------------------------------------------
 
-BASIC = (memory, choosing, methods, experts, in_order, gram_matrices, sharing)
-WORKING = (*BASIC, architectures, modes, more_in_order, more_options)
+BASIC = (choosing, methods, experts, in_order, gram_matrices, sharing)
+WORKING = (*BASIC, memory, architectures, modes, more_in_order, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
     "two": (2, (*WORKING, by_themselves, saved, failures, late)),
     "four": (4, (*BASIC, saved, failures)),
     "interrupted": (2, (interrupted,)),
     "killed": (4, (killed,)),
+    "launched": (2, (command_line,)),
+    "launched to fail": (2, (command_that_fails,)),
+    "training": (2, TRAINING),
 }
 
 
 def work(number: int, group: str, folder: Path) -> None:
     count, scenarios = GROUPS[group]
     torch.set_num_threads(1)
-    if count > 1:
+    if group.startswith("launched"):  # the command line makes a group of its own
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
+    elif count > 1:
         store = dist.FileStore(str(folder / f"{group}.store"), count)
         dist.init_process_group("gloo", store=store, rank=number, world_size=count)
     found: Found = {}
     for scenario in scenarios:
         began = time.monotonic()
         try:
-            found[scenario.__name__] = scenario(folder) if scenario is saved else scenario()
+            found[scenario.__name__] = scenario(folder) if scenario.__code__.co_argcount else scenario()
         except BaseException:
             found[scenario.__name__] = traceback.format_exc()
         found[f"{scenario.__name__} took"] = time.monotonic() - began
@@ -436,6 +477,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[2:] or list(GROUPS)
     for group in chosen:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         started: Any = mp.start_processes(
             work, (group, folder), nprocs=GROUPS[group][0], join=False, start_method="fork"
         )

@@ -1,13 +1,10 @@
 """Training on two processes (gloo, on the CPU): zeros hold, and the weights become those of one process.
 
-All scenarios run in one pair of processes, which hand their results back through a file; a hanging pair is killed.
+ranks.py runs the scenarios in one pair of processes, which leave their results in files.
 """
 
 import copy
-import time
-import traceback
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -448,48 +445,10 @@ SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
 )
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    address = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=WORLD, rank=rank)
-    results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
-        try:
-            results[scenario.__name__] = scenario(*([folder] if scenario.__code__.co_argcount else []))
-        except Exception:  # handed to the test, which fails with it
-            results[scenario.__name__] = traceback.format_exc()
-        dist.barrier()
-    if rank == 0:
-        torch.save(results, folder / "results.pt")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which two processes have left their results."""
-    folder = tmp_path_factory.mktemp("processes")
-    processes = torch.multiprocessing.spawn(work, (folder,), nprocs=WORLD, join=False)
-    deadline = time.monotonic() + 240
-    try:
-        while not processes.join(timeout=max(deadline - time.monotonic(), 0)):
-            assert time.monotonic() < deadline, "two processes did not come to an end"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> Callable[[Callable], dict[str, Any]]:
-    everything = torch.load(folder / "results.pt", weights_only=False)
-
-    def of(scenario: Callable) -> dict[str, Any]:
-        found = everything[scenario.__name__]
-        assert not isinstance(found, str), found
-        return found
-
-    return of
+def found_by(results) -> Callable[[Callable], dict[str, Any]]:
+    """What rank 0 found in a scenario."""
+    return lambda scenario: results("training", scenario)[0]
 
 
 def falls(losses: list[float]) -> bool:
@@ -497,8 +456,8 @@ def falls(losses: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("scenario", [ddp, fsdp, fsdp_with_masks_set_after_sharding])
-def test_training_gives_the_weights_of_one_process(results, scenario: Callable):
-    found, single = results(scenario), trained(sparse_model())
+def test_training_gives_the_weights_of_one_process(found_by, scenario: Callable):
+    found, single = found_by(scenario), trained(sparse_model())
     assert found["lost"] == []
     assert falls(found["losses"])
     assert found["losses"] == pytest.approx(single["losses"], rel=1e-4)
@@ -507,9 +466,9 @@ def test_training_gives_the_weights_of_one_process(results, scenario: Callable):
         assert not torch.equal(found["values"][name], before), name
 
 
-def test_two_forwards_before_one_backward_under_ddp(results):
+def test_two_forwards_before_one_backward_under_ddp(found_by):
     """DDP broadcasts buffers, masks among them, before each forward: what the first graph saved must stay valid."""
-    found = results(ddp_two_forwards_before_one_backward)
+    found = found_by(ddp_two_forwards_before_one_backward)
     model = sparse_model()
     x, target = data()
     F.mse_loss(model(x), target).backward()
@@ -517,8 +476,8 @@ def test_two_forwards_before_one_backward_under_ddp(results):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_full_state_dict_of_sharded_weights_is_sparse_and_loads_into_one_process(results):
-    found = results(fsdp)
+def test_full_state_dict_of_sharded_weights_is_sparse_and_loads_into_one_process(found_by):
+    found = found_by(fsdp)
     assert found["shard"] == 1 / WORLD
     state, model = found["state"], sparse_model()
     assert state.keys() == model.state_dict().keys()
@@ -530,8 +489,8 @@ def test_full_state_dict_of_sharded_weights_is_sparse_and_loads_into_one_process
     torch.testing.assert_close(values(model), found["values"])
 
 
-def test_sharded_llama_trains_and_saves_a_plain_folder(results, folder: Path):
-    found = results(fsdp_of_a_llama)
+def test_sharded_llama_trains_and_saves_a_plain_folder(found_by, folder: Path):
+    found = found_by(fsdp_of_a_llama)
     assert found["lost"] == []
     assert falls(found["losses"])
     model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
@@ -552,15 +511,15 @@ def test_sharded_llama_trains_and_saves_a_plain_folder(results, folder: Path):
         assert torch.equal(weight, found["values"][name])
 
 
-def test_mixed_precision_shards_train(results):
-    found = results(fsdp_in_mixed_precision)
+def test_mixed_precision_shards_train(found_by):
+    found = found_by(fsdp_in_mixed_precision)
     assert found["lost"] == []
     assert falls(found["losses"])
     assert found["losses"] == pytest.approx(trained(sparse_model())["losses"], rel=0.05)
 
 
-def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(results):
-    found = results(fsdp_with_momentum_older_than_the_masks)
+def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(found_by):
+    found = found_by(fsdp_with_momentum_older_than_the_masks)
     assert set(found[False]["lost"]) == set(MASKED)  # without it they are lost
     assert found[True]["lost"] == []
     assert len(found[True]["momentum"]) == len(MASKED)
@@ -568,8 +527,8 @@ def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(results):
     assert falls(found[True]["losses"])
 
 
-def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(results):
-    found = results(fsdp_with_drifted_weights)
+def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(found_by):
+    found = found_by(fsdp_with_drifted_weights)
     assert set(found["lost before"]) == set(MASKED)
     plain = dense_model()
     masks = dict(mts.named_masks(sparse_model()))
@@ -581,8 +540,8 @@ def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(results
     assert found["lost after state_dict"] == []
 
 
-def test_forwards_without_gradients_see_each_all_gather(results):
-    found = results(fsdp_evaluated_between_writes)
+def test_forwards_without_gradients_see_each_all_gather(found_by):
+    found = found_by(fsdp_evaluated_between_writes)
     plain = dense_model()
     masks = dict(mts.named_masks(sparse_model()))
     for state, output in zip(found["values"], found["outputs"]):
@@ -591,9 +550,9 @@ def test_forwards_without_gradients_see_each_all_gather(results):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_strict_load_of_a_full_state_dict_into_shards(results, kind: str):
+def test_strict_load_of_a_full_state_dict_into_shards(found_by, kind: str):
     """A dense one leaves the module its masks, a sparse one brings its own; zeros are restored either way."""
-    found = results(fsdp_loading_full_state_dicts)
+    found = found_by(fsdp_loading_full_state_dicts)
     given = found[kind, "given"]
     masks = dict(mts.named_masks(sparse_model()))
     if kind == "sparse":
@@ -605,8 +564,8 @@ def test_strict_load_of_a_full_state_dict_into_shards(results, kind: str):
     torch.testing.assert_close(found[kind, "values"], expected, rtol=0, atol=0)
 
 
-def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(results):
-    found = results(fsdp_then_export)
+def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(found_by):
+    found = found_by(fsdp_then_export)
     assert not any(pruned.any() for pruned in found["baked"].values())
     assert found["fsdp"]
     assert found["masks"] == []
@@ -614,8 +573,8 @@ def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(results):
     assert all(pruned.any() for pruned in found["trained"].values())  # no longer enforced
 
 
-def test_tensor_parallel_training_gives_the_weights_of_one_process(results):
-    found = results(tensor_parallel_and_fsdp)
+def test_tensor_parallel_training_gives_the_weights_of_one_process(found_by):
+    found = found_by(tensor_parallel_and_fsdp)
     assert found["parallel"]["lost"] == []
     assert falls(found["parallel"]["losses"])
     assert found["parallel"]["losses"] == pytest.approx(found["single"]["losses"], rel=1e-4)
@@ -624,8 +583,8 @@ def test_tensor_parallel_training_gives_the_weights_of_one_process(results):
 
 
 @pytest.mark.parametrize("scenario", [rigl_under_ddp, rigl_sharded, rigl_on_sharded_weights])
-def test_rigl_grows_by_the_gradient_of_all_processes(results, scenario: Callable):
-    found, single = results(scenario), rigl_in_one_process()
+def test_rigl_grows_by_the_gradient_of_all_processes(found_by, scenario: Callable):
+    found, single = found_by(scenario), rigl_in_one_process()
     assert found["lost"] == []
     assert found["masks"].keys() == single["masks"].keys() == set(MASKED)
     for name, mask in single["masks"].items():
@@ -635,12 +594,12 @@ def test_rigl_grows_by_the_gradient_of_all_processes(results, scenario: Callable
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_a_distributed_checkpoint_resumes_to_the_same_bits(results, name: str):
-    found = results(sharded_and_resumed)[name]
+def test_a_distributed_checkpoint_resumes_to_the_same_bits(found_by, name: str):
+    found = found_by(sharded_and_resumed)[name]
     assert found["resumed"]["lost"] == []
     for what in ("masks", "values"):
         torch.testing.assert_close(found["resumed"][what], found["whole"][what], rtol=0, atol=0)
 
 
-def test_ranks_whose_masks_differ_stop(results):
-    assert "is not the same in rank 1 as here, at step 2" in results(rigl_on_ranks_that_differ)["error"]
+def test_ranks_whose_masks_differ_stop(found_by):
+    assert "is not the same in rank 1 as here, at step 2" in found_by(rigl_on_ranks_that_differ)["error"]

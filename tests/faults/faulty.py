@@ -346,7 +346,7 @@ if __name__ == "__main__":
     import torch
 
     # once, for all that are forked
-    for name in ("modelopt_sparse.cli.run", "transformers.models.llama.modeling_llama"):
+    for name in ("modelopt_sparse.cli.inputs", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     package = importlib.import_module("modelopt_sparse")
     for name in package.__all__:  # what is imported on first use

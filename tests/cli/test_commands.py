@@ -1,8 +1,7 @@
-"""The command line, run in this process except where a process of its own is the point."""
+"""The commands, run in this process except where a process of its own is the point."""
 
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,18 @@ import pytest
 import torch
 import transformers
 import typer
-import yaml
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.cli import commands as cli
-from modelopt_sparse.cli import inputs as cli_input
 from modelopt_sparse.runtime.convert import Settings
-from tests.cli.conftest import TEMPLATE
+from tests.cli.conftest import TEMPLATE, by_the_api
 from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
 from tests.runtime.unpacking import installed, place_for
 
 pytestmark = pytest.mark.core
-
-COMMANDS = ("sparsify", "plan", "eval", "verify", "report", "speed")
-
-
-def by_the_api(work: Path, method: str = "sparsegpt", text: str = "text.txt", **options) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
-    if method != "magnitude":
-        options |= {"data": work / text, "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
-    return mts.sparsify(model, method, options)
 
 
 # sparsify -----------------------------------------------------------------------------------------------------------
@@ -140,160 +128,6 @@ def test_what_streaming_does_not_do(run, work, tmp_path, flags, part):
     assert not list(tmp_path.iterdir())
 
 
-EVERY_FLAG = ["--method=wanda", "--pattern=1:4", "--num-samples=4", "--seq-len=16", "--batch-size=3", "--seed=5"]
-EVERY_FLAG += [
-    "--sequential=stage",
-    "--include=*mlp*",
-    "--include=*self_attn*",
-    "--exclude=*gate*",
-    "--exclude=*.k_proj",
-]
-EVERY_FLAG += ["--device=cpu", "--dtype=float32"]
-EVERY_OPTION = {
-    "method": "wanda",
-    "pattern": "1:4",
-    "num_samples": 4,
-    "seq_len": 16,
-    "batch_size": 3,
-    "seed": 5,
-    "sequential": "stage",
-    "include": ["*mlp*", "*self_attn*"],
-    "exclude": ["*gate*", "*.k_proj"],
-    "device": "cpu",
-}
-
-
-@pytest.mark.parametrize("how", ["flags", "config", "set"])
-def test_every_option_reaches_the_api(run, work, tmp_path, how):
-    (tmp_path / "options.yaml").write_text(yaml.dump(EVERY_OPTION))
-    given = {
-        "flags": EVERY_FLAG,
-        "config": ["--config", tmp_path / "options.yaml"],
-        "set": [part for key, value in EVERY_OPTION.items() for part in ("--set", f"{key}={json.dumps(value)}")],
-    }[how]
-    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "text.txt", *given)
-    assert done.code == 0, done.err
-    expected = by_the_api(work, **EVERY_OPTION)
-    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
-    found, made = mts.report(tmp_path / "out"), mts.report(expected)
-    assert len(found.layers) == 5
-    assert found.settings == made.settings
-    assert found.calibration == made.calibration
-
-
-@pytest.mark.parametrize(
-    ("given", "method", "options"),
-    [
-        (["--set", "damping=1e-1", "--set", "block_size=8"], "sparsegpt", {"damping": 0.1, "block_size": 8}),
-        (
-            ["--set", "hessian_damp=0.3", "--set", "max_iter_data_loader=1"],
-            "sparsegpt",
-            {"damping": 0.3, "max_batches": 1},
-        ),
-        (["--set", "pattern=1:4", "--set", "alpha=0.9", "--method", "ria"], "ria", {"pattern": "1:4", "alpha": 0.9}),
-        (["--pattern", "2:4 sparsity", "--method", "sparse_magnitude"], "magnitude", {"pattern": "2:4"}),
-        (["--pattern", "60%", "--method", "magnitude"], "magnitude", {"pattern": 0.6}),
-        (
-            ["--set", 'rules={"*down_proj": null, "*up_proj": {pattern: 1:4}}', "--method", "magnitude"],
-            "magnitude",
-            {"rules": {"*down_proj": None, "*up_proj": {"pattern": "1:4"}}},
-        ),
-        (["--set", "enforce=false", "--method", "magnitude"], "magnitude", {"enforce": False}),
-        (["--set", "hardware_only=true", "--method", "magnitude"], "magnitude", {"hardware_only": True}),
-    ],
-)
-def test_options_without_a_flag(run, work, tmp_path, given, method, options):
-    data = [] if method == "magnitude" else ["--data", work / "text.txt", "--num-samples", "6", "--seq-len", "32"]
-    sampling = {} if method == "magnitude" else {"num_samples": 6, "seq_len": 32}
-    done = run("sparsify", work / "llama", "--out", tmp_path / "out", *given, *data)
-    assert done.code == 0, done.err
-    assert_same_state(mts.load(tmp_path / "out"), state_of(by_the_api(work, method, **sampling, **options)))
-
-
-def test_flags_win_over_set_which_wins_over_the_file(run, work, tmp_path):
-    (tmp_path / "options.yaml").write_text("method: magnitude\npattern: 1:4\nexclude: ['*k_proj', '*q_proj']\n")
-    plan = ("plan", work / "llama", "--json", "--config", tmp_path / "options.yaml")
-    layers = json.loads(run(*plan).out)["layers"]
-    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("magnitude", "1:4")}
-    assert len(layers) == 5
-    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--set", "exclude=null").out)["layers"]
-    assert {layer["pattern"] for layer in layers} == {"2:8"}
-    assert len(layers) == 7
-    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--pattern", "4:8", "--method", "wanda").out)["layers"]
-    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("wanda", "4:8")}
-
-
-def test_data_may_stand_in_the_file_and_may_be_jsonl(run, work, tmp_path):
-    text = work / "text.jsonl"
-    (tmp_path / "options.yaml").write_text(f"data: {text}\nnum_samples: 4\nseq_len: 32\n")
-    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--config", tmp_path / "options.yaml")
-    assert done.code == 0, done.err
-    expected = by_the_api(work, text="text.jsonl", num_samples=4, seq_len=32)
-    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
-
-
-VALUES = {
-    "pattern": "2:4",
-    "include": "['*mlp*']",
-    "exclude": "['*gate*']",
-    "rules": "{'*up_proj': null}",
-    "replace": "true",
-    "hardware_only": "true",
-    "max_batches": "3",
-    "num_samples": "3",
-    "seq_len": "16",
-    "batch_size": "2",
-    "self_data": "3",
-    "count_padding": "true",
-    "min_tokens": "5",
-    "experts": "all_tokens",
-    "memory_limit": "8GB",
-    "sequential": "stage",
-    "device": "cpu",
-    "autocast": "bfloat16",
-    "enforce": "false",
-    "seed": "1",
-    "progress": "false",
-    "distributed": "false",
-    "split_data": "false",
-    "deterministic": "true",
-    "update": "true",
-    "permute": "true",
-    "refine": "false",
-    "polish": "5",
-    "reconstruct": "{epochs: 2, target: sparse}",
-    "distill": "true",
-    "allocation": "uniform",
-    "quality": "best",
-}
-
-
-def test_there_is_a_value_for_every_option_of_the_api():
-    """An option that is added later must be thought of here as well."""
-    names = {item.name for item in fields(mts.SparsifyConfig)} - {"options", "data", *cli_input.PYTHON_ONLY}
-    assert names == VALUES.keys()
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_every_option_is_taken_by_set(run, work, name):
-    assert run("plan", work / "llama", "--set", f"{name}={VALUES[name]}", "--json").code == 0
-
-
-@pytest.mark.parametrize("name", cli_input.PYTHON_ONLY)
-def test_options_that_are_python_objects_are_refused(run, work, name):
-    done = run("plan", work / "llama", "--set", f"{name}=x")
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"modelopt-sparse: option '{name}' is a Python object; on the command line use --data FILE\n"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtype(run, work, tmp_path, dtype):
-    out = tmp_path / "out"
-    assert run("sparsify", work / "llama", "--method=magnitude", "--out", out, "--dtype", dtype).code == 0
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {getattr(torch, dtype)}
-    assert len(mts.verify(out, "2:4").layers) == 7
-
-
 def test_a_folder_that_is_not_empty_needs_overwrite(run, work, tmp_path):
     (tmp_path / "out").mkdir()
     command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out")
@@ -382,14 +216,6 @@ def test_plan_estimates_memory_in_the_dtype_of_the_run(run, work):
 
     assert cached("--seq-len", 32) == 4 * 32 * 32 * 4
     assert cached("--seq-len", 32, "--dtype", "bfloat16") == 4 * 32 * 32 * 2
-
-
-def test_plan_takes_the_options_of_sparsify():
-    """So that a command can be tried by changing one word."""
-    command = typer.main.get_command(cli.app)
-    options = {name: {p.name for p in command.commands[name].params} for name in COMMANDS}
-    writes = {"out", "overwrite", "html", "eval_data", "progress", "stream", "spill", "quiet"}
-    assert options["sparsify"] - writes == options["plan"] - {"training_recipe", "all_rows"}
 
 
 def test_eval(run, work, sparse):
@@ -486,111 +312,6 @@ def test_verify_accepts_its_own_output_on_a_plain_folder(run, work, sparse, tmp_
     assert run("verify", tmp_path / "plain").code == 2
 
 
-# wrong input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("plan {llama} --method sparsgpt", "method 'sparsgpt' is not known, did you mean 'sparsegpt'?"),
-        ("plan {llama} --pattern 2-4", "pattern '2-4' is not known: write '2:4'"),
-        ("plan {llama} --set pattern", "--set 'pattern': write KEY=VALUE"),
-        ("plan {llama} --set =3", "--set '=3': write KEY=VALUE"),
-        ("plan {llama} --set [=3", "option '[' is not known"),
-        ("plan {llama} --set exclude=[", "--set 'exclude=[' is not YAML: while parsing a flow node"),
-        ("plan {llama} --set patern=2:4", "option 'patern' is not known, did you mean 'pattern'?; allowed are"),
-        ("plan {llama} --dtype int4", "--dtype int4: allowed are auto, float32, bfloat16, float16"),
-        ("plan {llama} --device nonsense", "device 'nonsense' is not known: Expected one of cpu, cuda"),
-        ("sparsify {llama} --out x --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
-        ("sparsify {llama} --out x --set device=nonsense", "--device nonsense: Expected one of cpu, cuda"),
-        ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' is not a file"),
-        ("plan {llama} --config {unknown}", "option 'dampin' is not known, did you mean 'damping'?"),
-        ("plan {llama} --config {list}", "must hold a mapping of options"),
-        ("plan {llama} --config {broken}", "broken.yaml' is not YAML: mapping values are not allowed here"),
-        ("plan {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file: give a .txt or .jsonl file"),
-        ("plan nowhere/", "'nowhere/' is neither a folder nor a model that the hub gives"),
-        ("plan ./nowhere", "'./nowhere' is neither a folder nor a model that the hub gives"),
-        ("plan no/where", "'no/where' is neither a folder nor a model that the hub gives"),
-        ("plan {root}", "holds no config.json: it is not a folder of a transformers model"),
-        ("plan {llama}/config.json", "config.json' is neither a folder nor a model that the hub gives"),
-        ("sparsify no/where --out x", "'no/where' is neither a folder"),
-        ("sparsify {llama} --out {root}/never", "method 'sparsegpt' needs calibration text: give --data FILE"),
-        ("sparsify {llama} --method magnitude --out {root}/model.pth", "looks like a pickle file"),
-        ("eval {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file"),
-        ("eval {llama}", "nothing to measure: give --data FILE, for perplexity, or --tasks A,B"),
-        ("eval {llama} --tasks , --task-folder no", "no task is named: give names of lm-evaluation-harness"),
-        ("eval {llama} --tasks x --task-folder no/where", "task_folder 'no/where' is not a folder"),
-        ("eval {llama} --tasks x --limit 0", "limit=0: must be a whole number of at least 1"),
-        ("eval no/where --data {text}", "'no/where' is neither a folder"),
-        ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
-        ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),
-        ("verify nowhere", "'nowhere' is not a folder"),
-        ("verify {llama}", "no report that says which pattern to look for"),
-        ("report nowhere", "'nowhere' is not a folder"),
-        ("report {llama}/model.bin", "looks like a pickle file"),
-    ],
-)
-def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, message):
-    places = {"root": work, "llama": work / "llama", "text": work / "text.txt"}
-    for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n"}.items():
-        places[name] = work / f"{name}.yaml"
-        places[name].write_text(content)
-    done = run(*arguments.format(**places).split())
-    assert done.code == 2
-    assert done.out == ""
-    (line,) = done.err.splitlines()
-    assert line.startswith("modelopt-sparse: ")
-    assert message in line
-    assert not (work / "never").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("plan {llama} --metod wanda", "No such option"),
-        ("plan", "Missing argument 'MODEL'"),
-        ("sparsify {llama}", "Missing option '--out'"),
-        ("plan {llama} --num-samples many", "Invalid value for '--num-samples'"),
-        ("prune {llama}", "No such command 'prune'"),
-        ("plan {llama} extra", "unexpected extra argument"),
-    ],
-)
-def test_wrong_arguments_show_the_usage_and_exit_with_2(run, work, arguments, message):
-    done = run(*arguments.format(llama=work / "llama").split())
-    assert done.code == 2
-    assert done.out == ""
-    assert done.err.startswith("Usage: ")
-    assert message in done.err.splitlines()[-1]
-    assert "Traceback" not in done.err
-
-
-def test_a_folder_with_broken_weights_is_no_traceback(run, work, tmp_path):
-    shutil.copytree(work / "llama", tmp_path / "llama")
-    (tmp_path / "llama" / "model.safetensors").write_bytes(b"junk")
-    done = run("eval", tmp_path / "llama", "--data", work / "held.txt", "--seq-len", 32)
-    assert done.code == 2
-    assert done.err.startswith("modelopt-sparse: ")
-
-
-def test_mistakes_of_our_own_keep_their_traceback(run, work, monkeypatch):
-    def broken(*_args, **_kwargs):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(mts, "make_plan", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        run("plan", work / "llama")
-
-
-def test_interruption_is_exit_code_130(run, work, monkeypatch):
-    def pressed(*_args, **_kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(mts, "make_plan", pressed)
-    done = run("plan", work / "llama")
-    assert (done.code, done.out) == (130, "")
-    assert done.err.strip() == "modelopt-sparse: interrupted"
-
-
 # speed --------------------------------------------------------------------------------------------------------------
 
 
@@ -604,11 +325,11 @@ def test_speed_needs_a_gpu_and_says_so_in_one_line(run, sparse, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", ["1,,64", "1;64", "-1", "many"])
-def test_speed_refuses_what_is_no_number_of_tokens(run, sparse, tokens):
+def test_speed_refuses_what_is_not_a_number_of_tokens(run, sparse, tokens):
     done = run("speed", sparse, f"--tokens={tokens}")
     assert done.code == 2
     assert f"--tokens {tokens}: " in done.err
-    assert "is no number of tokens; write for example 1,64,2048" in done.err
+    assert "is not a number of tokens; write for example 1,64,2048" in done.err
 
 
 def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monkeypatch):
@@ -637,29 +358,87 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 
 # help, and processes ------------------------------------------------------------------------------------------------
 
+PLANNED = "--method --quality --pattern --data --num-samples --seq-len --batch-size --include --exclude --sequential "
+PLANNED += "--seed --deterministic --config --set --device --dtype --dequantize --revision --trust-remote-code --json"
+FLAGS = {
+    "sparsify": f"model --out {PLANNED} --eval --stream --spill --overwrite --html --progress --no-progress --quiet",
+    "plan": f"model {PLANNED} --training --all",
+    "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
+    "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
+    "verify": "folder --pattern --trust-remote-code --all --quiet --json",
+    "report": "folder --html --compare --evaluation --all --json",
+    "speed": "folder --tokens --timing --quantize --cache --device --dtype --trust-remote-code --json",
+    "sparse-ift": "model --sparsity --out --member --iso --multiple --include --recipe --overwrite --revision "
+    "--trust-remote-code --all --json",
+    "finalize": "--input --output",
+}
+
+
+def test_the_flags_are_frozen():
+    """A flag that goes or is renamed breaks scripts. `plan` has the options of `sparsify` that choose what is done."""
+    root: Any = typer.main.get_command(cli.app)
+    found = {
+        name: [flag for p in each.params for flag in (*p.opts, *p.secondary_opts)]
+        for name, each in root.commands.items()
+    }
+    assert list(found) == list(FLAGS)
+    assert {name: sorted(flags) for name, flags in found.items()} == {n: sorted(f.split()) for n, f in FLAGS.items()}
+    assert {flag for p in root.params for flag in p.opts} == {"--version", "--install-completion", "--show-completion"}
+
 
 def test_help_names_every_command_and_exit_code(run):
     done = run("--help")
     assert (done.code, done.err) == (0, "")
-    for part in (*COMMANDS, "Exit codes: 0", "1 verify", "2 wrong", "3 another process", "130 Ctrl-C"):
+    for part in (*FLAGS, "Exit codes: 0", "1 verify", "2 wrong", "3 another process", "130 Ctrl-C"):
         assert part in " ".join(done.out.split())
     assert "..." not in done.out.replace("[ARGS]...", "")  # the commands' first sentences fit
-    for command in COMMANDS:
+    for command in FLAGS:
         done = run(command, "--help")
         assert done.code == 0
-        assert "--json" in done.out
+        assert "--" in done.out
 
 
-def test_the_module_runs_like_the_command(sparse):
-    done = run_python("-m", "modelopt_sparse", "verify", sparse, "--pattern", "2:4", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(json.loads(done.stdout)) == 7
-
-
-def test_a_name_that_the_hub_does_not_know_is_not_asked_for_again_and_again():
+def test_the_module_runs_like_the_command_and_asks_the_hub_once():
     """Without HF_HUB_OFFLINE and without a hub to reach: one line, no retries."""
     nobody = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run_python("-m", "modelopt_sparse", "plan", "no/where", **nobody)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("modelopt-sparse: 'no/where' is neither a folder nor a model that the hub gives")
+
+
+@pytest.mark.parametrize(("world", "rank", "speaker"), [(None, "1", ""), ("2", "0", ""), ("2", "1", "rank 1: ")])
+def test_a_message_names_the_rank_that_it_comes_from(monkeypatch, capsys, world, rank, speaker):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world) if world else monkeypatch.delenv("WORLD_SIZE", raising=False)
+    cli.complain("two\n  lines")
+    assert capsys.readouterr().err == f"modelopt-sparse: {speaker}two lines\n"
+
+
+def test_mistakes_of_our_own_keep_their_traceback(run, work, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(mts, "make_plan", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("plan", work / "llama")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (mts.RankError("rank 1 stopped"), 3, "rank 1 stopped"),
+        (torch.OutOfMemoryError("no\nmemory"), 2, "no memory"),
+        (SafetensorError("junk"), 2, "junk"),
+        (MemoryError("full"), 2, "full"),
+    ],
+)
+def test_what_ends_a_command_is_one_line_and_an_exit_code(run, work, monkeypatch, error, code, line):
+    def stopped(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(mts, "make_plan", stopped)
+    done = run("plan", work / "llama")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.strip() == f"modelopt-sparse: {line}"

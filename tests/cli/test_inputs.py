@@ -1,0 +1,332 @@
+"""The inputs of the command line: options from flags, --set and YAML; wrong input; models by name and with own code."""
+
+import json
+import shutil
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.cli import inputs as cli_input
+from tests.cli.conftest import by_the_api
+from tests.helpers import assert_same_state, state_of
+
+pytestmark = pytest.mark.core
+
+# options ------------------------------------------------------------------------------------------------------------
+
+EVERY_FLAG = ["--method=wanda", "--pattern=1:4", "--num-samples=4", "--seq-len=16", "--batch-size=3", "--seed=5"]
+EVERY_FLAG += [
+    "--sequential=stage",
+    "--include=*mlp*",
+    "--include=*self_attn*",
+    "--exclude=*gate*",
+    "--exclude=*.k_proj",
+]
+EVERY_FLAG += ["--device=cpu", "--dtype=float32"]
+EVERY_OPTION = {
+    "method": "wanda",
+    "pattern": "1:4",
+    "num_samples": 4,
+    "seq_len": 16,
+    "batch_size": 3,
+    "seed": 5,
+    "sequential": "stage",
+    "include": ["*mlp*", "*self_attn*"],
+    "exclude": ["*gate*", "*.k_proj"],
+    "device": "cpu",
+}
+
+
+@pytest.mark.parametrize("how", ["flags", "config", "set"])
+def test_every_option_reaches_the_api(run, work, tmp_path, how):
+    (tmp_path / "options.yaml").write_text(yaml.dump(EVERY_OPTION))
+    given = {
+        "flags": EVERY_FLAG,
+        "config": ["--config", tmp_path / "options.yaml"],
+        "set": [part for key, value in EVERY_OPTION.items() for part in ("--set", f"{key}={json.dumps(value)}")],
+    }[how]
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "text.txt", *given)
+    assert done.code == 0, done.err
+    expected = by_the_api(work, **EVERY_OPTION)
+    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
+    found, made = mts.report(tmp_path / "out"), mts.report(expected)
+    assert len(found.layers) == 5
+    assert found.settings == made.settings
+    assert found.calibration == made.calibration
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "options"),
+    [
+        (["--set", "damping=1e-1", "--set", "block_size=8"], "sparsegpt", {"damping": 0.1, "block_size": 8}),
+        (
+            ["--set", "hessian_damp=0.3", "--set", "max_iter_data_loader=1"],
+            "sparsegpt",
+            {"damping": 0.3, "max_batches": 1},
+        ),
+        (["--set", "pattern=1:4", "--set", "alpha=0.9", "--method", "ria"], "ria", {"pattern": "1:4", "alpha": 0.9}),
+        (["--pattern", "2:4 sparsity", "--method", "sparse_magnitude"], "magnitude", {"pattern": "2:4"}),
+        (["--pattern", "60%", "--method", "magnitude"], "magnitude", {"pattern": 0.6}),
+        (
+            ["--set", 'rules={"*down_proj": null, "*up_proj": {pattern: 1:4}}', "--method", "magnitude"],
+            "magnitude",
+            {"rules": {"*down_proj": None, "*up_proj": {"pattern": "1:4"}}},
+        ),
+        (["--set", "enforce=false", "--method", "magnitude"], "magnitude", {"enforce": False}),
+        (["--set", "hardware_only=true", "--method", "magnitude"], "magnitude", {"hardware_only": True}),
+    ],
+)
+def test_options_without_a_flag(run, work, tmp_path, given, method, options):
+    data = [] if method == "magnitude" else ["--data", work / "text.txt", "--num-samples", "6", "--seq-len", "32"]
+    sampling = {} if method == "magnitude" else {"num_samples": 6, "seq_len": 32}
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", *given, *data)
+    assert done.code == 0, done.err
+    assert_same_state(mts.load(tmp_path / "out"), state_of(by_the_api(work, method, **sampling, **options)))
+
+
+def test_flags_win_over_set_which_wins_over_the_file(run, work, tmp_path):
+    (tmp_path / "options.yaml").write_text("method: magnitude\npattern: 1:4\nexclude: ['*k_proj', '*q_proj']\n")
+    plan = ("plan", work / "llama", "--json", "--config", tmp_path / "options.yaml")
+    layers = json.loads(run(*plan).out)["layers"]
+    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("magnitude", "1:4")}
+    assert len(layers) == 5
+    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--set", "exclude=null").out)["layers"]
+    assert {layer["pattern"] for layer in layers} == {"2:8"}
+    assert len(layers) == 7
+    layers = json.loads(run(*plan, "--set", "pattern=2:8", "--pattern", "4:8", "--method", "wanda").out)["layers"]
+    assert {(layer["method"], layer["pattern"]) for layer in layers} == {("wanda", "4:8")}
+
+
+def test_data_may_stand_in_the_file_and_may_be_jsonl(run, work, tmp_path):
+    text = work / "text.jsonl"
+    (tmp_path / "options.yaml").write_text(f"data: {text}\nnum_samples: 4\nseq_len: 32\n")
+    done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--config", tmp_path / "options.yaml")
+    assert done.code == 0, done.err
+    expected = by_the_api(work, text="text.jsonl", num_samples=4, seq_len=32)
+    assert_same_state(mts.load(tmp_path / "out"), state_of(expected))
+
+
+VALUES = {
+    "pattern": "2:4",
+    "include": "['*mlp*']",
+    "exclude": "['*gate*']",
+    "rules": "{'*up_proj': null}",
+    "replace": "true",
+    "hardware_only": "true",
+    "max_batches": "3",
+    "num_samples": "3",
+    "seq_len": "16",
+    "batch_size": "2",
+    "self_data": "3",
+    "count_padding": "true",
+    "min_tokens": "5",
+    "experts": "all_tokens",
+    "memory_limit": "8GB",
+    "sequential": "stage",
+    "device": "cpu",
+    "autocast": "bfloat16",
+    "enforce": "false",
+    "seed": "1",
+    "progress": "false",
+    "distributed": "false",
+    "split_data": "false",
+    "deterministic": "true",
+    "update": "true",
+    "permute": "true",
+    "refine": "false",
+    "polish": "5",
+    "reconstruct": "{epochs: 2, target: sparse}",
+    "distill": "true",
+    "allocation": "uniform",
+    "quality": "best",
+}
+
+
+def test_there_is_a_value_for_every_option_of_the_api():
+    """An option that is added later must be thought of here as well."""
+    names = {item.name for item in fields(mts.SparsifyConfig)} - {"options", "data", *cli_input.PYTHON_ONLY}
+    assert names == VALUES.keys()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_is_taken_by_set(run, work, name):
+    assert run("plan", work / "llama", "--set", f"{name}={VALUES[name]}", "--json").code == 0
+
+
+@pytest.mark.parametrize("name", cli_input.PYTHON_ONLY)
+def test_options_that_are_python_objects_are_refused(run, work, name):
+    done = run("plan", work / "llama", "--set", f"{name}=x")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"modelopt-sparse: option '{name}' is a Python object; on the command line use --data FILE\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(run, work, tmp_path, dtype):
+    out = tmp_path / "out"
+    assert run("sparsify", work / "llama", "--method=magnitude", "--out", out, "--dtype", dtype).code == 0
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {getattr(torch, dtype)}
+    assert len(mts.verify(out, "2:4").layers) == 7
+
+
+# wrong input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan {llama} --method sparsgpt", "method 'sparsgpt' is not known, did you mean 'sparsegpt'?"),
+        ("plan {llama} --pattern 2-4", "pattern '2-4' is not known: write '2:4'"),
+        ("plan {llama} --set pattern", "--set 'pattern': write KEY=VALUE"),
+        ("plan {llama} --set =3", "--set '=3': write KEY=VALUE"),
+        ("plan {llama} --set [=3", "option '[' is not known"),
+        ("plan {llama} --set exclude=[", "--set 'exclude=[' is not YAML: while parsing a flow node"),
+        ("plan {llama} --set patern=2:4", "option 'patern' is not known, did you mean 'pattern'?; allowed are"),
+        ("plan {llama} --dtype int4", "--dtype int4: allowed are auto, float32, bfloat16, float16"),
+        ("plan {llama} --device nonsense", "device 'nonsense' is not known: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("sparsify {llama} --out x --set device=nonsense", "--device nonsense: Expected one of cpu, cuda"),
+        ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' is not a file"),
+        ("plan {llama} --config {unknown}", "option 'dampin' is not known, did you mean 'damping'?"),
+        ("plan {llama} --config {list}", "must hold a mapping of options"),
+        ("plan {llama} --config {broken}", "broken.yaml' is not YAML: mapping values are not allowed here"),
+        ("plan {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file: give a .txt or .jsonl file"),
+        ("plan nowhere/", "'nowhere/' is neither a folder nor a model that the hub gives"),
+        ("plan ./nowhere", "'./nowhere' is neither a folder nor a model that the hub gives"),
+        ("plan no/where", "'no/where' is neither a folder nor a model that the hub gives"),
+        ("plan {root}", "holds no config.json: it is not a folder of a transformers model"),
+        ("plan {llama}/config.json", "config.json' is neither a folder nor a model that the hub gives"),
+        ("sparsify no/where --out x", "'no/where' is neither a folder"),
+        ("sparsify {llama} --out {root}/never", "method 'sparsegpt' needs calibration text: give --data FILE"),
+        ("sparsify {llama} --method magnitude --out {root}/model.pth", "looks like a pickle file"),
+        ("eval {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file"),
+        ("eval {llama}", "nothing to measure: give --data FILE, for perplexity, or --tasks A,B"),
+        ("eval {llama} --tasks , --task-folder no", "no task is named: give names of lm-evaluation-harness"),
+        ("eval {llama} --tasks x --task-folder no/where", "task_folder 'no/where' is not a folder"),
+        ("eval {llama} --tasks x --limit 0", "limit=0: must be a whole number of at least 1"),
+        ("eval no/where --data {text}", "'no/where' is neither a folder"),
+        ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
+        ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),
+        ("verify nowhere", "'nowhere' is not a folder"),
+        ("verify {llama}", "no report that says which pattern to look for"),
+        ("report nowhere", "'nowhere' is not a folder"),
+        ("report {llama}/model.bin", "looks like a pickle file"),
+    ],
+)
+def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, message):
+    places = {"root": work, "llama": work / "llama", "text": work / "text.txt"}
+    for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n"}.items():
+        places[name] = work / f"{name}.yaml"
+        places[name].write_text(content)
+    done = run(*arguments.format(**places).split())
+    assert done.code == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("modelopt-sparse: ")
+    assert message in line
+    assert not (work / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan {llama} --metod wanda", "No such option"),
+        ("plan", "Missing argument 'MODEL'"),
+        ("sparsify {llama}", "Missing option '--out'"),
+        ("plan {llama} --num-samples many", "Invalid value for '--num-samples'"),
+        ("prune {llama}", "No such command 'prune'"),
+        ("plan {llama} extra", "unexpected extra argument"),
+    ],
+)
+def test_wrong_arguments_show_the_usage_and_exit_with_2(run, work, arguments, message):
+    done = run(*arguments.format(llama=work / "llama").split())
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("Usage: ")
+    assert message in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+
+
+def test_a_folder_with_broken_weights_is_no_traceback(run, work, tmp_path):
+    shutil.copytree(work / "llama", tmp_path / "llama")
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"junk")
+    done = run("eval", tmp_path / "llama", "--data", work / "held.txt", "--seq-len", 32)
+    assert done.code == 2
+    assert done.err.startswith("modelopt-sparse: ")
+
+
+# models -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_revision_is_asked_of_the_hub(run, monkeypatch):
+    asked = []
+
+    def has_file(name, file, revision):
+        asked.append((name, file, revision))
+        raise OSError("there is no revision 'v7'")
+
+    monkeypatch.setattr(cli_input, "has_file", has_file)
+    for arguments in (["plan"], ["sparsify", "--out", "never"], ["eval", "--data", __file__]):
+        done = run(*arguments, "some/model", "--revision", "v7")
+        assert done.code == 2
+        assert "'some/model' is neither a folder nor a model that the hub gives: there is no revision 'v7'" in done.err
+    assert asked == [("some/model", "config.json", "v7")] * 3
+
+
+CODE = """
+from transformers import PreTrainedModel, PreTrainedConfig
+from transformers.modeling_outputs import CausalLMOutput
+from torch import nn
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+    def __init__(self, width=16, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(config.width, 8), nn.Linear(8, config.width)) for _ in "ab")
+        self.post_init()
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(logits=x)
+"""
+
+
+def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source, out = tmp_path / "own", tmp_path / "out"
+    source.mkdir()
+    (source / "own.py").write_text(CODE)
+    config = {"model_type": "own", "architectures": ["OwnModel"], "width": 16}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps(config))
+    done = run("plan", source)
+    assert done.code == 2
+    assert "trust_remote_code" in done.err
+    done = run("plan", source, "--trust-remote-code")
+    assert done.code == 0, done.err
+    assert "4 layers with 512 of 512" in done.out
+
+    model = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(source, trust_remote_code=True), trust_remote_code=True
+    )
+    model.save_pretrained(source)
+    done = run("sparsify", source, "--method", "magnitude", "--out", out, "--trust-remote-code")
+    assert done.code == 0, done.err
+    assert run("verify", out).code == 2
+    assert run("verify", out, "--trust-remote-code").code == 0
+    loaded = mts.load(out, trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnModel"
+    assert len(dict(mts.named_masks(loaded))) == 4
