@@ -6,8 +6,8 @@ layers and is finite there, and whether calls of the model can wait at its block
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, take_in
-from modelopt_sparse.calibration.forward import CalibrationData, input_key
+from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
@@ -74,7 +74,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
         return _without_data(run)
     block_of = _block_of_layers(run.plan)
     dense = run_dense(data, block_of)
-    order = dense.seen.order
+    order = dense.inputs.order
     by_block: dict[str | None, list[LayerPlan]] = {}
     for layer_plan in sorted(run.plan.layers, key=lambda layer_plan: order[layer_plan.name]):
         by_block.setdefault(block_of[layer_plan.name], []).append(layer_plan)
@@ -92,8 +92,8 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
     def task(stack: Stack, block: nn.Module, inputs: Callable[[], Inputs]) -> BlockTask:
         name = stack.names[stack.blocks.index(block)]
         plans = by_block.get(name, [])
-        one_pass = run.config.experts != "all_tokens" and not dense.seen.varying & {plan.name for plan in plans}
-        return BlockTask(name or type(run.model).__name__, plans, dense.seen.input_of, block, inputs, one_pass)
+        one_pass = run.config.experts != "all_tokens" and not dense.inputs.varying & {plan.name for plan in plans}
+        return BlockTask(name or type(run.model).__name__, plans, dense.inputs.input_of, block, inputs, one_pass)
 
     tasks: list[BlockTask] = []
     whole_model = WholeModel(data)
@@ -111,7 +111,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
                 dense.calls,
                 blocks,
                 outputs_may_stay=dense.outputs_may_stay,
-                outputs_change=dense.outputs_change,
+                outputs_change=dense.outputs.outputs_change,
             )
             ending.callback(segment.close)
             tasks += [task(home[block], block, partial(segment.at, home[block], block)) for block in blocks]
@@ -120,7 +120,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
             if isinstance(start, Stack):
                 tasks += [task(start, block, lambda: whole_model) for block in start.blocks]
             else:
-                tasks.append(BlockTask(start.name, [start], dense.seen.input_of, None, lambda: whole_model))
+                tasks.append(BlockTask(start.name, [start], dense.inputs.input_of, None, lambda: whole_model))
     return tasks
 
 
@@ -169,71 +169,65 @@ class SeenInputs:
         self.first_call: dict[str, int] = {}
         self.finite: dict[str, Tensor] = {}
         self.block_of = block_of
-        self._call = 0
-        self._leader_of: dict[str, str] = {}
-        # of one call, by block: input -> the first layer that got it, and the tensors, so that no id is reused
-        self._leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = {}
-        self._keys: dict[str, list[tuple]] = {}  # of one call: layer name -> its inputs
+        self._call = _InputsOfCall(0)
 
     def begin(self, number: int) -> None:
-        """Call ``number`` of the model starts."""
-        self._call = number
-        self.end_call()
-
-    def end_call(self) -> None:
-        """Inputs are not held any more."""
-        self.varying |= {n for n in self._keys if self._keys[n] != self._keys.get(self._leader_of[n])}
-        self._leaders.clear()
-        self._keys.clear()
+        """Call ``number`` of the model starts. Inputs of the call before are not held any more."""
+        keys = self._call.keys
+        self.varying |= {name for name, own in keys.items() if own != keys.get(self.input_of[name])}
+        self._call = _InputsOfCall(number)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not (inputs[0].numel() if token_mask is None else token_mask.any()):
             return  # no token is no data
-        leader, key = self._leader(layer, inputs), input_key(layer, inputs)
-        if self._leader_of.setdefault(layer.name, leader) != leader:
+        call, leader = self._call, self._leader(layer, inputs)
+        call.keys.setdefault(layer.name, []).append(input_key(layer, inputs))
+        if self.input_of.setdefault(layer.name, leader if call.number == 0 else layer.name) != leader:
             self.varying.add(layer.name)
-        self._keys.setdefault(layer.name, []).append(key)
-        self.input_of.setdefault(layer.name, leader if self._call == 0 else layer.name)
         self.order.setdefault(layer.name, len(self.order))
-        self.first_call.setdefault(layer.name, self._call)
+        self.first_call.setdefault(layer.name, call.number)
         for x in inputs:
             finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
             self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
 
     def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
-        block = self.block_of[layer.name]
-        if block is not None and block not in self._leaders:  # inputs of the blocks before it are not wanted any more
-            for other in self._leaders.keys() - {None}:
-                del self._leaders[other]
-        leaders = self._leaders.setdefault(block, {})
-        return leaders.setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
+        block, leaders = self.block_of[layer.name], self._call.leaders
+        if block is not None and block not in leaders:  # inputs of the blocks before it are not wanted any more
+            for other in leaders.keys() - {None}:
+                del leaders[other]
+        return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
 
 
 @dataclass
-class DenseRun:
-    """What running the dense model has shown.
+class _InputsOfCall:
+    """Of call ``number``. leaders: by block, input -> the first layer that got it, and the tensors, so that no id is
+    reused. keys: layer name -> its inputs."""
 
-    calls: all calls of the model in this process. dense: those that were run, at least one of each kind.
-    blocks: in the order in which calls come to them. outputs_may_stay, outputs_change: see `Segment`.
+    number: int
+    leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
+    keys: dict[str, list[tuple]] = field(default_factory=dict)
+
+
+@dataclass
+class SeenBlocks:
+    """The calls of the dense model that were run, at least one of each kind, and what their blocks put out.
+
+    exact: see `is_exact`. outputs_change: whether the model writes to what a block has put out.
     """
 
-    data: CalibrationData
-    seen: SeenInputs
     exact: bool
-    calls: list[NumberedCall] = field(default_factory=list)
-    dense: list[DenseCall] = field(default_factory=list)
-    blocks: list[nn.Module] = field(default_factory=list)
-    outputs_may_stay: bool = False
+    calls: list[DenseCall] = field(default_factory=list)
     outputs_change: bool = False
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
     def begin(self, numbered: NumberedCall) -> None:
         self.look_at_output()
-        self.seen.begin(numbered.number)
-        self.dense.append(DenseCall(numbered, kind_of(numbered), {}, set()))
+        self.calls.append(DenseCall(numbered, kind_of(numbered), {}, set()))
 
     def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        call = self.dense[-1]
+        if not self.calls:  # a forward_loop calls a part of the model
+            return
+        call = self.calls[-1]
         call.again.update({block} & call.prints.keys())
         call.prints[block] = print_of(output, exact=self.exact)
         self.look_at_output()
@@ -245,16 +239,48 @@ class DenseRun:
         self._output.clear()
 
 
+@dataclass
+class DenseRun:
+    """What running the dense model has shown: of the inputs of layers, and of blocks.
+
+    calls: all calls of the model in this process. blocks: in the order in which calls come to them.
+    outputs_may_stay: see `Segment`.
+    """
+
+    data: CalibrationData
+    inputs: SeenInputs
+    outputs: SeenBlocks
+    calls: list[NumberedCall] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
+    outputs_may_stay: bool = False
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.inputs.begin(numbered.number)
+        self.outputs.begin(numbered)
+
+    @contextmanager
+    def watching(self) -> Iterator[InputHooks]:
+        """While entered, what blocks put out is seen. The hooks that see the inputs of layers are still to be
+        entered."""
+        plan = self.data.run.plan
+        with ExitStack() as hooks:
+            for block in plan.blocks:
+                hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
+            yield self.data.input_hooks(plan.layers, plan.blocks, self.inputs.see)
+        self.inputs.begin(-1)  # the last call is over
+        self.outputs.look_at_output()
+
+
 def run_dense(data: CalibrationData, block_of: Mapping[str, str | None]) -> DenseRun:
     """Run the dense model on the first two calls and on one call of each further kind; on all calls if a layer has seen
     no data up to then. Raises ValueError for layers that no data reaches, or none that is finite."""
-    run, dense = data.run, DenseRun(data, SeenInputs(block_of), is_exact(data.run))
+    run, dense = data.run, DenseRun(data, SeenInputs(block_of), SeenBlocks(is_exact(data.run)))
     if data.calls is None:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
     _agree(dense)
-    _check(dense.seen, run)
+    _check(dense.inputs, run)
     return dense
 
 
@@ -284,57 +310,39 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
             chosen.append(numbered.number)
     _run_some(dense, chosen)
     wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
-    unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.seen.order)))
+    unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
         _run_some(dense, [numbered.number for numbered in dense.calls if numbered.number not in chosen])
 
 
 def _run_some(dense: DenseRun, numbers: Sequence[int]) -> None:
-    data = dense.data
-    hooks = data.input_hooks(data.run.plan.layers, data.run.plan.blocks, dense.seen.see)
-    left = iter(numbers)
-    with (
-        Progress("run the dense model", "batch", len(numbers), show=data.run.config.progress) as bar,
-        ExitStack() as on,
-    ):
-        for block in data.run.plan.blocks:
-            on.enter_context(block.register_forward_hook(dense.after_block))
+    left, show = iter(numbers), dense.data.run.config.progress
+    with Progress("run the dense model", "batch", len(numbers), show=show) as bar, dense.watching() as hooks:
 
         def begin(masks: TokenMasks) -> None:
             hooks.begin(masks)
             dense.begin(dense.calls[next(left)])
             bar.update()
 
-        data.run_model(begin, hooks, numbers)
-    dense.look_at_output()
-    dense.seen.end_call()
+        dense.data.run_model(begin, hooks, numbers)
 
 
 def _run_loop(dense: DenseRun) -> None:
     """A forward_loop runs once, to its end. What it calls the model with is kept."""
     data, run = dense.data, dense.data.run
-    hooks = data.input_hooks(run.plan.layers, run.plan.blocks, dense.seen.see)
     digest = hashlib.sha256()
+    with dense.watching() as hooks:
 
-    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
-    def keep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        take_in(digest, args, kwargs)
-        call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-        dense.calls.append(NumberedCall(len(dense.calls), call, data.masks_of(call)))
+        @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
+        def keep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            take_in(digest, args, kwargs)
+            call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
+            dense.calls.append(NumberedCall(len(dense.calls), call, data.masks_of(call)))
+            hooks.begin(dense.calls[-1].masks)
+            dense.begin(dense.calls[-1])
 
-    def begin(masks: TokenMasks) -> None:
-        hooks.begin(masks)
-        dense.begin(dense.calls[-1])
-
-    with ExitStack() as on:
-        for block in run.plan.blocks:
-            on.enter_context(block.register_forward_hook(dense.after_block))
-        # `run_model` puts its own hook in front of this one
-        on.enter_context(run.model.register_forward_pre_hook(lambda *_: begin(dense.calls[-1].masks), prepend=True))
-        on.enter_context(run.model.register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
-        data.run_model(lambda masks: None, hooks)
-    dense.look_at_output()
-    dense.seen.end_call()
+        with run.model.register_forward_pre_hook(keep, prepend=True, with_kwargs=True):
+            data.run_model(lambda masks: None, hooks)
     run.report.calibration.update(calls=len(dense.calls), sha256=digest.hexdigest())
     if not dense.calls:
         raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
@@ -343,9 +351,9 @@ def _run_loop(dense: DenseRun) -> None:
 def _agree(dense: DenseRun) -> None:
     """What the data of all processes show together, as one process would see it that goes over the batches in their
     order."""
-    seen, run = dense.seen, dense.data.run
+    seen, run = dense.inputs, dense.data.run
     blocks = list(run.plan.blocks)
-    ways = [[blocks.index(block) for block in call.prints] for call in dense.dense]
+    ways = [[blocks.index(block) for block in call.prints] for call in dense.outputs.calls]
     own: Any = (
         {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
         seen.input_of,
@@ -459,7 +467,7 @@ def _say(run: Run, why: str, pruned: int) -> None:
 def _why_not(dense: DenseRun, stacks: Sequence[Stack]) -> tuple[str, str] | None:
     """(name of a stack, why calls cannot wait at its blocks); None if they can at those of all stacks."""
     home = {block: stack for stack in stacks for block in stack.blocks}
-    for call in dense.dense:
+    for call in dense.outputs.calls:
         if again := [block for block in call.again if block in home]:
             return home[again[0]].name, "its blocks are called more than once in a call of the model"
         places = [(dense.blocks.index(block), block) for block in call.prints if block in home]
@@ -469,8 +477,8 @@ def _why_not(dense: DenseRun, stacks: Sequence[Stack]) -> tuple[str, str] | None
     blocks = [block for block in dense.blocks if block in home]
     run = dense.data.run
     dense.outputs_may_stay = run.config.device is not None and not run.storage.spills
-    problem = cannot_wait(run, dense.dense, stacks, blocks, outputs_stay=dense.outputs_may_stay)
+    problem = cannot_wait(run, dense.outputs.calls, stacks, blocks, outputs_stay=dense.outputs_may_stay)
     if problem is not None and dense.outputs_may_stay:
         dense.outputs_may_stay = False
-        problem = cannot_wait(run, dense.dense, stacks, blocks, outputs_stay=False)
+        problem = cannot_wait(run, dense.outputs.calls, stacks, blocks, outputs_stay=False)
     return None if problem is None else (problem[0].name, problem[1])

@@ -166,12 +166,12 @@ class AtBlock(Inputs):
 
     @property
     def masks(self) -> list[TokenMasks]:
-        return [call.masks for call in self.calls]
+        return [call.numbered.masks for call in self.calls]
 
     @property
     def own(self) -> int:
         """How many of the calls hold text that the model has written itself."""
-        return self.data.own_among(call.number for call in self.calls)
+        return self.data.own_among(call.numbered.number for call in self.calls)
 
     def on_device(self) -> AbstractContextManager[Any]:
         return on_execution_device(self.data.run, [self.block], outputs_stay=self._outputs_stay)
@@ -181,7 +181,7 @@ class AtBlock(Inputs):
         last = self.block is self._segment.blocks[-1]
         with forward_context(self.data.run), hooks:
             for call in self.calls:
-                hooks.begin(call.masks)
+                hooks.begin(call.numbered.masks)
                 if go_on and not last:
                     call.go_on(hooks.on_block)
                 else:

@@ -50,18 +50,13 @@ class WaitingCall(greenlet):
     """One call of the model. It waits at ``block``, which it is about to call with ``args`` and ``kwargs``; None: it
     has not begun, or it has ended. ``state``: torch's state of the thread when it began to wait."""
 
-    def __init__(self, owner: "WaitingCalls", numbered: NumberedCall) -> None:
-        super().__init__(self._work)
-        self.gr_context = copy_context()
-        self.owner, self.number, self.masks = owner, numbered.number, numbered.masks
+    def __init__(self, run: Run, numbered: NumberedCall) -> None:
+        super().__init__(lambda: call_model(run, numbered.call, numbered.number))
+        self.run_of_model, self.numbered = run, numbered
         self.block: nn.Module | None = None
         self.args: tuple = ()
         self.kwargs: dict[str, Any] = {}
         self.state: tuple = ()
-        self._call = numbered.call
-
-    def _work(self) -> None:
-        call_model(self.owner.run, self._call, self.number)
 
     def go_on(self, see: Callable[[nn.Module, tuple, dict], None] | None = None) -> None:
         """Run on to the next block, or to the end. ``see`` gets the block and its arguments first.
@@ -69,7 +64,7 @@ class WaitingCall(greenlet):
         Hooks that were registered on the block after the call had come to it are not called. Therefore its arguments
         are moved to its device here.
         """
-        block, device = self.block, self.owner.run.config.device
+        block, device = self.block, self.run_of_model.config.device
         if block is not None and device is not None and not has_hook(block):
             self.args, self.kwargs = map_tensors(lambda x: x.to(device), (self.args, self.kwargs))
         if see is not None:
@@ -89,7 +84,7 @@ class WaitingCall(greenlet):
     def run_block(self) -> Any:
         """The output of the block in this call, which stays where it is."""
         assert self.block is not None
-        with errors_name_batch(self.owner.run, self._call, self.number):
+        with errors_name_batch(self.run_of_model, self.numbered.call, self.numbered.number):
             return self.block(*self.args, **self.kwargs)
 
 
@@ -97,7 +92,7 @@ class WaitingCalls:
     """Calls of the model that wait at each of the ``blocks``, from `start` until `close`."""
 
     def __init__(self, run: Run, calls: Sequence[NumberedCall], blocks: Sequence[nn.Module]) -> None:
-        self.run, self.calls = run, [WaitingCall(self, call) for call in calls]
+        self.run, self.calls = run, [WaitingCall(run, call) for call in calls]
         self._blocks = blocks
         self._hooks = ExitStack()
         self._outputs: dict[tuple, list[Tensor]] = {}
@@ -115,6 +110,7 @@ class WaitingCalls:
             hooks.enter_context(block.register_forward_hook(self._after))
         with forward_context(run):
             for call in self.calls:
+                call.gr_context = copy_context()
                 call.go_on()
 
     def at(self, block: nn.Module) -> list[WaitingCall]:
@@ -154,7 +150,7 @@ class WaitingCalls:
     def _current(self) -> WaitingCall | None:
         """The call of these that runs now; None outside of them."""
         call = getcurrent()
-        return call if isinstance(call, WaitingCall) and call.owner is self else None
+        return call if isinstance(call, WaitingCall) and call in self.calls else None
 
     def _once(self, x: Tensor) -> Tensor:
         alike = self._outputs.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
@@ -266,14 +262,14 @@ def cannot_wait(
             stays = outputs_stay and block is not stack.blocks[-1]
             with on_execution_device(run, [block], outputs_stay=stays), forward_context(run):
                 for call in waiting.at(block):
-                    came.append((call.number, block))
+                    came.append((call.numbered.number, block))
                     if call.state != outside:
                         return stack, "the model runs its blocks in another mode of torch than it is called in"
                     before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
                     output = print_of(call.run_block(), exact=exact)
                     if any(version(x) != was for x, was in before):
                         return stack, "blocks write to their inputs"
-                    if not same(output, prints[call.number].get(block, [])):
+                    if not same(output, prints[call.numbered.number].get(block, [])):
                         return stack, other
                 for call in waiting.at(block) if block is not blocks[-1] else ():
                     outputs: list[Print] = []
@@ -283,7 +279,7 @@ def cannot_wait(
 
                     with block.register_forward_hook(see):
                         call.go_on()
-                    if not outputs or not same(outputs[0], prints[call.number][block]):
+                    if not outputs or not same(outputs[0], prints[call.numbered.number][block]):
                         return stack, other
     except FAILURES as error:
         if isinstance(error, (PaddingError, Unreadable)) or is_out_of_memory(error):

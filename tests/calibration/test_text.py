@@ -90,12 +90,12 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
     ("data", "error", "match"),
     [
         ([""], ValueError, "data holds no text"),
-        ("", TypeError, r"data='' is a string, .* give Path\(''\) for a file, \[''\] for text"),
+        ("", TypeError, r"data='' is no name of a data set .* give Path\(''\) for a file, \[''\] for text"),
         ("README.md", TypeError, r"give Path\('README.md'\) for a file, \['README.md'\] for text"),
         (
             "import os\n" * 50,
             TypeError,
-            r"data=\.\.\. is a string, .* give Path\(\.\.\.\) for a file, \[\.\.\.\] for text",
+            r"data=\.\.\. is no name of a data set .* give Path\(\.\.\.\) for a file, \[\.\.\.\] for text",
         ),
         ([], ValueError, "data holds no text"),
         (
