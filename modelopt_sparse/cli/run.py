@@ -22,7 +22,7 @@ from modelopt_sparse import training
 from modelopt_sparse.calibration.data import tokens_of
 from modelopt_sparse.checkpoint.folder import checked_place, read_description, read_mask
 from modelopt_sparse.checkpoint.verify import PatternError
-from modelopt_sparse.checkpoint.workfolder import reserved
+from modelopt_sparse.checkpoint.workfolder import locked
 from modelopt_sparse.cli.inputs import NamedModel, data_of, read_evaluation, settings_of, torch_dtype
 from modelopt_sparse.cli.names import RANK_LOST, VIOLATION, WRONG_INPUT, complain
 from modelopt_sparse.distributed import RankError, launched_group, rank, while_others_wait
@@ -85,7 +85,7 @@ def sparsify(
         more = {"overwrite": overwrite, "spill": spill, "dtype": dtype, "dequantize": dequantize, **source.hub}
         sparsity_report = mts.sparsify_checkpoint(model, out, method, settings, **more)
     else:
-        with reserved(out) if rank() == 0 else nullcontext():
+        with locked(out) if rank() == 0 else nullcontext():
             companions = source.companions()
             dense = source.load(quantized=quantized, masks=not settings.get("replace"))
             network = mts.sparsify(dense, method, settings)

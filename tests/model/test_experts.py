@@ -242,7 +242,7 @@ def test_verify_sees_one_weight_too_many_in_one_expert(tmp_path):
     with pytest.raises(ValueError, match=f"1 of 12 layers do not hold their pattern: {name}: 1 group of 4 holds more"):
         mts.verify(sparse)
     mts.save(sparse, tmp_path / "sparse")
-    with pytest.raises(ValueError, match=f"{name}: 1 group of 4 holds more nonzeros than 2:4"):
+    with pytest.raises(ValueError, match=f"{name}: more nonzeros than 2:4"):
         mts.verify(tmp_path / "sparse")
 
 
