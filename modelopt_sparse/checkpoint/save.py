@@ -270,13 +270,13 @@ def _fill(
     filled: list[tuple[Tensor, Tensor]] = []
     dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}  # (there, in the model) -> names
     for names, values in slots:
-        found = {name: tensor for name in names if (tensor := read(name)) is not None}
-        if not found:
+        alike = {name: tensor for name in names if (tensor := read(name)) is not None}
+        if not alike:
             problems.append(f"{names[0]!r} of the model is not in the folder")
             continue
-        tensor = next(iter(found.values()))
+        tensor = next(iter(alike.values()))
         filled.append((values, tensor))
-        for name, other in found.items():
+        for name, other in alike.items():
             if other.shape != values.shape:
                 problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
             elif other.dtype != values.dtype:

@@ -158,8 +158,8 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
     ]
-    for given, option, instead in options:
-        if given:
+    for is_set, option, instead in options:
+        if is_set:
             raise ValueError(f"{option} runs the whole model, which streaming never holds: {instead}, or {IN_MEMORY}")
 
 

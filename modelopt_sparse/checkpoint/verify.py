@@ -124,10 +124,10 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     for name in [name for name in masks if name in every and name not in known]:
         row = as_row(model, first[id(every[name])])  # tied ones are read under their first name: files hold no other
         checked.append(replace(_look(row, read(row), masks[name], None), name=name))
-    found = Verification(tuple(checked))
+    verification = Verification(tuple(checked))
     if any(layer.problem for layer in checked):
-        raise PatternError(found)
-    return found
+        raise PatternError(verification)
+    return verification
 
 
 def _expected(

@@ -67,30 +67,30 @@ class BlockRecord:
 # where it is, and whose -----------------------------------------------------------------------------------------------
 
 
-def work_path(target: Path) -> Path:
+def work_path(final_folder: Path) -> Path:
     """The path of a target's work folder."""
-    target = target.resolve()
-    return target.with_name(f"{target.name}.partial")
+    final_folder = final_folder.resolve()
+    return final_folder.with_name(f"{final_folder.name}.partial")
 
 
-def is_finished(target: Path) -> bool:
+def is_finished(final_folder: Path) -> bool:
     """Whether a run has finished the target, and was killed before all of it was in its place."""
-    return (work_path(target) / FINISHED).is_file()
+    return (work_path(final_folder) / FINISHED).is_file()
 
 
-def remove_leftovers(target: Path) -> None:
+def remove_leftovers(final_folder: Path) -> None:
     """Delete what is left of a run that was killed after its target was in place."""
-    shutil.rmtree(_finished_path(target), ignore_errors=True)
+    shutil.rmtree(_finished_path(final_folder), ignore_errors=True)
 
 
-def _finished_path(target: Path) -> Path:
+def _finished_path(final_folder: Path) -> Path:
     """The path that the work folder is renamed to when its target is in place, to be deleted."""
-    path = work_path(target)
+    path = work_path(final_folder)
     return path.with_name(f"{path.name}.over")
 
 
 @contextmanager
-def locked(target: Path) -> Iterator[None]:
+def locked(final_folder: Path) -> Iterator[None]:
     """Hold the lock of a target, from the start of a run to its end: no other run can write there.
 
     The lock ends with the process, however that ends. Raises ValueError if another run holds it.
@@ -98,7 +98,7 @@ def locked(target: Path) -> Iterator[None]:
     if sys.platform == "win32":  # it has no such locks: nothing keeps two runs apart there
         yield
         return
-    path = work_path(target)
+    path = work_path(final_folder)
     made = [path, *missing_parents(path)]
     try:
         descriptor = _lock(path / LOCK)
@@ -150,14 +150,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 @contextmanager
-def opened(target: Path, started: Mapping[str, Any], *, overwrite: bool) -> Iterator["WorkFolder"]:
+def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> Iterator["WorkFolder"]:
     """The work folder of a run, locked until the end; without a block that is done by then it is removed.
 
     ``started`` is what this run is started with. Raises ValueError if another run holds the folder, or if something
     else is at its place. Also if it is damaged, or holds a run that was started with something else, unless
     ``overwrite`` is True: then that run is deleted. A run of which no block is done is always deleted.
     """
-    work = WorkFolder(target, started, overwrite=overwrite)
+    work = WorkFolder(final_folder, started, overwrite=overwrite)
     of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
     there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
     if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
@@ -165,7 +165,7 @@ def opened(target: Path, started: Mapping[str, Any], *, overwrite: bool) -> Iter
             f"{str(work.path)!r} is where the unfinished target would be written, and something else is there: move "
             "it, or give another target"
         )
-    with locked(target):
+    with locked(final_folder):
         try:
             work.begin()
             yield work
@@ -185,8 +185,8 @@ class WorkFolder:
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
     """
 
-    def __init__(self, target: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.target, self.path = target, work_path(target)
+    def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.final_folder, self.path = final_folder, work_path(final_folder)
         self.done: dict[int, BlockRecord] = {}
         self.resumed = self.finished = False
         self._overwrite = overwrite
@@ -209,7 +209,7 @@ class WorkFolder:
         self._make_folders()
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
-        self.finished = is_finished(self.target)
+        self.finished = is_finished(self.final_folder)
         self.resumed = bool(self.done)
 
     def _problem(self) -> str:
@@ -217,7 +217,7 @@ class WorkFolder:
         started = self._read_json(STARTED)
         if difference := _difference({**started, DATA: None}, {**self._started, DATA: None}):
             return difference
-        for path in () if is_finished(self.target) else sorted(self.path.glob("block-*.json")):
+        for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
             record = BlockRecord(**self._read_json(path.name))
             for name, expected in record.files.items():
                 if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
@@ -322,10 +322,10 @@ class WorkFolder:
 
         Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
         """
-        if is_occupied(self.target) and not self._overwrite:
+        if is_occupied(self.final_folder) and not self._overwrite:
             raise ValueError(
-                f"{str(self.target)!r} has come into being since the run started: move it and start again, or give "
-                "overwrite=True (--overwrite); nothing will be solved again"
+                f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
+                "give overwrite=True (--overwrite); nothing will be solved again"
             )
         folder = self.path / "folder"
         make_durable(folder)
@@ -338,12 +338,12 @@ class WorkFolder:
         In a target that exists, files that are not the model's stay.
         """
         folder = self.path / "folder"
-        if (folder / DESCRIPTION).is_file() and not renamed_if_absent(folder, self.target):
-            move_in(folder, self.target, self._read_json(FINISHED))
-        sync(self.target)
-        sync(self.target.parent)
-        self.path = self.path.rename(_finished_path(self.target))  # from here on there is no run to continue
-        remove_leftovers(self.target)
+        if (folder / DESCRIPTION).is_file() and not renamed_if_absent(folder, self.final_folder):
+            move_in(folder, self.final_folder, self._read_json(FINISHED))
+        sync(self.final_folder)
+        sync(self.final_folder.parent)
+        self.path = self.path.rename(_finished_path(self.final_folder))  # from here on there is no run to continue
+        remove_leftovers(self.final_folder)
 
 
 def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
