@@ -310,7 +310,7 @@ def test_refused_before_any_work_with_what_to_do(tmp_path):
             r"allocation='search' runs the whole model.*rules, or load the model",
         ),
         ({"pattern": 0.5, "quality": "balanced", "method": None, **data}, r"allocation='block'.*allocation='uniform'"),
-        ({"forward_loop": lambda model: None}, "forward_loop runs the whole model .* give data_loader= or data="),
+        ({"forward_loop": lambda model: None}, "forward_loop runs the whole model, .* give data_loader= or data="),
         ({"include": ["lm_head"], **data}, "nothing to prune|lm_head"),
         ({"pattern": "2:4", "dampin": 1}, "option 'dampin' is not known"),
         ({}, "needs calibration data"),

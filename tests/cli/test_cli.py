@@ -107,7 +107,7 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
         (".", "is the current directory or a folder above it, and a model is written to a folder of its own: give"),
         ("..", "is the current directory or a folder above it, and a model is written to a folder of its own: give"),
         ("model.pth", "looks like a pickle file"),
-        ("notes.txt", "is a file: a folder is written, give another path"),
+        ("notes.txt", "is a file: give another path"),
     ],
 )
 def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, monkeypatch, out, message, stream):
