@@ -9,7 +9,7 @@ is missing:
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ SHOWN = 3  # how many tensors an error names
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> safetensors' name of its dtype, and its shape
 INSTEAD = "sparsify the model that it was made of, and quantize after"
+TRANSFORMERS = f"transformers {transformers.__version__}"
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,17 @@ def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequa
             raise ValueError(f"{str(source)!r} is not quantized: leave out dequantize (--dequantize)")
         return None
     method = method_of(quantization)
+    where = f"{str(source)!r} is quantized ({method})"
     if method not in METHODS:
-        raise ValueError(
-            f"{str(source)!r} is quantized ({method}); {' and '.join(METHODS)} are dequantized here: dequantize it "
-            f"with what it was made with and save that, or {INSTEAD}"
-        )
+        raise ValueError(f"{where}; {' and '.join(METHODS)} are dequantized here: {INSTEAD}")
     files = _files(source)
     stored = sum(file.stat().st_size for file in files) if files else None
     dense = _dense_dtype(dtype, config)
     size = sum(parameter.numel() for parameter in model.parameters()) * dense.itemsize
     quantized = Quantized(method, dense, size, stored)
     if not dequantize:
-        raise ValueError(
-            f"{str(source)!r} is quantized ({method}): give dequantize=True (--dequantize) to have it {quantized}; or "
-            f"{INSTEAD}"
-        )
-    _refuse_what_goes_wrong(source, files, quantization)
+        raise ValueError(f"{where}: give dequantize=True (--dequantize) to have it {quantized}; or {INSTEAD}")
+    _refuse_what_goes_wrong(where, files, quantization)
     return quantized
 
 
@@ -103,23 +99,22 @@ def load_dequantized(
     ValueError if transformers cannot load the folder, or does not dequantize all of it.
     """
     quantization = quantization_of(config) or {}
+    where = f"{str(folder)!r} is quantized ({quantized.method})"
     if not (files := _files(folder)):
-        raise ValueError(
-            f"{str(folder)!r} is quantized ({quantized.method}) and does not hold all of its safetensors files"
-        )
-    _refuse_what_goes_wrong(folder, files, quantization)
+        raise ValueError(f"{where} and does not hold all of its safetensors files")
+    _refuse_what_goes_wrong(where, files, quantization)
     forget_quantization(config)
     config.quantization_config = {**quantization, "dequantize": True}
     options = {**options, "config": config, "dtype": quantized.dtype, "output_loading_info": True}
-    where = f"{str(folder)!r}: transformers {transformers.__version__}"
     try:
         model, info = architecture.from_pretrained(folder, **options)
     except (ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{where} cannot dequantize it ({quantized.method}) here, a newer one may: {error}") from error
+        raise ValueError(f"{where}, and {TRANSFORMERS} cannot dequantize it, a newer one may: {error}") from error
     left = {*info["missing_keys"], *info["unexpected_keys"]}
     left |= {name for name, parameter in model.named_parameters() if parameter.dtype not in FLOATS}
     if left:
-        raise ValueError(f"{where} does not dequantize all of it ({quantized.method}), a newer one may: {_shown(left)}")
+        shown = first_few(sorted(left), SHOWN)
+        raise ValueError(f"{where}, and {TRANSFORMERS} does not dequantize all of it, a newer one may: {shown}")
     forget_quantization(model.config)
     wide = kept_wide(model)
     for name, parameter in model.named_parameters():
@@ -173,21 +168,8 @@ def _files(source: str | Path) -> list[Path]:
     return files if all(file.is_file() for file in files) else []
 
 
-def _refuse_what_goes_wrong(source: str | Path, files: list[Path], quantization: Mapping[str, Any]) -> None:
-    if problems := list(_problems(files, quantization)):
-        raise ValueError(
-            f"{str(source)!r} is quantized ({method_of(quantization)}), and transformers {transformers.__version__} "
-            f"would not dequantize all of it rightly: {_shown(problems)}; dequantize it with what it was made with and "
-            f"save that, or {INSTEAD}"
-        )
-
-
-def _shown(problems: Collection[str]) -> str:
-    return first_few(sorted(problems), SHOWN)
-
-
-def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[str]:
-    """Tensors that transformers would not dequantize correctly, with the reasons. Only headers of files are read."""
+def _refuse_what_goes_wrong(where: str, files: list[Path], quantization: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors that transformers would not dequantize correctly. Only headers of files are read."""
     tensors: Headers = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -196,9 +178,10 @@ def _problems(files: list[Path], quantization: Mapping[str, Any]) -> Iterator[st
                 tensors[name] = part.get_dtype(), tuple(part.get_shape())
     block = quantization.get("weight_block_size", (128, 128))
     check = partial(_fp8_problem, block) if method_of(quantization) == "fp8" else _mxfp4_problem
-    for name, (dtype, _) in tensors.items():
-        if dtype not in DENSE and (problem := check(name, tensors)):
-            yield f"{name!r} {problem}"
+    codes = (name for name, (dtype, _) in tensors.items() if dtype not in DENSE)
+    if problems := sorted(f"{name!r} {problem}" for name in codes if (problem := check(name, tensors))):
+        shown = first_few(problems, SHOWN)
+        raise ValueError(f"{where}, and {TRANSFORMERS} would not dequantize all of it rightly: {shown}; {INSTEAD}")
 
 
 def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> str:
@@ -211,15 +194,14 @@ def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> st
         return f"is {dtype}, not float8_e4m3fn"
     kind, grid = tensors.get(f"{name}_scale_inv", ("", ()))
     if kind not in DENSE:
-        return "has no floating point scales beside it" if not kind else f"has {kind} scales"
+        return "has no floating point scales beside it"
     if block is None:
         return "" if torch.Size(grid).numel() == 1 else f"has {list(grid)} scales where one for all is expected"
-    if len(shape) < 2 or len(grid) != len(shape):
-        return f"has shape {list(shape)} and scales of shape {list(grid)}"
     if any(size % part and size > part for size, part in zip(shape[-2:], block)):
         return f"has shape {list(shape)}, no multiple of its blocks of {list(block)}"
     expected = (*shape[:-2], *(max(size // part, 1) for size, part in zip(shape[-2:], block)))
-    return "" if grid == expected else f"has scales of shape {list(grid)}, not {list(expected)}"
+    whole = len(shape) >= 2 and grid == expected
+    return "" if whole else f"has shape {list(shape)} and scales of shape {list(grid)}, not {list(expected)}"
 
 
 def _mxfp4_problem(name: str, tensors: Headers) -> str:
@@ -230,5 +212,5 @@ def _mxfp4_problem(name: str, tensors: Headers) -> str:
         return f"is {dtype}, and neither blocks nor scales"
     blocks, scales = (tensors.get(f"{stem}_{x}") for x in ("blocks", "scales"))
     if blocks is None or scales is None:
-        return "has no scales beside it" if part == "blocks" else "has no blocks beside it"
-    return "" if blocks[1] == (*scales[1], 16) else f"has shape {list(shape)}, which does not go with its fellow's"
+        return f"has no {'scales' if part == 'blocks' else 'blocks'} beside it"
+    return "" if blocks[1] == (*scales[1], 16) else f"has shape {list(shape)}, and blocks and scales do not fit"

@@ -1,30 +1,54 @@
-"""Where a folder may be written: not over files, unless the user says so, and never over what a model comes from."""
+"""The folder of a sparse model: where it may be, how it appears in one piece, and the files in it.
+
+docs/format.md specifies the files: an ordinary Hugging Face folder (or one model.safetensors) whose weights hold exact
+zeros, plus ``sparsity.json`` and ``sparsity_masks.safetensors``. There is no pickle in it.
+"""
 
 import errno
+import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.report import Report, library_versions
 
-# place ----------------------------------------------------------------------------------------------------------------
-
-
+FORMAT_VERSION = 1
+DESCRIPTION = "sparsity.json"
+MASKS = "sparsity_masks.safetensors"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of weights in several files
+ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
+PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
+
+Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
+
+# where a folder may be ------------------------------------------------------------------------------------------------
+
+
+def checked_path(folder: str | Path) -> Path:
+    """The path of a folder to read or write. Raises ValueError for the name of a pickle file."""
+    path = Path(folder)
+    if path.suffix in PICKLES and not path.is_dir():
+        raise ValueError(
+            f"{str(path)!r} looks like a pickle file, which is neither written nor read: give a folder, for example "
+            f"{str(path.with_suffix(''))!r}"
+        )
+    return path
 
 
 def checked_place(folder: str | Path, *, overwrite: bool, sources: Iterable[str | Path]) -> Path:
@@ -40,28 +64,21 @@ def checked_place(folder: str | Path, *, overwrite: bool, sources: Iterable[str 
     path = checked_path(folder)
     place = path.resolve()
     if place.exists() and not place.is_dir():
-        raise ValueError(f"{str(path)!r} is a file: a folder is written, give another path")
-    if Path.cwd().is_relative_to(place):
-        what = "the current directory" if place == Path.cwd() else "a folder above the current directory"
-        raise ValueError(f"{str(path)!r} is {what}: a model is written to a folder of its own, give another path")
-    for source in sources:
-        if place.exists() and Path(source).is_dir() and place.samefile(source):
-            raise ValueError(
-                f"{str(path)!r} is the folder that the weights come from, which would be lost: give another path"
-            )
-    if not overwrite and is_occupied(place):
+        problem = "is a file"
+    elif Path.cwd().is_relative_to(place):
+        problem = "is the current directory or a folder above it, and a model is written to a folder of its own"
+    elif any(place.exists() and Path(source).is_dir() and place.samefile(source) for source in sources):
+        problem = "is the folder that the weights come from, which would be lost"
+    elif is_occupied(place) and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty: give another path, or overwrite=True (--overwrite)")
-    return path
+    else:
+        return path
+    raise ValueError(f"{str(path)!r} {problem}: give another path")
 
 
 def is_occupied(folder: Path) -> bool:
     """Whether a folder exists and is not empty."""
     return folder.is_dir() and any(folder.iterdir())
-
-
-def remember_source(model: nn.Module, folder: Path) -> None:
-    """Note on a model the folder that its weights were read from."""
-    setattr(model, SOURCE, str(folder.resolve()))
 
 
 def sources_of(model: nn.Module) -> Iterator[str]:
@@ -74,55 +91,98 @@ def sources_of(model: nn.Module) -> Iterator[str]:
         yield from (name for name in names if name)
 
 
-# files ----------------------------------------------------------------------------------------------------------------
-# Locks on files, folders that are made for a while, errors of a full disk, and hashes of files.
+# written in one piece -------------------------------------------------------------------------------------------------
 
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where nothing keeps two runs apart
-    fcntl = None
+@contextmanager
+def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A new folder to write to, beside ``folder``. At the end it takes the place of ``folder``; an error removes it.
 
+    So ``folder`` is never seen half written, even if this process is killed, or if others write to the same place.
 
-def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Lock a file or folder -> an open descriptor, which holds the lock until it is closed.
-
-    The lock ends with the process, however that ends. None is returned on systems without locks. Raises BlockingIOError
-    if another process holds the lock, OSError if the path cannot be locked.
+    Raises OSError if it cannot be written, with a text that says what is at ``folder`` now. Raises ValueError if there
+    are files in ``folder`` at the end, unless ``overwrite`` is True.
     """
-    if fcntl is None:
-        return None
-    descriptor = os.open(path, flags, 0o644)
+    folder = folder.resolve()
+    made = missing_parents(folder)
+    writer = f".{folder.name}.{socket.gethostname()}"  # several processes may write to the same place
+    staging = folder.with_name(f"{writer}.{os.getpid()}.partial")
+    left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        for path in (staging, *folder.parent.glob(f"{glob.escape(writer)}.*.partial")):
+            number = path.name.removeprefix(f"{writer}.").removesuffix(".partial")
+            if path == staging or (number.isdigit() and not psutil.pid_exists(int(number))):
+                shutil.rmtree(path, ignore_errors=True)  # its process was killed
+        staging.mkdir(parents=True)
+        yield staging
+        make_durable(staging)
+        if not renamed_if_absent(staging, folder):
+            if is_occupied(folder) and not overwrite:
+                raise ValueError(
+                    f"{str(folder)!r} has come into being meanwhile, and is left as it is: give another path, or "
+                    "overwrite=True (--overwrite)"
+                )
+            left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
+            move_in(staging, folder, [path.name for path in staging.iterdir()])
+    except Exception as error:
+        # tokenizers raise a bare Exception when the disk is full
+        if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
+            raise
+        advice = "; the disk is full: free space and save again" if is_full(error) else ""
+        raise OSError(f"{str(folder)!r} could not be written ({left}): {error}{advice}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        remove_empty(made)  # they are not empty if all went well
+
+
+def make_durable(folder: Path) -> None:
+    """Write the files of a folder that is complete through to the disk."""
+    mode = (folder / DESCRIPTION).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
-def hold_file(path: Path) -> int | None:
-    """Make a file, its folder too, and lock it -> an open descriptor; None on systems without locks.
+def renamed_if_absent(finished: Path, folder: Path) -> bool:
+    """Rename a finished folder to ``folder``, unless that exists -> whether it was renamed.
 
-    Who holds such a lock removes the file before letting go of it. If that happens between opening and locking, the
-    file is made once more. Raises BlockingIOError if another process holds the lock.
+    Another process may make ``folder`` at the same moment.
     """
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = hold(path, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:  # the folder has just been removed
-            continue
-        if descriptor is None or _is_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+    if folder.exists():
         return False
+    try:
+        finished.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        return False
+    return True
+
+
+def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
+    """Move the files ``names`` of a finished folder into one that exists, and remove that one's old weight files.
+
+    The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
+    half old and half new is not read as a model. It may be called again after it was interrupted.
+    """
+    to_move = sorted(name for name in names if (finished / name).is_file())
+    for name in reversed(ENTRIES):
+        if name in to_move:
+            (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("model*.safetensors*"):  # the old weight files
+        if path.name not in names:
+            path.unlink()
+    for name in sorted(to_move, key=lambda name: name in ENTRIES):
+        (finished / name).replace(folder / name)
 
 
 def missing_parents(path: Path) -> list[Path]:
@@ -156,55 +216,7 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def size_and_hash(path: Path) -> dict[str, Any]:
-    """A file's size in bytes and its SHA-256, as ``sparsity.json`` lists them."""
-    return {"size": path.stat().st_size, "sha256": file_hash(path)}
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-# format ---------------------------------------------------------------------------------------------------------------
-# The files in a folder of a sparse model: reading and checking them. The format is specified in docs/format.md.
-#
-# An ordinary Hugging Face folder (or one model.safetensors) whose weights hold exact zeros, plus ``sparsity.json`` and
-# ``sparsity_masks.safetensors``. No pickle.
-
-
-FORMAT_VERSION = 1
-DESCRIPTION = "sparsity.json"
-MASKS = "sparsity_masks.safetensors"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of weights in several files
-ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
-PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
-
-Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
-
-
-# packing ------------------------------------------------------------------------------------------------------------
-
-
-def pack_mask(mask: Tensor) -> Tensor:
-    """Bool mask of any shape -> uint8 ``[ceil(numel / 8)]``; bit i of byte k is entry 8 k + i in row-major order."""
-    bits = mask.flatten().cpu().to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-
-
-def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack_mask`."""
-    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[: torch.Size(shape).numel()].view(shape).bool()
-
-
-# the description ----------------------------------------------------------------------------------------------------
+# the description ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,20 +236,6 @@ class Description:
     files: Mapping[str, tuple[int, str]]
     report: Report | None
 
-    @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> "Description":
-        """The description in JSON data.
-
-        Raises KeyError, TypeError, AttributeError or ValueError if the data is not as docs/format.md says.
-        """
-        return cls(
-            model_class=str(data["model_class"]),
-            masks={name: (tuple(map(int, mask["shape"])), int(mask["kept"])) for name, mask in data["masks"].items()},
-            aliases={name: str(other) for name, other in data["aliases"].items()},
-            files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
-            report=None if data["report"] is None else Report.from_dict(data["report"]),
-        )
-
 
 def read_description(folder: str | Path) -> Description:
     """The checked ``sparsity.json`` of a folder. Raises ValueError if there is none that this version can read."""
@@ -246,9 +244,7 @@ def read_description(folder: str | Path) -> Description:
         raise ValueError(f"{str(folder)!r} is not a folder: give one that modelopt_sparse.save wrote")
     path = folder / DESCRIPTION
     if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no {DESCRIPTION}: it is not a folder that modelopt_sparse.save wrote to its end"
-        )
+        raise ValueError(f"{str(folder)!r} holds no {DESCRIPTION}: modelopt_sparse.save did not write it to its end")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data["format_version"] if data["format"] == "modelopt_sparse" else None
@@ -262,13 +258,45 @@ def read_description(folder: str | Path) -> Description:
             "update modelopt_sparse"
         )
     if data.pop("checksum", None) != checksum(data):
-        raise ValueError(
-            f"{str(path)!r} has been edited since it was saved (its checksum differs): save the model anew"
-        )
+        raise ValueError(f"{str(path)!r} has been edited since it was saved (its checksum differs): save it anew")
     try:
-        return Description.parse(data)
+        return Description(
+            model_class=str(data["model_class"]),
+            masks={name: (tuple(map(int, mask["shape"])), int(mask["kept"])) for name, mask in data["masks"].items()},
+            aliases={name: str(other) for name, other in data["aliases"].items()},
+            files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
+            report=None if data["report"] is None else Report.from_dict(data["report"]),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
+
+
+def write_description(
+    folder: Path,
+    model_class: str,
+    masks: Mapping[str, Mapping[str, Any]],
+    report: Report | None,
+    aliases: Mapping[str, str] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write ``sparsity.json`` into a folder that is complete except for it.
+
+    ``masks`` are parameter names with what `write_masks` says of them. ``known`` holds sizes and hashes of the folder's
+    files that need not be computed again.
+    """
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
+    description = {
+        "format": "modelopt_sparse",
+        "format_version": FORMAT_VERSION,
+        "versions": library_versions(),
+        "model_class": model_class,
+        "masks": masks,
+        "aliases": aliases or {},
+        "files": {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files},
+        "report": None if report is None else report.as_dict(),
+    }
+    text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
+    (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
 def checksum(description: Mapping[str, Any]) -> str:
@@ -277,18 +305,18 @@ def checksum(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def checked_path(folder: str | Path) -> Path:
-    """The path of a folder to read or write. Raises ValueError for the name of a pickle file."""
-    path = Path(folder)
-    if path.suffix in PICKLES and not path.is_dir():
-        raise ValueError(
-            f"{str(path)!r} looks like a pickle file, which this library neither writes nor reads: give a folder, "
-            f"for example {str(path.with_suffix(''))!r}"
-        )
-    return path
+def size_and_hash(path: Path) -> dict[str, Any]:
+    """A file's size in bytes and its SHA-256, as ``sparsity.json`` lists them."""
+    return {"size": path.stat().st_size, "sha256": file_hash(path)}
 
 
-# the files ----------------------------------------------------------------------------------------------------------
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def damaged_files(folder: Path, description: Description) -> dict[str, str]:
@@ -308,6 +336,28 @@ def damaged_files(folder: Path, description: Description) -> dict[str, str]:
         for name in set(weight_files(folder)) - description.files.keys():
             damaged[name] = f"weight file {name!r} does not belong to the folder: {DESCRIPTION} does not list it"
     return damaged
+
+
+# masks ----------------------------------------------------------------------------------------------------------------
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Bool mask of any shape -> uint8 ``[ceil(numel / 8)]``; bit i of byte k is entry 8 k + i in row-major order."""
+    bits = mask.flatten().cpu().to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `pack_mask`."""
+    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten()[: torch.Size(shape).numel()].view(shape).bool()
+
+
+def write_masks(masks: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, Any]]:
+    """Write masks to a file -> what ``sparsity.json`` says of them: shape, and how many weights are kept."""
+    save_file({name: pack_mask(mask) for name, mask in masks.items()}, file)
+    return {name: {"shape": list(mask.shape), "kept": int(mask.count_nonzero())} for name, mask in masks.items()}
 
 
 def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
@@ -338,12 +388,14 @@ def read_masks(folder: Path, description: Description, problems: list[str]) -> d
 
 def read_mask(folder: Path, description: Description, name: str) -> Tensor:
     """One mask of a folder. Raises ValueError if it cannot be read."""
-    shape, _ = description.masks[name]
     try:
         with safe_open(folder / MASKS, framework="pt") as packed:
-            return unpack_mask(packed.get_tensor(name), shape)
+            return unpack_mask(packed.get_tensor(name), description.masks[name][0])
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"mask {name!r} cannot be read from {str(folder / MASKS)!r}: {error}") from None
+
+
+# weights --------------------------------------------------------------------------------------------------------------
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -356,129 +408,8 @@ def weight_files(folder: Path) -> list[str]:
         raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
 
 
-def weight_reader(folder: Path, files: Iterable[str]) -> tuple[set[str], Read]:
+def weight_reader(folder: Path) -> tuple[set[str], Read]:
     """(names of the tensors in a folder's weight files, a function that reads one of them by name)."""
-    opened = [safe_open(folder / name, framework="pt") for name in files]
+    opened = [safe_open(folder / name, framework="pt") for name in weight_files(folder)]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
-
-
-def move_in(finished: Path, folder: Path, names: Iterable[str]) -> None:
-    """Move the files ``names`` of a finished folder into one that exists, and remove that one's old weight files.
-
-    The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
-    half old and half new is not read as a model. It may be called again after it was interrupted.
-    """
-    names = [*names]
-    for name in reversed(ENTRIES):
-        if (finished / name).is_file():
-            (folder / name).unlink(missing_ok=True)
-    for name in names:
-        if name not in ENTRIES and (finished / name).is_file():
-            (finished / name).replace(folder / name)
-    for path in folder.glob("model*.safetensors*"):  # the old weight files
-        if path.name not in names:
-            path.unlink()
-    for name in ENTRIES:
-        if (finished / name).is_file():
-            (finished / name).replace(folder / name)
-
-
-# staging --------------------------------------------------------------------------------------------------------------
-# Writing a folder at another place beside its own, and moving it there when it is complete.
-#
-# So the folder is never seen half written, even if this process is killed, or if others write the same folder.
-
-
-@contextmanager
-def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A new folder to write to, beside ``folder``. At the end it is moved to ``folder``; after an error it is removed.
-
-    Raises OSError if it cannot be written, with a text that says what is at ``folder`` now. Raises ValueError if there
-    are files in ``folder`` at the end, unless ``overwrite`` is True.
-    """
-    folder = folder.resolve()
-    made = missing_parents(folder)
-    writer = f"{socket.gethostname()}.{os.getpid()}"  # several processes may write the same folder
-    staging = folder.with_name(f".{folder.name}.{writer}.partial")
-    left = "what was there before is complete" if folder.exists() else "nothing is left of it"
-    lock = None
-    try:
-        _remove_what_was_killed(folder)
-        lock = _made_and_held(staging)
-        yield staging
-        mode = (staging / DESCRIPTION).stat().st_mode
-        for path in staging.iterdir():
-            path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-        if not _took_its_place(staging, folder):
-            if not overwrite and is_occupied(folder):
-                raise ValueError(
-                    f"{str(folder)!r} has come into being meanwhile, and is left as it is: give another path, or "
-                    "overwrite=True (--overwrite)"
-                )
-            left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
-            move_in(staging, folder, sorted(path.name for path in staging.iterdir()))
-    except Exception as error:
-        # tokenizers raise a bare Exception when the disk is full
-        if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
-            raise
-        advice = "; the disk is full: free space and save again" if is_full(error) else ""
-        raise OSError(f"{str(folder)!r} could not be written ({left}): {error}{advice}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-        remove_empty(made)  # they are not empty if all went well
-
-
-def _remove_what_was_killed(folder: Path) -> None:
-    """Remove the staging folders for this place whose process was killed: those that no process has locked."""
-    name = re.compile(rf"\.{re.escape(folder.name)}\..+\.\d+\.partial")
-    stagings: list[Path] = []
-    with suppress(OSError):  # the parent may not be there yet, or cannot be listed
-        stagings += [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
-    for path in stagings:
-        with suppress(OSError):  # another process holds the lock, or it cannot be locked
-            lock = hold(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-
-
-def _made_and_held(staging: Path) -> int | None:
-    """Make an empty folder and lock it -> the lock; None if there are no locks.
-
-    Between the two steps another process may take the folder for one of a killed process, and lock or remove it. Then
-    it is made once more.
-    """
-    while True:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = hold(staging)
-        except (BlockingIOError, FileNotFoundError):
-            continue
-        except OSError:  # a file system without locks
-            return None
-        if staging.exists():
-            return lock
-        if lock is not None:
-            os.close(lock)
-
-
-def _took_its_place(staging: Path, folder: Path) -> bool:
-    """Rename the staging folder to ``folder``, unless that exists -> whether it was renamed.
-
-    Another process may make ``folder`` at the same moment.
-    """
-    if folder.exists():
-        return False
-    try:
-        staging.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        return False
-    return True

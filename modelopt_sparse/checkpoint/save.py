@@ -1,6 +1,5 @@
-"""Writing a folder of a sparse model. The files in it are described in format.py."""
+"""Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,22 @@ from transformers import AutoConfig, PreTrainedModel
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
-    FORMAT_VERSION,
     MASKS,
+    SOURCE,
     WEIGHTS,
     Description,
     Read,
     checked_path,
     checked_place,
-    checksum,
     damaged_files,
-    pack_mask,
     read_description,
     read_masks,
-    remember_source,
-    size_and_hash,
     sources_of,
     staged,
     weight_files,
     weight_reader,
+    write_description,
+    write_masks,
 )
 from modelopt_sparse.distributed import rank
 from modelopt_sparse.model.devices import stored
@@ -39,10 +36,13 @@ from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
-from modelopt_sparse.reports.report import Report, attach_report, attached_report, library_versions
+from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import loading_place, pack_onto
 
-# save -----------------------------------------------------------------------------------------------------------------
+SHOWN = 20  # how many problems an error names
+
+# writing --------------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -97,12 +97,9 @@ def save(
             aliases = _tied(state)
             unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
-        masks = dict(named_masks(model))
-        save_file({name: pack_mask(mask) for name, mask in masks.items()}, staging / MASKS)
         for companion in companions:
             companion.save_pretrained(staging)
-        described = {name: describe_mask(mask) for name, mask in masks.items()}
-        write_description(staging, dense_class(model).__name__, described, attached_report(model), aliases)
+        _write_masks_and_report(model, staging, aliases)
 
 
 def add_masks(model: nn.Module, folder: str | Path) -> None:
@@ -112,49 +109,17 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if there are no safetensors files of weights.
     """
     model, folder = unwrapped(model), Path(folder)
-    missing = [name for name in weight_files(folder) if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in weight_files(folder) if not (folder / name).is_file()]:
         raise ValueError(f"{str(folder)!r} holds no {missing[0]}, so there are no weights that masks would belong to")
-    masks = dict(named_masks(model))
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    save_file({name: pack_mask(mask) for name, mask in masks.items()}, folder / MASKS)
-    described = {name: describe_mask(mask) for name, mask in masks.items()}
-    names, _ = weight_reader(folder, weight_files(folder))
+    names, _ = weight_reader(folder)
     aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
-    write_description(folder, dense_class(model).__name__, described, attached_report(model), aliases)
+    _write_masks_and_report(model, folder, aliases)
 
 
-def describe_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask as ``sparsity.json`` describes it: its shape, and how many weights are kept."""
-    return {"shape": list(mask.shape), "kept": int(mask.count_nonzero())}
-
-
-def write_description(
-    folder: Path,
-    model_class: str,
-    masks: Mapping[str, Mapping[str, Any]],
-    report: Report | None,
-    aliases: Mapping[str, str] | None = None,
-    known: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Write ``sparsity.json`` into a folder that is complete except for it.
-
-    ``masks`` are parameter names with what `describe_mask` says, ``aliases`` those of `format.Description`. ``known``
-    holds sizes and hashes of the folder's files that need not be computed again.
-    """
-    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
-    description = {
-        "format": "modelopt_sparse",
-        "format_version": FORMAT_VERSION,
-        "versions": library_versions(),
-        "model_class": model_class,
-        "masks": masks,
-        "aliases": aliases or {},
-        "files": {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files},
-        "report": None if report is None else report.as_dict(),
-    }
-    text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
-    (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+def _write_masks_and_report(model: nn.Module, folder: Path, aliases: Mapping[str, str]) -> None:
+    masks = write_masks(dict(named_masks(model)), folder / MASKS)
+    write_description(folder, dense_class(model).__name__, masks, attached_report(model), aliases)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -165,16 +130,21 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     masks = {id(mask) for _, mask in named_masks(model)}
     skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.device.type == "meta":
-                state[f"{path}.{name}".removeprefix(".")] = stored(module, name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta:
+            state[name] = _values(model, name)
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name!r} is a {type(value).__name__}: only tensors can be saved without pickle")
-        if value.device.type == "meta":
+        if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values: load the model before saving it")
     return state
+
+
+def _values(model: nn.Module, name: str) -> Tensor:
+    """The tensor that holds the values of a parameter, which accelerate may have offloaded."""
+    path, _, key = name.rpartition(".")
+    return stored(model.get_submodule(path), key)
 
 
 def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -188,11 +158,7 @@ def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
     return tied
 
 
-# restore --------------------------------------------------------------------------------------------------------------
-# Reading a folder of a sparse model: `restore`, `load`, and `report`. The files in a folder are read in format.py.
-
-
-SHOWN = 20  # how many problems an error names
+# reading --------------------------------------------------------------------------------------------------------------
 
 
 def restore(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -208,46 +174,26 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     replaced by those of the folder.
     """
     refuse_no_model(model)
-    folder = checked_path(folder)
-    _restore(unwrapped(model), folder)
-    return model
-
-
-def _restore(model: nn.Module, folder: Path) -> None:
-    """`restore` into a model without wrappers."""
-    refuse_packed(model, "restored into")
-    refuse_wrapped_parts(model, "restored into")
-    description = read_description(folder)
-    problems = []
-    if description.model_class != dense_class(model).__name__:
-        problems.append(f"it holds a {description.model_class}, the model is a {dense_class(model).__name__}")
-    damaged = damaged_files(folder, description)
-    problems += damaged.values()
-    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
-    slots = list(_slots(model))
-    known = {name for names, _ in slots for name in names}
-    problems += [f"mask {name!r} fits no parameter of the model" for name in masks if name not in known]
+    folder, inner = checked_path(folder), unwrapped(model)
+    refuse_packed(inner, "restored into")
+    refuse_wrapped_parts(inner, "restored into")
+    description, masks, damaged, problems = _masks_of(folder)
+    name = dense_class(inner).__name__
+    if description.model_class != name:
+        problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
+    slots = _slots(inner)
+    known = {alike for names, _ in slots for alike in names}
+    problems += [f"mask {mask!r} fits no parameter of the model" for mask in masks if mask not in known]
     filled: list[tuple[Tensor, Tensor]] = []
-    if damaged.keys() <= {MASKS}:
-        read = _reader(model, slots, folder, description, masks, problems)
-        dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-        filled = [pair for slot in slots if (pair := _fill(*slot, read, masks, problems, dtypes)) is not None]
-        problems += [
-            f"{names[0]!r} is {there} there and {here} in the model"
-            + (f", and so are {len(names) - 1} others" if len(names) > 1 else "")
-            + f": convert the model first, with model.to({there})"
-            for (there, here), names in dtypes.items()
-        ]
-    if problems:
-        raise ValueError(
-            _listed(f"{str(folder)!r} cannot be restored into this {dense_class(model).__name__}", problems)
-        )
-    remove_masks(model)
+    if damaged <= {MASKS}:
+        filled = _fill(slots, _reader(inner, slots, folder, description, masks, problems), masks, problems)
+    _refuse(f"{str(folder)!r} cannot be restored into this {name}", problems)
+    remove_masks(inner)
     with torch.no_grad():
         for values, tensor in filled:
             values.copy_(tensor)
-    _attach(model, masks, description)
-    remember_source(model, folder)
+    _attach(inner, folder, masks, description)
+    return model
 
 
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
@@ -268,18 +214,14 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     """
     folder = checked_path(folder)
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
-    description = read_description(folder)
+    head = f"{str(folder)!r} cannot be loaded"
+    description, masks, _, problems = _masks_of(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{str(folder)!r} holds no config.json to build its {description.model_class} from: build the model "
             "yourself and call restore(model, folder)"
         )
-    head = f"{str(folder)!r} cannot be loaded"
-    damaged = damaged_files(folder, description)
-    problems = list(damaged.values())
-    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
-    if problems:
-        raise ValueError(_listed(head, problems))
+    _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
@@ -288,15 +230,13 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             problems.append(f"mask {name!r} fits no parameter of {type(model).__name__}")
-        elif parameters[name].device.type != "meta":
+        elif not parameters[name].is_meta:
             problems += _breaches(name, parameters[name].detach(), mask)
-    if problems:
-        raise ValueError(_listed(head, problems))
+    _refuse(head, problems)
     if packing is not None:
         attach_report(model, description.report)
         return pack_onto(model, *packing)
-    _attach(model, masks, description)
-    remember_source(model, folder)
+    _attach(model, folder, masks, description)
     return model
 
 
@@ -315,21 +255,60 @@ def report(model: nn.Module | str | Path) -> Report:
     return attached
 
 
+def _masks_of(folder: Path) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:
+    """(the description of a folder, its masks, the names of its damaged files, all that is wrong so far)."""
+    description = read_description(folder)
+    damaged = damaged_files(folder, description)
+    problems = list(damaged.values())
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
+    return description, masks, set(damaged), problems
+
+
+def _fill(
+    slots: list[tuple[list[str], Tensor]], read: Read, masks: Mapping[str, Tensor], problems: list[str]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a tensor of the model and the folder's tensor for it. What is wrong is appended to ``problems``."""
+    filled: list[tuple[Tensor, Tensor]] = []
+    dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}  # (there, in the model) -> names
+    for names, values in slots:
+        alike = {name: tensor for name in names if (tensor := read(name)) is not None}
+        if not alike:
+            problems.append(f"{names[0]!r} of the model is not in the folder")
+            continue
+        tensor = next(iter(alike.values()))
+        filled.append((values, tensor))
+        for name, other in alike.items():
+            if other.shape != values.shape:
+                problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
+            elif other.dtype != values.dtype:
+                dtypes.setdefault((other.dtype, values.dtype), []).append(repr(name))
+            elif other is not tensor and not torch.equal(other, tensor):
+                problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
+            elif name in masks and masks[name].shape != other.shape:
+                problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
+            elif name in masks:
+                problems += _breaches(name, other, masks[name])
+    for (there, here), names in dtypes.items():
+        advice = f"convert the model first, with model.to({there})"
+        problems.append(f"{there} there and {here} in the model: {first_few(names, 1)}; {advice}")
+    return filled
+
+
 def _reader(
     model: nn.Module,
-    slots: Iterable[tuple[list[str], Tensor]],
+    slots: list[tuple[list[str], Tensor]],
     folder: Path,
     description: Description,
     masks: Mapping[str, Tensor],
     problems: list[str],
 ) -> Read:
-    """A function that reads the folder's tensor for one of the model's names. ``slots`` are those of `_slots`.
+    """A function that reads the folder's tensor for one of the model's names.
 
     transformers stores some models under other names than they have in memory. For these it loads the folder into a
     second model, which takes the memory of the weights once more.
     """
     try:
-        names, read = weight_reader(folder, weight_files(folder))
+        names, read = weight_reader(folder)
     except SafetensorError as error:
         problems.append(f"the weights cannot be read: {error}")
         return lambda name: None
@@ -338,8 +317,7 @@ def _reader(
         fresh, info = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
         problems += unloaded(info)
         return fresh.state_dict().get
-    known = {name for alike, _ in slots for name in alike}
-    for name in sorted(names - known):
+    for name in sorted(names.difference(*(alike for alike, _ in slots))):
         mask, other = masks.get(name.removesuffix(SUFFIX)), read(name)
         if mask is None or other is None or not name.endswith(SUFFIX):
             problems.append(f"{name!r} has no place in the model")
@@ -348,66 +326,34 @@ def _reader(
     return lambda name: read(description.aliases.get(name, name))
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """(all names of a tensor, the tensor to write to), for everything in the model's state dict except for masks."""
     masks = {id(mask) for _, mask in named_masks(model)}
     slots: dict[int, tuple[list[str], Tensor]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{path}.{name}".removeprefix(".")
-            slots.setdefault(id(tensor), ([], stored(module, name)))[0].append(full)
-        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-            full = f"{path}.{name}".removeprefix(".")
-            if id(tensor) not in masks and name not in module._non_persistent_buffers_set:
-                slots.setdefault(id(tensor), ([], tensor))[0].append(full)
-    yield from slots.values()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        slots.setdefault(id(parameter), ([], _values(model, name)))[0].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        if id(buffer) not in masks and key not in model.get_submodule(path)._non_persistent_buffers_set:
+            slots.setdefault(id(buffer), ([], buffer))[0].append(name)
+    return list(slots.values())
 
 
-def _fill(
-    names: list[str],
-    values: Tensor,
-    read: Read,
-    masks: Mapping[str, Tensor],
-    problems: list[str],
-    dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]],
-) -> tuple[Tensor, Tensor] | None:
-    """(a tensor of the model, the folder's tensor for it); None if the folder has none.
-
-    ``names`` are all names of the model's tensor ``values``. What is wrong is appended to ``problems``; the names of
-    tensors of another dtype go into ``dtypes``, under (the dtype there, the dtype in the model).
-    """
-    stored_tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
-    if not stored_tensors:
-        problems.append(f"{names[0]!r} of the model is not in the folder")
-        return None
-    tensor = next(iter(stored_tensors.values()))
-    for name, other in stored_tensors.items():
-        if other.shape != values.shape:
-            problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
-        elif other.dtype != values.dtype:
-            dtypes.setdefault((other.dtype, values.dtype), []).append(name)
-        elif other is not tensor and not torch.equal(other, tensor):
-            problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
-        elif name in masks and masks[name].shape != other.shape:
-            problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
-        elif name in masks:
-            problems += _breaches(name, other, masks[name])
-    return values, tensor
+def _breaches(name: str, weight: Tensor, mask: Tensor) -> Iterator[str]:
+    """What is wrong with a weight that is not zero where its mask is False."""
+    if count := int(weight[~mask.to(weight.device)].count_nonzero()):
+        yield f"weight {name!r} is not zero in {count} places where its mask is False"
 
 
-def _breaches(name: str, weight: Tensor, mask: Tensor) -> list[str]:
-    """What is wrong with a weight that is not zero where its mask is False; [] if nothing is."""
-    count = int(weight[~mask.to(weight.device)].count_nonzero())
-    return [f"weight {name!r} is not zero in {count} places where its mask is False"] if count else []
-
-
-def _attach(model: nn.Module, masks: Mapping[str, Tensor], description: Description) -> None:
+def _attach(model: nn.Module, folder: Path, masks: Mapping[str, Tensor], description: Description) -> None:
     for name, mask in masks.items():
         set_mask(model, name, mask)
     attach_report(model, description.report)
+    setattr(model, SOURCE, str(folder.resolve()))
 
 
-def _listed(head: str, problems: list[str]) -> str:
-    """The text of an error: ``head``, and the first SHOWN of the problems."""
+def _refuse(head: str, problems: list[str]) -> None:
+    """Raise ValueError with ``head`` and the first SHOWN of the problems, if there are any."""
     shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
-    return f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown])
+    if shown:
+        raise ValueError(f"{head}: {shown[0]}" if len(shown) == 1 else "\n- ".join([f"{head}:", *shown]))

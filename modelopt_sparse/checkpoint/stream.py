@@ -2,8 +2,8 @@
 
 The model is built without the weights of its blocks; embeddings, norms and heads are there. A block's weights are read
 from the source's shards when it is run, and dropped when another block is. After its turn they are written to a shard
-of the target, and from then on read from there. Everything between is what `sparsify` does, so the result
-is the same to the bit.
+of the target, and from then on read from there. Everything between is what `sparsify` does, so the result is the same
+to the bit.
 
 transformers' own offloading says where each weight lies, and converts those that are stored otherwise than they stand
 in memory (fused experts); its save_pretrained converts them back, block by block.
@@ -13,18 +13,24 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from modelopt_sparse.calibration.data import Call, load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, checked_place, is_full, pack_mask, read_description
-from modelopt_sparse.checkpoint.save import describe_mask, write_description
+from modelopt_sparse.checkpoint.folder import (
+    DESCRIPTION,
+    MASKS,
+    checked_place,
+    is_full,
+    read_description,
+    write_description,
+    write_masks,
+)
 from modelopt_sparse.checkpoint.save import report as report_in
 from modelopt_sparse.checkpoint.streamed import (
     SourceFiles,
@@ -34,7 +40,7 @@ from modelopt_sparse.checkpoint.streamed import (
     without_blocks,
     write_index,
 )
-from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, remove_leftovers, work_path
+from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
@@ -45,6 +51,7 @@ from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
 
 NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
+IN_MEMORY = "load the model and call sparsify"
 
 
 def sparsify_checkpoint(
@@ -77,9 +84,11 @@ def sparsify_checkpoint(
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
     """
-    folder_to_write = _checked_target(source, target, overwrite)
+    target = Path(target)
+    remove_leftovers(target)
+    # a run that has finished its target may have begun to fill it
+    target = checked_place(target, overwrite=overwrite or is_finished(target), sources=[source])
     chosen, settings = resolve(method, config, options)
-    _refuse_several_processes(settings)
     _refuse_whole_model(settings)
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder = local_folder(source, revision, remote)
@@ -92,35 +101,31 @@ def sparsify_checkpoint(
     calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
     calls = load_calls(settings, empty) if calibrated else None
     files = SourceFiles(folder)  # all that can be known without work is: from here on there is a work folder
-    with _saying_where_it_is_full(folder_to_write):
-        work = WorkFolder(folder_to_write, _started_with(files, plan, settings, dtype, quantized), overwrite=overwrite)
-    try:
+    started = _started_with(files, plan, settings, dtype, quantized)
+    with _full_disk_named(target), opened(target, started, overwrite=overwrite) as work:
         if work.finished:
             work.put_in_place()
-            return report_in(folder_to_write)
-        with ExitStack() as stack:
-            stack.enter_context(_saying_where_it_is_full(folder_to_write))
-            stack.enter_context(files.watched())
-            built = without_blocks(folder, names, dtype, quantized, work, remote)
+            return report_in(target)
+        with files.watched():
+            model, places = without_blocks(folder, names, dtype, quantized, work, remote)
             files.check_all()  # what lies outside of the blocks has been read
-            storage = stack.enter_context(Streamed(built, work, files, spill=spill))
-            report = _solved_before(work, plan, calls)
-            if report is None:
-                with Processes() as alone:
-                    report = prune(storage.model, chosen, settings, storage, alone, calls)
-                if quantized is not None:
-                    report.notes.append(str(quantized))
-                if work.resumed:
-                    report.notes.append(f"{storage.reused} of {len(names)} blocks were reused from a stopped run")
-                work.write_json("report.json", report.as_dict())
-            _finish(storage, folder, work, report)
+            with Streamed(model, names, places, work, files, spill=spill) as storage:
+                report = _solved_before(work, plan, calls)
+                if report is None:
+                    with Processes() as alone:
+                        report = prune(model, chosen, settings, storage, alone, calls)
+                    if quantized is not None:
+                        report.notes.append(str(quantized))
+                    if work.resumed:
+                        report.notes.append(f"{storage.reused} of {len(names)} blocks were reused from a stopped run")
+                    work.write_json("report.json", report.as_dict())
+                _finish(storage, folder, work, report)
         return report
-    finally:
-        work.close()
 
 
 @contextmanager
-def _saying_where_it_is_full(target: Path) -> Iterator[None]:
+def _full_disk_named(target: Path) -> Iterator[None]:
+    """Errors of a full disk inside name the target, and say what is left of it."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -135,45 +140,27 @@ def _saying_where_it_is_full(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _checked_target(source: str | Path, target: str | Path, overwrite: bool) -> Path:
-    """The folder to write, if it can be written to."""
-    remove_leftovers(Path(target))
-    # if it is finished, an earlier run may have begun to fill it
-    return checked_place(target, overwrite=overwrite or is_finished(Path(target)), sources=[source])
-
-
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
-def _refuse_several_processes(config: SparsifyConfig) -> None:
+def _refuse_whole_model(config: SparsifyConfig) -> None:
+    """Raise ValueError for options that need the whole model at once, and for several processes."""
     if (count := count_processes(config.distributed)) > 1:
         raise ValueError(
             f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
-            "them with distributed=False; models that fit into memory are made sparse by all of them with sparsify"
+            "them with distributed=False"
         )
-
-
-def _refuse_whole_model(config: SparsifyConfig) -> None:
-    if config.allocation != "uniform":
-        raise ValueError(
-            f"allocation={config.allocation!r} measures the whole dense model before any of it is pruned, which "
-            "streaming never holds: give allocation='uniform' or rules, or load the model and call sparsify"
-        )
-    if config.distill is not None:
-        raise ValueError(
-            "distill tunes the whole model at once"
-            + (f" (set by quality={config.quality!r})" if config.quality is not None else "")
-            + ", which streaming never holds: leave it out (quality='best' is without it), or load the model and call "
-            "sparsify"
-        )
-    if config.self_data not in (0, "auto") or config.writes_its_data:
-        asked = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
-        raise ValueError(
-            f"{asked}: each token that a model writes takes a pass over all of its weights, which "
-            "streaming reads from disk: let write_text write a file where the model fits, and give that as data="
-        )
-    if config.forward_loop is not None:
-        raise ValueError("forward_loop runs the whole model as often as it likes: give data_loader= or data= instead")
+    quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
+    own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
+    options = [
+        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give allocation='uniform' or rules"),
+        (config.distill is not None, f"distill{quality}", "leave it out"),
+        (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
+        (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
+    ]
+    for is_set, option, instead in options:
+        if is_set:
+            raise ValueError(f"{option} runs the whole model, which streaming never holds: {instead}, or {IN_MEMORY}")
 
 
 def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
@@ -181,8 +168,7 @@ def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
     if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
         raise ValueError(
             f"{str(folder)!r} is sparse: {len(masks)} of its layers carry masks, whose zeros stay, and streaming reads "
-            "weights alone; load it with modelopt_sparse.load and call sparsify, or give replace=True (--set "
-            "replace=true), which drops the masks and takes their zeros for ordinary weights"
+            f"weights alone: {IN_MEMORY}, or give replace=True (--set replace=true), which drops the masks"
         )
 
 
@@ -190,25 +176,19 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
     """The module paths of all blocks, in the order of their shards."""
     names = [name for stack in plan.stacks for name in stack.names]
     if "" in names:
-        raise ValueError(
-            f"{type(model).__name__} has no stack of blocks, and streaming goes block by block: load the model and "
-            "call sparsify"
-        )
+        raise ValueError(f"{type(model).__name__} has no stack of blocks to stream one by one: {IN_MEMORY}")
     home = {module: name for name in names for module in model.get_submodule(name).modules()}
     for layer_plan in plan.layers:
         layer = layer_plan.layer
         used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
         seen_in = {home.get(module) for module in layer.hooked_modules}
+        problem = ""
         if len(used_in) > 1:
-            raise ValueError(
-                f"layer {layer.name!r} is tied to {', '.join(sorted(str(name) for name in used_in))}, and streaming "
-                "writes one block after the other: exclude it, or load the model and call sparsify"
-            )
-        if layer_plan.calibrated and (None in seen_in or len(seen_in) > 1):
-            raise ValueError(
-                f"layer {layer.name!r} is not in one block, so its calibration takes a run of the whole model of its "
-                "own: exclude it, or load the model and call sparsify"
-            )
+            problem = f"is tied to {', '.join(sorted(str(name) for name in used_in))}"
+        elif layer_plan.calibrated and (None in seen_in or len(seen_in) > 1):
+            problem = "is not in one block, so its calibration takes a run of the whole model"
+        if problem:
+            raise ValueError(f"layer {layer.name!r} {problem}: exclude it, or {IN_MEMORY}")
     return names
 
 
@@ -233,13 +213,10 @@ def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Re
     report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
     if report is None:
         return None
-    sha256 = None
-    if calls is not None:
-        digest = hashlib.sha256()
-        for call in calls:
-            take_in(digest, call.args, call.kwargs)
-        sha256 = digest.hexdigest()
-    return Report.from_dict(report) if work.check_data(sha256) else None
+    digest = hashlib.sha256()
+    for call in calls or ():
+        take_in(digest, call.args, call.kwargs)
+    return Report.from_dict(report) if work.check_data(None if calls is None else digest.hexdigest()) else None
 
 
 # the end --------------------------------------------------------------------------------------------------------------
@@ -250,7 +227,6 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     storage.write_the_rest()
     model, folder = storage.model, work.path / "folder"
     masks = dict(named_masks(model))  # of layers outside of the blocks
-    cls = dense_class(model).__name__
     remove_masks(model)
     shard = storage.saved(storage.outside())
     work.check_files()
@@ -260,15 +236,14 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
         if path != shard:
             path.replace(folder / path.name)
     known[first] = work.place(shard, f"folder/{first}")
+    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
     file = work.scratch() / "masks.safetensors"
-    save_file({name: pack_mask(mask) for name, mask in masks.items()}, file)
+    described |= write_masks(masks, file)
     concatenate([*sorted((work.path / "masks").iterdir()), file], folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
     for path in source.iterdir():
         if path.is_file() and not NOT_COPIED.search(path.name) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
-    described |= {name: describe_mask(mask) for name, mask in masks.items()}
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    write_description(folder, cls, described, report, known=known)
+    write_description(folder, dense_class(model).__name__, described, report, known=known)
     work.finish()

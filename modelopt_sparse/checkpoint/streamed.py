@@ -1,7 +1,8 @@
-"""safetensors files: the index of a folder's weight files, and the concatenation of several files to one.
+"""The blocks of a model that is streamed: where their weights lie, one of them at a time in memory, and its shard.
 
-The layout is that of https://github.com/huggingface/safetensors#format: eight bytes with the length of a JSON header;
-the header, padded with spaces; and the tensors' bytes, whose offsets are in the header.
+The files of the source are watched from the start of a run to its end. The target's files are in safetensors' format,
+https://github.com/huggingface/safetensors#format: eight bytes with the length of a JSON header; the header, padded with
+spaces; and the tensors' bytes, whose offsets are in the header.
 """
 
 import errno
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,12 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
 from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
-from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, pack_mask, weight_files
-from modelopt_sparse.checkpoint.save import describe_mask
+from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, write_masks
 from modelopt_sparse.checkpoint.workfolder import BlockRecord, WorkFolder
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
@@ -35,185 +36,10 @@ from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
 
-# shards ---------------------------------------------------------------------------------------------------------------
-
-
+ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time
 
-
-def write_index(folder: Path, parameters: int) -> None:
-    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are."""
-    weight_map: dict[str, str] = {}
-    size = 0
-    for path in sorted(folder.glob("model-*.safetensors")):
-        header, _ = _header(path)
-        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
-        weight_map.update(dict.fromkeys(header, path.name))
-    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def concatenate(files: Sequence[Path], out_path: Path) -> None:
-    """Write the tensors of several files, all of one dtype, into one file, byte for byte as safetensors would.
-
-    No tensor is held in memory.
-    """
-    where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for path in files:
-        header, data = _header(path)
-        where.update({name: (path, data, entry) for name, entry in header.items()})
-    header: dict[str, Any] = {}
-    end = 0
-    for name in sorted(where):
-        entry = where[name][2]
-        begin, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
-        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with out_path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in header:
-            path, data, entry = where[name]
-            begin, end = entry["data_offsets"]
-            with path.open("rb") as file:
-                file.seek(data + begin)
-                for left in range(end - begin, 0, -CHUNK):
-                    out.write(file.read(min(left, CHUNK)))
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(a file's header: tensor name -> dtype, shape and offsets; the place in the file where the data begins)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-# spill ----------------------------------------------------------------------------------------------------------------
-# Tensors whose memory is a file, so that the system can write their pages to disk when it needs the memory.
-
-
-def spilled(x: Tensor, folder: Path) -> Tensor:
-    """A copy of a dense tensor on the CPU, of the same layout, in a file in ``folder``.
-
-    The file is gone when the tensor is. An empty tensor, or one on another device, is returned as it is.
-    """
-    if x.device.type != "cpu" or not x.numel():
-        return x
-    dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
-    flat = dense.as_strided((dense.numel(),), (1,))
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        _reserve(file.fileno(), flat.numel() * flat.element_size())
-        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
-        mapped.copy_(flat)
-    return mapped.as_strided(dense.shape, dense.stride())
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the bytes of a file on the disk. Raises OSError if the disk is full.
-
-    Without this, writing to the mapped file on a full disk would kill the process.
-    """
-    if not hasattr(os, "posix_fallocate"):  # not on macOS and Windows
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve
-            raise
-
-
-# source ---------------------------------------------------------------------------------------------------------------
-# The source of a streaming run: its folder, and the check that its files stay the same from the start to the end.
-
-
-GET_IT_AGAIN = "get the file again, and start the run again"
-
-
-class SourceFiles:
-    """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
-
-    Raises ValueError for a file that is missing, or that is not as long as its own header says. Wrong numbers in a file
-    cannot be noticed, as safetensors stores no checksums.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        weights = _existing_weight_files(folder)
-        self._as_seen: dict[Path, tuple[int, ...]] = {}
-        self.hashes: dict[str, str] = {}
-        for name in ("config.json", *weights):
-            path = folder / name
-            self._as_seen[path.resolve()] = _look(path)
-            if name in weights:
-                try:
-                    with safe_open(path, framework="pt"):
-                        pass
-                except (SafetensorError, OSError) as error:
-                    raise ValueError(
-                        f"{str(path)!r} is truncated or damaged ({error}): get the file again, or convert the model if "
-                        "it is of another format"
-                    ) from None
-            self.hashes[name] = file_hash(path)
-
-    def check(self, path: Path) -> None:
-        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
-
-        A change is told by its size, its time and its place on the disk. Nothing happens for other files.
-        """
-        before = self._as_seen.get(path.resolve())
-        if before is None:
-            return
-        try:
-            now = _look(path)
-        except OSError as error:
-            raise Unreadable(f"{str(path)!r} has gone since the run started ({error}): {self._advice()}") from None
-        if now != before:
-            raise Unreadable(f"{str(path)!r} has changed since the run started: {self._advice()}")
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            try:
-                self.check_all()
-            except Unreadable as reason:
-                raise reason from error
-            raise
-
-    def check_all(self) -> None:
-        """`check` all files of the source."""
-        for path in self._as_seen:
-            self.check(path)
-
-    def _advice(self) -> str:
-        return (
-            "put back the file that the run was started with, and start it again with the same arguments; the blocks "
-            "that are done are kept"
-        )
-
-
-def _existing_weight_files(folder: Path) -> list[str]:
-    """Names of a folder's weight files. Raises ValueError if one of them is missing."""
-    names = weight_files(folder)
-    for name in names:
-        if (folder / name).is_file():
-            continue
-        if (folder / INDEX).is_file():
-            raise ValueError(f"{str(folder)!r} lacks {name!r}, which its {INDEX} lists: {GET_IT_AGAIN}")
-        raise ValueError(
-            f"{str(folder)!r} holds no {name!r}: streaming reads safetensors files; load the model and save it "
-            "with save_pretrained if it has others"
-        )
-    return names
-
-
-def _look(path: Path) -> tuple[int, ...]:
-    """What tells whether a file has changed: device, inode, size and time."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+# the source -----------------------------------------------------------------------------------------------------------
 
 
 def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
@@ -242,12 +68,75 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
     return folder
 
 
-# storage --------------------------------------------------------------------------------------------------------------
-# The blocks of a model that is streamed: without weights but for the one that is open or passed through, and written
-# to a shard of the new checkpoint when it is done.
+class SourceFiles:
+    """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
+
+    Raises ValueError for a file that is missing, or that is not as long as its own header says. Wrong numbers in a file
+    cannot be noticed, as safetensors stores no checksums.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._as_seen: dict[Path, tuple[int, ...]] = {}
+        self.hashes: dict[str, str] = {}
+        for name in ("config.json", *weight_files(folder)):
+            path = folder / name
+            if not path.is_file():
+                raise ValueError(
+                    f"{str(folder)!r} lacks {name!r}: get the file again; if its weights are not in safetensors files, "
+                    "load the model and save it with save_pretrained"
+                )
+            self._as_seen[path.resolve()] = _look(path)
+            if name != "config.json":
+                try:
+                    with safe_open(path, framework="pt"):
+                        pass
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(f"{str(path)!r} is truncated or damaged ({error}): get the file again") from None
+            self.hashes[name] = file_hash(path)
+
+    def check(self, path: Path) -> None:
+        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
+
+        A change is told by its size, its time and its place on the disk. Nothing happens for other files.
+        """
+        before = self._as_seen.get(path.resolve())
+        if before is None:
+            return
+        try:
+            problem = "" if _look(path) == before else "has changed since the run started"
+        except OSError as error:
+            problem = f"has gone since the run started ({error})"
+        if problem:
+            raise Unreadable(
+                f"{str(path)!r} {problem}: put back the file that the run was started with, and start it again with "
+                "the same arguments; the blocks that are done are kept"
+            )
+
+    def check_all(self) -> None:
+        """`check` all files of the source."""
+        for path in self._as_seen:
+            self.check(path)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            try:
+                self.check_all()
+            except Unreadable as reason:
+                raise reason from error
+            raise
 
 
-ONE_FILE = 2**60  # a shard size that no block reaches
+def _look(path: Path) -> tuple[int, ...]:
+    """What tells whether a file has changed: device, inode, size and time."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# a model without its blocks -------------------------------------------------------------------------------------------
 
 
 def without_blocks(
@@ -257,9 +146,9 @@ def without_blocks(
     quantized: Quantized | None,
     work: WorkFolder,
     remote: Mapping[str, Any],
-) -> "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]":
-    """The model with placeholders in the place of its blocks' parameters; the blocks by name; and (file, name in it)
-    of each of those parameters."""
+) -> tuple[nn.Module, dict[str, tuple[Path, str]]]:
+    """The model, with placeholders in the place of the parameters of its blocks ``names``; and (file, name in it) of
+    each of those parameters."""
     config = AutoConfig.from_pretrained(folder, **remote)
     architecture = model_class(config, folder)
     devices = _devices(empty_model(folder, **remote), names)
@@ -272,37 +161,31 @@ def without_blocks(
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
-    blocks = {name: model.get_submodule(name) for name in names}
     wide = kept_wide(model)
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and name in places:
-            empty = _nothing(parameter.shape, dtype_of(name, wide, parameter.dtype))
-            new.setdefault(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            placeholder = _nothing(parameter.shape, dtype_of(name, wide, parameter.dtype))
+            new.setdefault(parameter, nn.Parameter(placeholder, requires_grad=parameter.requires_grad))
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter in new:  # a tie stays a tie
                 setattr(module, key, new[parameter])
-    return model, blocks, places
+    return model, places
 
 
 def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """A device map with the blocks on disk and everything else on the CPU."""
-    devices: dict[str, str] = {}
-
-    def enter(module: nn.Module, path: str) -> None:
+    """A device map with the blocks ``names`` on disk and everything else on the CPU."""
+    devices = dict.fromkeys(names, "disk")
+    for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if path in names:
-            devices[path] = "disk"
-        elif not any(name.startswith(prefix) for name in names):
+        if path in devices or path.startswith(tuple(f"{place}." for place in devices)):
+            continue
+        if not any(name.startswith(prefix) for name in names):
             devices[path] = "cpu"
         else:
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            devices.update({f"{prefix}{key}": "cpu" for key, _ in own})
-            for key, child in module.named_children():
-                enter(child, f"{prefix}{key}")
-
-    enter(model, "")
+            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            devices |= {f"{prefix}{key}": "cpu" for key, _ in own}
     return devices
 
 
@@ -335,18 +218,19 @@ class Streamed(Storage):
 
     def __init__(
         self,
-        built: "tuple[PreTrainedModel, dict[str, nn.Module], dict[str, tuple[Path, str]]]",
+        model: Any,
+        names: list[str],
+        places: Mapping[str, tuple[Path, str]],
         work: WorkFolder,
         files: SourceFiles,
         *,
         spill: bool,
     ) -> None:
-        self.model, blocks, self._places = built
+        self.model, self.names, self._places = model, names, places
         self._work, self._files, self.spills = work, files, spill
-        self._blocks = list(blocks.values())
-        self.names = list(blocks)
+        self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = {block: _own_parameters(self.model, name, block) for name, block in blocks.items()}
+        self._own = {block: _own_parameters(model, name, block) for name, block in zip(names, self._blocks)}
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None
@@ -474,9 +358,8 @@ class Streamed(Storage):
             save_file({key: value.detach().contiguous() for key, value in self._own[block].items()}, file)
             files[f"named/{index:05d}.safetensors"] = work.place(file, f"named/{index:05d}.safetensors")
         file = work.scratch() / "masks.safetensors"
-        save_file({key: pack_mask(mask) for key, mask in masks.items()}, file)
+        described = write_masks(masks, file)
         files[f"masks/{index:05d}.safetensors"] = work.place(file, f"masks/{index:05d}.safetensors")
-        described = {key: describe_mask(mask) for key, mask in masks.items()}
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(name, files, described, *parts))
 
@@ -507,3 +390,88 @@ def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, 
     inside = {f"{path}.{name}" for name, _ in block.named_parameters(remove_duplicate=False)}
     outside = {p for name, p in model.named_parameters(remove_duplicate=False) if name not in inside}
     return {f"{path}.{name}": p for name, p in block.named_parameters() if p not in outside}
+
+
+# activations in files -------------------------------------------------------------------------------------------------
+
+
+def spilled(x: Tensor, folder: Path) -> Tensor:
+    """A copy of a dense tensor on the CPU, of the same layout, in a file in ``folder``.
+
+    The file is gone when the tensor is. An empty tensor, or one on another device, is returned as it is.
+    """
+    if x.device.type != "cpu" or not x.numel():
+        return x
+    dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
+    flat = dense.as_strided((dense.numel(),), (1,))
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        _reserve(file.fileno(), flat.numel() * flat.element_size())
+        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
+        mapped.copy_(flat)
+    return mapped.as_strided(dense.shape, dense.stride())
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserve the bytes of a file on the disk. Raises OSError if the disk is full.
+
+    Without this, writing to the mapped file on a full disk would kill the process.
+    """
+    if not hasattr(os, "posix_fallocate"):  # not on macOS and Windows
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve
+            raise
+
+
+# files of the target --------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path, parameters: int) -> None:
+    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    for path in sorted(folder.glob("model-*.safetensors")):
+        header, _ = _header(path)
+        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
+        weight_map.update(dict.fromkeys(header, path.name))
+    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def concatenate(files: Sequence[Path], out_path: Path) -> None:
+    """Write the tensors of several files, all of one dtype, into one file, byte for byte as safetensors would.
+
+    No tensor is held in memory.
+    """
+    where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in files:
+        header, data = _header(path)
+        where.update({name: (path, data, entry) for name, entry in header.items()})
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(where):
+        entry = where[name][2]
+        begin, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
+        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with out_path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            path, data, entry = where[name]
+            begin, end = entry["data_offsets"]
+            with path.open("rb") as file:
+                file.seek(data + begin)
+                for left in range(end - begin, 0, -CHUNK):
+                    out.write(file.read(min(left, CHUNK)))
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """(a file's header: tensor name -> dtype, shape and offsets; the place in the file where the data begins)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length

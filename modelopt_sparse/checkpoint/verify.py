@@ -1,14 +1,14 @@
-"""`verify`: whether the weights of a model or a folder hold their pattern."""
+"""`verify`: do the weights of a model, or of a folder, hold their pattern?"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, read_description, read_masks, weight_files, weight_reader
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, read_description, read_masks, weight_reader
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
@@ -20,73 +20,6 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, counted, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import Report, attached_report
-
-# codes ----------------------------------------------------------------------------------------------------------------
-# Weights of quantized folders, as codes whose zeros are the zeros of the weights.
-#
-# A symmetric format writes the number 0 as the code 0. One with zero points writes it as the zero point of its row or
-# group, which is subtracted here. So pruned weights can be counted without the scales.
-
-
-READ = (
-    "weights in 8 bits (compressed-tensors, torchao, and fp8 of transformers), and compressed-tensors' packed integers"
-)
-
-Read = Callable[[str], Tensor | None]
-
-
-def codes_reader(names: Collection[str], read: Read, quantization: Mapping[str, Any]) -> Callable[[Layer], Tensor]:
-    """A function that reads a layer's codes, in float32, from a folder with the tensors ``names``.
-
-    ``quantization``: the folder's settings. The function raises ValueError for a format that is not read, and where
-    compressed-tensors, which unpacks its own format, is not installed.
-    """
-
-    def codes(layer: Layer, /) -> Tensor:
-        name = layer.parameter_name
-        module, _, parameter = name.rpartition(".")
-        for place in (name, f"{module}._{parameter}_qdata", f"{name}_qdata"):
-            stored = read(place) if place in names else None
-            if stored is not None and stored.shape == layer.parameter.shape:
-                return _without_offset(stored.float(), read(f"{name}_zero_point"))
-        packed, shape = read(f"{name}_packed"), read(f"{name}_shape")
-        bits = _bits(quantization)
-        if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
-            method = quantization.get("quant_method")
-            raise ValueError(f"layer {layer.name!r}: its codes ({method}) are in a form that is not read; {READ} are")
-        try:
-            from compressed_tensors.compressors import unpack_from_int32  # only where a folder is packed
-        except ImportError:
-            raise ValueError(f"layer {layer.name!r} is packed: pip install compressed-tensors, to unpack it") from None
-        whole = torch.Size(shape.tolist())
-        unpacked = unpack_from_int32(packed, bits, whole).float()
-        offset = read(f"{name}_zero_point")
-        if offset is not None and offset.dtype == torch.int32:
-            rows = torch.Size((whole[0], offset.shape[-1]))
-            offset = unpack_from_int32(offset, bits, rows, packed_dim=0)
-        return _without_offset(unpacked, offset)
-
-    return codes
-
-
-def _without_offset(codes: Tensor, offset: Tensor | None) -> Tensor:
-    """Codes [R, C] minus their zero points: [R, G] for G groups of columns, [R] for rows, or one for all."""
-    if offset is None:
-        return codes
-    offset = offset.float()
-    if offset.dim() < 2 or offset.shape[-1] == 1:
-        return codes - (offset[:, None] if offset.dim() == 1 and len(offset) > 1 else offset)
-    return codes - offset.repeat_interleave(-(-codes.shape[-1] // offset.shape[-1]), -1)[:, : codes.shape[-1]]
-
-
-def _bits(quantization: Mapping[str, Any]) -> int | None:
-    """How many bits compressed-tensors' groups give a weight; None if they do not agree."""
-    groups = quantization.get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)}
-    return bits.pop() if len(bits) == 1 else None
-
-
-# verify ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,16 +110,18 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
             return stored(layer.owner, layer.param).detach()
     else:
         model, read, masks, record = _open(Path(model), trust_remote_code)
-    expected = list(_expected(model, masks, record, asked))
-    verified = tuple(
-        _look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected
-    ) + tuple(
-        _look_at_mask(name, read(holder), masks[name])
-        for name, holder in _other_masks(model, masks, {layer.parameter_name for layer, _ in expected})
-    )
-    if any(layer.problem for layer in verified):
-        raise PatternError(Verification(verified))
-    return Verification(verified)
+    expected = [*_expected(model, masks, record, asked)]
+    checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    known = {layer.parameter_name for layer, _ in expected}
+    for name in [name for name in masks if name in every and name not in known]:
+        row = as_row(model, first[id(every[name])])  # tied ones are read under their first name: files hold no other
+        checked.append(replace(_look(row, read(row), masks[name], None), name=name))
+    verification = Verification(tuple(checked))
+    if any(layer.problem for layer in checked):
+        raise PatternError(verification)
+    return verification
 
 
 def _expected(
@@ -196,10 +131,15 @@ def _expected(
     layers = {layer.name: layer for layer in find_layers(model)[0]}
     if record is not None and record.layers:
         for entry in record.layers:
-            layer = layers.get(entry.name) or _row(model, entry.parameter)
-            if layer is None:
-                raise ValueError(f"layer {entry.name!r} of the report is not in this {type(model).__name__}")
-            yield layer, _held_to(parse_pattern(entry.pattern), asked)
+            recorded = parse_pattern(entry.pattern)
+            try:
+                layer = layers.get(entry.name) or as_row(model, entry.parameter)
+            except AttributeError:
+                raise ValueError(f"layer {entry.name!r} of the report is not in this {type(model).__name__}") from None
+            if asked is not None and isinstance(recorded, Unstructured) and recorded.scope is not None:
+                yield layer, asked.with_scope(recorded.scope)  # if the user's pattern leaves the scope open
+            else:
+                yield layer, asked or recorded
         return
     if asked is None:
         raise ValueError("there is no report that says which pattern to look for: give pattern=, for example '2:4'")
@@ -210,73 +150,30 @@ def _expected(
         yield layer, asked
 
 
-def _other_masks(model: nn.Module, masks: Mapping[str, Tensor], checked: set[str]) -> Iterator[tuple[str, Layer]]:
-    """(name, where its weight is read) of parameters that carry a mask and are not among the ``checked``.
-
-    Tied ones are read under their first name: files hold no other.
-    """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = dict(model.named_parameters(remove_duplicate=False))
-    for name in masks:
-        if name not in checked and name in every:
-            yield name, as_row(model, first[id(every[name])])
+def _look(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern | None) -> Verified:
+    """One layer as it is. Without a pattern only its mask is looked at."""
+    zeros, held_to = int((weight == 0).sum()), "its mask" if pattern is None else str(pattern)
+    return Verified(layer.name, held_to, zeros, weight.numel(), _problem(layer, weight, mask, pattern))
 
 
-def _row(model: nn.Module, name: str) -> Layer | None:
-    try:
-        return as_row(model, name)
-    except AttributeError:
-        return None
-
-
-def _held_to(recorded: Pattern, asked: Pattern | None) -> Pattern:
-    """The pattern that a layer is held to: the user's, or else the one in the report.
-
-    A user's unstructured pattern without a scope gets the scope in the report.
-    """
-    if isinstance(recorded, Unstructured) and recorded.scope is not None and asked is not None:
-        return asked.with_scope(recorded.scope)
-    return asked or recorded
-
-
-def _look(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern) -> Verified:
-    matrix = layer.matrix(weight)
-    problem = pattern.misfit(layer.columns(weight)) or _breach(layer, weight, mask, pattern)
-    return Verified(layer.name, str(pattern), int((matrix == 0).sum()), matrix.numel(), problem)
-
-
-def _look_at_mask(name: str, weight: Tensor, mask: Tensor) -> Verified:
-    """Of a mask that no pattern belongs to: whether the weight holds it."""
-    return Verified(name, "its mask", int((weight == 0).sum()), weight.numel(), _nonzero_under(mask, _occupied(weight)))
-
-
-def _occupied(weight: Tensor) -> Tensor:
-    return (weight != 0) | torch.signbit(weight)  # kernels that look at the bits take -0.0 for a nonzero
-
-
-def _nonzero_under(mask: Tensor, occupied: Tensor) -> str:
-    count = int(occupied[~mask.to(occupied.device)].sum())
-    return f"{count} {'entry is' if count == 1 else 'entries are'} not +0.0 where the mask is False" if count else ""
-
-
-def _breach(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern) -> str:
-    occupied = _occupied(weight)
-    if count := pattern.count_nonzero_wrong(layer.matrix(occupied)):
-        only_signs = "" if pattern.count_nonzero_wrong(layer.matrix(weight)) else ", with -0.0 counted as one"
-        return f"{_scopes(pattern, count)} more nonzeros than {pattern} allows{only_signs}"
-    if mask is not None and (problem := _nonzero_under(mask, occupied)):
-        return problem
-    if mask is not None and (count := pattern.count_nonzero_wrong(layer.matrix(mask))):
-        return f"{_scopes(pattern, count)} more entries kept by the mask than {pattern} allows"
+def _problem(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern | None) -> str:
+    occupied = (weight != 0) | torch.signbit(weight)  # kernels that look at the bits take -0.0 for a nonzero
+    if pattern is not None:
+        if misfit := pattern.misfit(layer.columns(weight)):
+            return misfit
+        if count := pattern.count_nonzero_wrong(layer.matrix(occupied)):
+            signs = "" if pattern.count_nonzero_wrong(layer.matrix(weight)) else ", with -0.0 counted as one"
+            return f"more nonzeros than {pattern} allows{signs} ({_scopes(pattern)}: {count})"
+    if mask is not None:
+        if count := int(occupied[~mask.to(occupied.device)].sum()):
+            return f"not +0.0 where the mask is False (entries: {count})"
+        if pattern is not None and (count := pattern.count_nonzero_wrong(layer.matrix(mask))):
+            return f"more entries kept by the mask than {pattern} allows ({_scopes(pattern)}: {count})"
     return ""
 
 
-def _scopes(pattern: Pattern, count: int) -> str:
-    if isinstance(pattern, NM):
-        return f"{count} group of {pattern.m} holds" if count == 1 else f"{count} groups of {pattern.m} hold"
-    scope = pattern.scope or "matrix"
-    plural = {"row": "rows", "matrix": "matrices"}[scope]
-    return f"{count} {scope} holds" if count == 1 else f"{count} {plural} hold"
+def _scopes(pattern: Pattern) -> str:
+    return f"groups of {pattern.m}" if isinstance(pattern, NM) else "rows" if pattern.scope == "row" else "matrices"
 
 
 def _open(
@@ -289,10 +186,7 @@ def _open(
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder")
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no config.json, so nothing says which axis of a weight its inputs lie along: "
-            "restore it into its model and verify that"
-        )
+        raise ValueError(f"{str(folder)!r} holds no config.json: restore it into its model and verify that")
     masks: dict[str, Tensor] = {}
     record = None
     if (folder / DESCRIPTION).is_file():
@@ -302,10 +196,10 @@ def _open(
         if problems:
             raise ValueError(f"{str(folder)!r} has damaged masks: {'; '.join(problems)}")
     model = empty_model(folder, trust_remote_code=trust_remote_code)
-    names, from_file = weight_reader(folder, weight_files(folder))
+    names, from_file = weight_reader(folder)
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None:
-        return model, codes_reader(names, from_file, quantization), masks, record
+        return model, lambda layer: _codes(layer, names, from_file, quantization), masks, record
     if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
 
         def read(layer: Layer, /) -> Tensor:
@@ -320,3 +214,57 @@ def _open(
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model, lambda layer: layer.parameter.detach(), masks, record
+
+
+# quantized folders ----------------------------------------------------------------------------------------------------
+#
+# Weights are read as codes whose zeros are the zeros of the weights, so the scales are not needed. A symmetric format
+# writes the number 0 as the code 0. One with zero points writes it as the zero point of its row or group, which is
+# subtracted here.
+
+
+def _codes(layer: Layer, names: Collection[str], read: Read, quantization: Mapping[str, Any]) -> Tensor:
+    """A layer's codes, in float32, from a folder with the tensors ``names``; ``quantization``: the folder's settings.
+
+    Raises ValueError for a format that is not read, and where compressed-tensors, which unpacks its own format, is not
+    installed.
+    """
+    name = layer.parameter_name
+    module, _, parameter = name.rpartition(".")
+    for place in (name, f"{module}._{parameter}_qdata", f"{name}_qdata"):
+        stored = read(place) if place in names else None
+        if stored is not None and stored.shape == layer.parameter.shape:
+            return _without_offset(stored.float(), read(f"{name}_zero_point"))
+    packed, shape, offset = (read(f"{name}_{what}") for what in ("packed", "shape", "zero_point"))
+    bits = _bits(quantization)
+    if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
+        raise ValueError(
+            f"layer {layer.name!r}: its codes ({quantization.get('quant_method')}) are in a form that is not read; "
+            "those of 8 bits are, and compressed-tensors' packed integers"
+        )
+    try:
+        from compressed_tensors.compressors import unpack_from_int32  # only where a folder is packed
+    except ImportError:
+        raise ValueError(f"layer {layer.name!r} is packed: pip install compressed-tensors, to unpack it") from None
+    whole = torch.Size(shape.tolist())
+    if offset is not None and offset.dtype == torch.int32:
+        rows = torch.Size((whole[0], offset.shape[-1]))
+        offset = unpack_from_int32(offset, bits, rows, packed_dim=0)
+    return _without_offset(unpack_from_int32(packed, bits, whole).float(), offset)
+
+
+def _without_offset(codes: Tensor, offset: Tensor | None) -> Tensor:
+    """Codes [R, C] minus their zero points: [R, G] for G groups of columns, [R] for rows, or one for all."""
+    if offset is None:
+        return codes
+    offset = offset.float()
+    if offset.dim() < 2:
+        return codes - offset.view(-1, 1)
+    return codes - offset.repeat_interleave(-(-codes.shape[-1] // offset.shape[-1]), -1)[:, : codes.shape[-1]]
+
+
+def _bits(quantization: Mapping[str, Any]) -> int | None:
+    """How many bits compressed-tensors' groups give a weight; None if they do not agree."""
+    groups = quantization.get("config_groups") or {}
+    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)}
+    return bits.pop() if len(bits) == 1 else None

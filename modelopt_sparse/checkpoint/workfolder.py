@@ -21,7 +21,8 @@ run may be killed at any moment.
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from typing import Any
 
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
-    hold_file,
     is_occupied,
+    make_durable,
     missing_parents,
     move_in,
     remove_empty,
+    renamed_if_absent,
     size_and_hash,
+    sync,
 )
 from modelopt_sparse.reports.fold import first_few
 
@@ -61,216 +64,7 @@ class BlockRecord:
     blocks: list[dict[str, Any]]
 
 
-class WorkFolder:
-    """The work folder of a run, locked for as long as it is open. ``started`` is what this run is started with.
-
-    done: index of a block -> its record, for blocks that are done.
-    resumed: whether an earlier run has done some of them.
-    finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
-
-    Raises ValueError if another run holds the folder, or if something else is at its place. Also if it is damaged, or
-    holds a run that was started with something else, unless ``overwrite`` is True: then that run is deleted. A run of
-    which no block is done is always deleted.
-    """
-
-    def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.final_folder, self.path = final_folder, work_path(final_folder)
-        self.done: dict[int, BlockRecord] = {}
-        self._overwrite = overwrite
-        self._started = json.loads(json.dumps(started, default=str))
-        self._refuse_strange_files()
-        self._made = missing_parents(self.path)
-        try:
-            self._lock = _locked(self.path / LOCK)
-        except BaseException:
-            remove_empty([self.path, *self._made])
-            raise
-        try:
-            self._begin(overwrite)
-        except BaseException:
-            self.close()
-            raise
-
-    def _begin(self, overwrite: bool) -> None:
-        problem = self._problem() if self._has_work() else ""
-        if problem and not overwrite:
-            raise ValueError(f"{str(self.path)!r} {problem}")
-        if problem or not self._has_work():
-            _empty(self.path, but={LOCK})
-            self.done.clear()
-        self.finished = (self.path / FINISHED).is_file()
-        for name in SCRATCH:
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        self._make_folders()
-        if not (self.path / STARTED).is_file():
-            self.write_json(STARTED, self._started)
-        self.resumed = bool(self.done)
-
-    def _make_folders(self) -> None:
-        for name in (*FOLDERS, *SCRATCH):
-            (self.path / name).mkdir(exist_ok=True)
-
-    # what was there before --------------------------------------------------------------------------------------------
-
-    def _has_work(self) -> bool:
-        """Whether a block is done, so that there is something to go on from."""
-        return (self.path / STARTED).is_file() and any(self.path.glob("block-*.json"))
-
-    def _problem(self) -> str:
-        """Why the run in the folder cannot be continued, or "". Reads the records of its blocks."""
-        started = self._read_json(STARTED)
-        if differences := _differences({**started, DATA: None}, {**self._started, DATA: None}):
-            return _refusal(differences)
-        self._started = started
-        if (self.path / FINISHED).is_file():
-            return ""
-        for path in sorted(self.path.glob("block-*.json")):
-            record = BlockRecord(**self._read_json(path.name))
-            for name, expected in record.files.items():
-                if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
-                    return _damage(name, record)
-            self.done[int(path.stem.rpartition("-")[2])] = record
-        return ""
-
-    def _refuse_strange_files(self) -> None:
-        """Raise ValueError if something at the folder's path was not made by a run."""
-        if not self.path.exists() or self._has_work():
-            return
-        of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
-        if self.path.is_file() or not {path.name for path in self.path.iterdir()} <= of_a_run:
-            raise ValueError(
-                f"{str(self.path)!r} is where the unfinished target would be written, and something else is there: "
-                "move it, or give another target"
-            )
-
-    def check_data(self, sha256: str | None) -> bool:
-        """Whether this run has the calibration data, with this hash, of the run that it continues.
-
-        It is True if that run had not read its data yet. If the data differs, ValueError is raised; with ``overwrite``
-        that run is deleted instead, and False returned.
-        """
-        differences = _differences({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
-        if differences and not self._overwrite:
-            raise ValueError(f"{str(self.path)!r} {_refusal(differences)}")
-        if differences:
-            _empty(self.path, but={LOCK, *SCRATCH})
-            self.done.clear()
-            self.resumed = False
-            self._make_folders()
-        if differences or DATA not in self._started:
-            self._started[DATA] = sha256
-            self.write_json(STARTED, self._started)
-        return not differences
-
-    # what is written --------------------------------------------------------------------------------------------------
-
-    def scratch(self) -> Path:
-        """An empty folder to write to."""
-        folder = self.path / "writing" / "files"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
-
-    def place(self, file: Path, name: str) -> dict[str, Any]:
-        """Sync a written file and move it to its place in the work folder -> its size and hash."""
-        size_and_sha256 = size_and_hash(file)
-        _sync(file)
-        file.replace(self.path / name)
-        _sync((self.path / name).parent)
-        return size_and_sha256
-
-    def finish_block(self, index: int, record: BlockRecord) -> None:
-        """Record that a block is done; all of its files are in their places."""
-        self.write_json(f"block-{index:05d}.json", vars(record))
-        self.done[index] = record
-
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file of the work folder, so that it appears whole or not at all."""
-        file = self.path / "writing" / name
-        file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
-        _sync(file)
-        file.replace(self.path / name)
-        _sync(self.path)
-
-    def check_files(self) -> None:
-        """Raise ValueError if a file of a finished block is not there any more, or has another size."""
-        for record in self.done.values():
-            for name, expected in record.files.items():
-                path = self.path / name
-                if not path.is_file() or path.stat().st_size != expected["size"]:
-                    raise ValueError(f"{str(self.path)!r} {_damage(name, record)}")
-
-    def read_report(self) -> dict[str, Any] | None:
-        """The report, if all blocks are done, else None."""
-        return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
-
-    def _read_json(self, name: str) -> Any:
-        return _read_json(self.path / name)
-
-    def finish(self) -> None:
-        """Move ``folder``, which is complete, to the target's place.
-
-        Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
-        """
-        folder = self.path / "folder"
-        if is_occupied(self.final_folder) and not self._overwrite:
-            raise ValueError(
-                f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
-                "give overwrite=True (--overwrite); nothing will be solved again"
-            )
-        mode = (folder / DESCRIPTION).stat().st_mode
-        for path in folder.iterdir():
-            path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
-            _sync(path)
-        self.write_json(FINISHED, sorted(path.name for path in folder.iterdir()))
-        self.put_in_place()
-
-    def put_in_place(self) -> None:
-        """Move a finished folder to the target. It is called again if the run was killed while it did so.
-
-        In a target that exists, files that are not the model's stay.
-        """
-        folder, names, final_folder = self.path / "folder", self._read_json(FINISHED), self.final_folder
-        if not final_folder.exists():
-            folder.rename(final_folder)
-        elif (folder / DESCRIPTION).is_file():
-            move_in(folder, final_folder, names)
-        _sync(final_folder)
-        _sync(final_folder.parent)
-        self.path.rename(_finished_path(final_folder))  # with this single step there is no run to continue any more
-        remove_leftovers(final_folder)
-
-    def close(self) -> None:
-        """Release the lock of the folder. If no block is done, the folder is removed."""
-        if self.path.exists() and not self._has_work():
-            for name in (*FOLDERS, *SCRATCH):
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            for name in (REPORT, STARTED, LOCK):
-                (self.path / name).unlink(missing_ok=True)
-            remove_empty([self.path, *self._made])
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-@contextmanager
-def reserved(final_folder: Path) -> Iterator[None]:
-    """Hold the lock of a target for a run in memory, from its start to its end: no other run can write there.
-
-    What is there of a streaming run that was stopped stays. Raises ValueError if another run holds the lock.
-    """
-    path = work_path(final_folder)
-    made = missing_parents(path)
-    try:
-        lock = _locked(path / LOCK)
-        try:
-            yield
-        finally:
-            (path / LOCK).unlink(missing_ok=True)
-            if lock is not None:
-                os.close(lock)
-    finally:
-        remove_empty([path, *made])
+# where it is, and whose -----------------------------------------------------------------------------------------------
 
 
 def work_path(final_folder: Path) -> Path:
@@ -295,39 +89,271 @@ def _finished_path(final_folder: Path) -> Path:
     return path.with_name(f"{path.name}.over")
 
 
-def _locked(path: Path) -> int | None:
-    """A lock on a file, as an open descriptor. Raises ValueError if another run holds it."""
-    try:
-        return hold_file(path)
-    except BlockingIOError:
-        raise ValueError(
-            f"{str(path.parent)!r} is being written to by another run: wait for it, or give another target"
-        ) from None
+@contextmanager
+def locked(final_folder: Path) -> Iterator[None]:
+    """Hold the lock of a target, from the start of a run to its end: no other run can write there.
 
-
-def _empty(folder: Path, *, but: Collection[str]) -> None:
-    """Delete everything in a work folder, except for the names in ``but``.
-
-    Records of blocks are deleted first, and the file that says what the run was started with last. If this is killed in
-    between, the folder is still a valid one.
+    The lock ends with the process, however that ends. Raises ValueError if another run holds it.
     """
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name == STARTED, path.suffix != ".json")):
-        if path.name in but:
+    if sys.platform == "win32":  # it has no such locks: nothing keeps two runs apart there
+        yield
+        return
+    path = work_path(final_folder)
+    made = [path, *missing_parents(path)]
+    try:
+        descriptor = _lock(path / LOCK)
+        try:
+            yield
+        finally:
+            if _is_at(descriptor, path / LOCK):
+                (path / LOCK).unlink()
+            os.close(descriptor)
+    finally:
+        remove_empty(made)
+
+
+def _lock(file: Path) -> int:
+    """Make a file, its folder too, and lock it -> an open descriptor, which holds the lock until it is closed.
+
+    Who holds the lock removes the file before letting go of it. If that happens between opening and locking, the file
+    is made once more.
+    """
+    import fcntl  # Windows has none
+
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # the folder has just been removed
             continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        held = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _is_at(descriptor, file)
+        except BlockingIOError:
+            place = str(file.parent)
+            raise ValueError(
+                f"{place!r} is being written to by another run: wait for it, or give another target"
+            ) from None
+        finally:
+            if not held:
+                os.close(descriptor)
+        if held:
+            return descriptor
 
 
-def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A phrase for each key whose value in the folder (``there``) is not that of this run (``now``)."""
-    keys = [*there, *(key for key in now if key not in there)]
-    return [
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> Iterator["WorkFolder"]:
+    """The work folder of a run, locked until the end; without a block that is done by then it is removed.
+
+    ``started`` is what this run is started with. Raises ValueError if another run holds the folder, or if something
+    else is at its place. Also if it is damaged, or holds a run that was started with something else, unless
+    ``overwrite`` is True: then that run is deleted. A run of which no block is done is always deleted.
+    """
+    work = WorkFolder(final_folder, started, overwrite=overwrite)
+    of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
+    there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
+    if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
+        raise ValueError(
+            f"{str(work.path)!r} is where the unfinished target would be written, and something else is there: move "
+            "it, or give another target"
+        )
+    with locked(final_folder):
+        try:
+            work.begin()
+            yield work
+        finally:
+            if not work.has_blocks():
+                for name in (*FOLDERS, *SCRATCH):
+                    shutil.rmtree(work.path / name, ignore_errors=True)
+                for name in (REPORT, STARTED):
+                    (work.path / name).unlink(missing_ok=True)
+
+
+class WorkFolder:
+    """The work folder of a run; `opened` makes and locks it.
+
+    done: index of a block -> its record, for blocks that are done.
+    resumed: whether an earlier run has done some of them.
+    finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
+    """
+
+    def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.final_folder, self.path = final_folder, work_path(final_folder)
+        self.done: dict[int, BlockRecord] = {}
+        self.resumed = self.finished = False
+        self._overwrite = overwrite
+        self._started: dict[str, Any] = json.loads(json.dumps(started, default=str))
+
+    # what was there before --------------------------------------------------------------------------------------------
+
+    def has_blocks(self) -> bool:
+        """Whether a block is done, so that there is something to go on from."""
+        return (self.path / STARTED).is_file() and any(self.path.glob("block-*.json"))
+
+    def begin(self) -> None:
+        """Go on from what is there, or start anew."""
+        if not self.has_blocks():
+            self._empty(LOCK)
+        elif problem := self._problem():
+            self._throw_away(problem, LOCK)
+        for name in SCRATCH:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        self._make_folders()
+        if not (self.path / STARTED).is_file():
+            self.write_json(STARTED, self._started)
+        self.finished = is_finished(self.final_folder)
+        self.resumed = bool(self.done)
+
+    def _problem(self) -> str:
+        """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
+        started = self._read_json(STARTED)
+        if difference := _difference({**started, DATA: None}, {**self._started, DATA: None}):
+            return difference
+        for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
+            record = BlockRecord(**self._read_json(path.name))
+            for name, expected in record.files.items():
+                if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
+                    return _damage(name, record)
+            self.done[int(path.stem.rpartition("-")[2])] = record
+        self._started = started
+        return ""
+
+    def check_data(self, sha256: str | None) -> bool:
+        """Whether this run has the calibration data, with this hash, of the run that it continues.
+
+        It is True if that run had not read its data yet. If the data differs, ValueError is raised; with ``overwrite``
+        that run is deleted instead, and False returned.
+        """
+        difference = _difference({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
+        if difference:
+            self._throw_away(difference, LOCK, *SCRATCH)
+            self._make_folders()
+            self.resumed = False
+        if difference or DATA not in self._started:
+            self._started[DATA] = sha256
+            self.write_json(STARTED, self._started)
+        return not difference
+
+    def check_files(self) -> None:
+        """Raise ValueError if a file of a finished block is not there any more, or has another size."""
+        for record in self.done.values():
+            for name, expected in record.files.items():
+                path = self.path / name
+                if not path.is_file() or path.stat().st_size != expected["size"]:
+                    raise self._error(_damage(name, record))
+
+    def read_report(self) -> dict[str, Any] | None:
+        """The report, if all blocks are done, else None."""
+        return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
+
+    def _throw_away(self, problem: str, *but: str) -> None:
+        """Delete the run that is there, except for the names in ``but``. Without ``overwrite`` ValueError says why."""
+        if not self._overwrite:
+            raise self._error(problem)
+        self._empty(*but)
+        self.done.clear()
+
+    def _error(self, problem: str) -> ValueError:
+        advice = "give another target, or overwrite=True (--overwrite) to throw it away"
+        return ValueError(f"{str(self.path)!r} {problem}: {advice}")
+
+    def _read_json(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{str(self.path / name)!r} cannot be read: {error}") from None
+
+    # what is written --------------------------------------------------------------------------------------------------
+
+    def _empty(self, *but: str) -> None:
+        """Delete everything, except for the names in ``but``.
+
+        Records of blocks are deleted first, and the file that says what the run was started with last. If this is
+        killed in between, the folder is still a valid one.
+        """
+        for path in sorted(self.path.iterdir(), key=lambda path: (path.name == STARTED, path.suffix != ".json")):
+            if path.name in but:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _make_folders(self) -> None:
+        for name in (*FOLDERS, *SCRATCH):
+            (self.path / name).mkdir(exist_ok=True)
+
+    def scratch(self) -> Path:
+        """An empty folder to write to."""
+        folder = self.path / "writing" / "files"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def place(self, file: Path, name: str) -> dict[str, Any]:
+        """Move a written file to its place in the work folder, where it appears whole -> its size and hash."""
+        size_and_sha256 = size_and_hash(file)
+        sync(file)
+        file.replace(self.path / name)
+        sync((self.path / name).parent)
+        return size_and_sha256
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file of the work folder."""
+        file = self.path / "writing" / name
+        file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+        self.place(file, name)
+
+    def finish_block(self, index: int, record: BlockRecord) -> None:
+        """Record that a block is done; all of its files are in their places."""
+        self.write_json(f"block-{index:05d}.json", vars(record))
+        self.done[index] = record
+
+    def finish(self) -> None:
+        """Move ``folder``, which is complete, to the target's place.
+
+        Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
+        """
+        if is_occupied(self.final_folder) and not self._overwrite:
+            raise ValueError(
+                f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
+                "give overwrite=True (--overwrite); nothing will be solved again"
+            )
+        folder = self.path / "folder"
+        make_durable(folder)
+        self.write_json(FINISHED, sorted(path.name for path in folder.iterdir()))
+        self.put_in_place()
+
+    def put_in_place(self) -> None:
+        """Move a finished folder to the target. It is called again if the run was killed while it did so.
+
+        In a target that exists, files that are not the model's stay.
+        """
+        folder = self.path / "folder"
+        if (folder / DESCRIPTION).is_file() and not renamed_if_absent(folder, self.final_folder):
+            move_in(folder, self.final_folder, self._read_json(FINISHED))
+        sync(self.final_folder)
+        sync(self.final_folder.parent)
+        self.path = self.path.rename(_finished_path(self.final_folder))  # from here on there is no run to continue
+        remove_leftovers(self.final_folder)
+
+
+def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a run was started with (``there``) that is something else ``now``; "" if nothing is."""
+    differences = [
         f"{key}: {_shown(there.get(key))} there, {_shown(now.get(key))} now"
-        for key in keys
+        for key in {**there, **now}
         if there.get(key) != now.get(key)
     ]
+    return f"holds a run that was started with something else ({first_few(differences)})" if differences else ""
 
 
 def _shown(value: Any) -> str:
@@ -335,29 +361,4 @@ def _shown(value: Any) -> str:
 
 
 def _damage(name: str, record: BlockRecord) -> str:
-    return (
-        f"is damaged: {name!r} is not as block {record.block!r} left it; give overwrite=True (--overwrite) to start "
-        "anew"
-    )
-
-
-def _refusal(differences: list[str]) -> str:
-    return (
-        f"holds a run that was started with something else ({first_few(differences)}): start it with "
-        "what it was started with, give another target, or overwrite=True (--overwrite) to throw it away"
-    )
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return f"is damaged: {name!r} is not as block {record.block!r} left it"

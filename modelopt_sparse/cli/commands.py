@@ -242,7 +242,7 @@ def _sparsified(
     overwrite: bool,
 ) -> "mts.Report | None":
     """Make a model sparse and write it -> the report; None in a process that another one writes for."""
-    from modelopt_sparse.checkpoint.workfolder import reserved
+    from modelopt_sparse.checkpoint.workfolder import locked
     from modelopt_sparse.distributed import rank, while_others_wait
 
     method = settings.pop("method")
@@ -253,7 +253,7 @@ def _sparsified(
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
         return mts.sparsify_checkpoint(source.name, out, method, settings, **more)
-    with reserved(out) if rank() == 0 else nullcontext():
+    with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
         network = source.load(quantized=quantized, masks=not settings.get("replace"))
         report = mts.report(mts.sparsify(network, method, settings))

@@ -82,7 +82,7 @@ def test_the_working_directory_and_what_is_above_it_are_refused(tmp_path, monkey
     before = content(here)
     monkeypatch.chdir(here)
     for folder in ("", ".", Path(), here, tmp_path / "link", "..", tmp_path, tmp_path / "above" / "here" / "x" / ".."):
-        with pytest.raises(ValueError, match=r"is (the current directory|a folder above the current directory): a mod"):
+        with pytest.raises(ValueError, match="is the current directory or a folder above it"):
             mts.save(sparse("net"), folder, overwrite=overwrite)
     assert content(here) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["above", "link"]
@@ -166,7 +166,7 @@ class Interruption(BaseException):
     """Stands in for Ctrl-C."""
 
 
-@pytest.mark.parametrize("step", ["save_file", "size_and_hash", "library_versions"])
+@pytest.mark.parametrize("step", ["save_file", "write_masks", "write_description"])
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, step, existing):
     folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
@@ -265,7 +265,7 @@ def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
 def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"something of yours")
-    with pytest.raises(ValueError, match="is a file: a folder is written, give another path"):
+    with pytest.raises(ValueError, match="is a file: give another path"):
         mts.save(sparse("net"), path)
     assert path.read_bytes() == b"something of yours"
     with pytest.raises(ValueError, match=r"weights\.safetensors' is not a folder"):

@@ -92,10 +92,10 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
     [
         ("dense", "is the folder that the weights come from, which would be lost: give another path"),
         ("link", "is the folder that the weights come from, which would be lost: give another path"),
-        (".", "is the current directory: a model is written to a folder of its own, give another path"),
-        ("..", "is a folder above the current directory: a model is written to a folder of its own, give another"),
+        (".", "is the current directory or a folder above it, and a model is written to a folder of its own: give"),
+        ("..", "is the current directory or a folder above it, and a model is written to a folder of its own: give"),
         ("model.pth", "looks like a pickle file"),
-        ("notes.txt", "is a file: a folder is written, give another path"),
+        ("notes.txt", "is a file: give another path"),
     ],
 )
 def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, monkeypatch, out, message, stream):

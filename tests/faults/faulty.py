@@ -5,7 +5,8 @@ more. A line of JSON on its input is {"start": job}, answered by the number of t
 answered by {"code": exit code, "result": what the run has written}. `Runs` is the other end.
 
 A job: ``do`` is a key of ``DO`` with its arguments in ``given``; ``files``: prefix of the paths
-whose operations are counted; ``at``: the operation before which ``fault`` strikes, a number or a part of a path.
+whose operations are counted; ``at``: the operation before which ``fault`` strikes, a number or a part of a path;
+``states``: [a folder, where to put a copy of it before each operation that finds it changed].
 """
 
 import ctypes
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+NOT_KEPT = ("writing", "converted")  # parts of a work folder that the next start deletes
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod")
 ENDED = ("Z", "X")  # states of a process: a zombie until it is waited for
 
@@ -153,6 +155,7 @@ class _Operations:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._prefix, self._at, self._fault = str(job.get("files")), job.get("at"), job.get("fault")
+        self._states, self._last = job.get("states"), []
         self.number = 0
 
     def __call__(self, event: str, args: tuple) -> None:
@@ -163,12 +166,25 @@ class _Operations:
         if not inside and not (event in ("os.remove", "os.rmdir") and args[-1] != -1):  # rmtree goes by descriptors
             return
         self.number += 1
+        if self._states is not None:
+            (place, copies), self._states = self._states, None  # copying is no operation of the run
+            self._keep(Path(place), Path(copies) / f"{self.number:05d}")
+            self._states = place, copies
         if self._fault is None:
             return
         now = self._at == self.number if isinstance(self._at, int) else fnmatch.fnmatch(paths[-1], str(self._at))
         if now:
             fault, self._fault = self._fault, None
             FAULTS[fault["what"]](**{key: value for key, value in fault.items() if key != "what"})
+
+    def _keep(self, place: Path, copy: Path) -> None:
+        """Copy what a kill would leave now, if it is something else than the last copy holds."""
+        there = [path for path in sorted(place.rglob("*")) if not {*NOT_KEPT} & {*path.parts}]
+        facts = [path.stat() for path in there]
+        state = [(path, path.is_file() and (x.st_ino, x.st_size, x.st_mtime_ns)) for path, x in zip(there, facts)]
+        if state != self._last:
+            shutil.copytree(place, copy, ignore=shutil.ignore_patterns(*NOT_KEPT))
+        self._last = state
 
 
 # faults ---------------------------------------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
 
 CTRL_C = """
 import signal, sys
-import modelopt_sparse.checkpoint.save, modelopt_sparse.methods.scores as magnitude
+import modelopt_sparse.checkpoint.folder, modelopt_sparse.methods.scores as magnitude
 def pressing(function):
     def pressed(*args, **kwargs):
         signal.raise_signal(signal.SIGINT)
@@ -425,7 +425,7 @@ where = sys.argv.pop(1)
 if where == "solve":
     magnitude.masked_solution = pressing(magnitude.masked_solution)
 else:
-    modelopt_sparse.checkpoint.save.size_and_hash = pressing(modelopt_sparse.checkpoint.save.size_and_hash)
+    modelopt_sparse.checkpoint.folder.size_and_hash = pressing(modelopt_sparse.checkpoint.folder.size_and_hash)
 from modelopt_sparse.cli.commands import main
 main()
 """
