@@ -196,60 +196,65 @@ class SparsifyConfig:
       rules: ordered ``{glob: options or None}``; the first match wins; options are ``pattern``, ``method`` and the
         method's own; None leaves the layer dense.
       masks: ``{parameter name: mask}`` of your own (bool, True = kept) in place of a method; other layers stay dense.
-      replace: what becomes of the mask that a layer carries already. False (default): its zeros stay and count, and a
-        pattern with fewer of them is an error; True: it is dropped, and the layer solved as a dense one.
+      replace: False keeps the zeros of a mask that a layer carries already, and counts them; a pattern with fewer zeros
+        is an error. True drops the mask and solves the layer as a dense one.
       hardware_only: prune only layers whose shape ASP takes (rows a multiple of 8, columns of 16).
-      options: the method's own options, such as ``damping``.
-    Calibration data, one of three:
-      data_loader: an iterable of batches (tensors, tuples, dicts, BatchEncodings); ``collect_func`` turns a batch into
-        the model's input; ``max_batches`` stops early.
-      forward_loop: a function of the model that runs it on the data; called several times.
-      data: text with ``tokenizer``, cut into ``num_samples`` windows of ``seq_len`` tokens (default: 2048 or the
-        model's maximum), drawn by ``seed``, in batches of ``batch_size`` (default: see `windows_per_batch`); or images
-        with ``processor``, ``num_samples`` of them. A list holds documents, chats or images; a Path is a .txt or .jsonl
-        file, or a folder with a data set; a string is the name of a data set, NAME[:CONFIG[:SPLIT]], never a file or a
-        text; a data set of the library datasets, or a column of it, is taken as it is. "self" is text that a causal
-        language model writes itself, from nothing but its beginning-of-text token; it needs no tokenizer.
+      options: the method's own options, such as ``damping``; `sparsify` takes them as keywords too.
+    Calibration data, from ``data_loader``, ``forward_loop`` or ``data``:
+      data_loader: an iterable of batches: tensors, tuples, dicts, BatchEncodings.
+      collect_func: a function that turns a batch of ``data_loader`` into the model's input.
+      max_batches: stop after so many batches of ``data_loader``.
+      forward_loop: a function of the model that runs it on the data; it may be called several times.
+      data: text, chats or images. A list holds documents, chats or images. A Path is a .txt or .jsonl file, or a folder
+        with a data set. A string is the name of a data set, NAME[:CONFIG[:SPLIT]], never a file or a text. A data set
+        of the library datasets, or a column of it, is taken as it is. "self" is text that a causal language model
+        writes itself, from nothing but its beginning-of-text token.
+      tokenizer: for ``data`` that is text or chats; "self" needs none.
+      processor: for ``data`` that is images.
+      num_samples: how many windows of text, or images, are drawn.
+      seq_len: tokens in a window. None: 2048, or the model's maximum if that is less.
+      batch_size: windows, or images, in a batch. None: about 2048 tokens on the CPU and 8 windows elsewhere; about 1024
+        tokens where something is tuned; 8 images.
+      seed: which windows are drawn.
       self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
-        prompts cut out of the calibration data, or as answers to its chats: 0 (default), a number, or "auto": three for
-        each of the user's, and none where the model writes no text. They take part in statistics and in all tuning, and
-        never judge.
+        prompts cut out of the calibration data, or as answers to its chats. "auto": three for each of the user's, and
+        none where the model writes no text. They take part in statistics and in all tuning, and never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
-      experts: "pool" (default) fills them up to ``min_tokens`` from the tokens of all experts of the layer;
-        "all_tokens" solves them as if every token were routed to them; "weight_only" by their weights alone.
+      experts: "pool" fills such experts up to ``min_tokens`` from the tokens of all experts of the layer; "all_tokens"
+        solves them as if every token were routed to them; "weight_only" solves them by their weights alone.
       memory_limit: bytes, or text such as "16GB", that statistics and solvers of a mixture's experts may take at a
-        time: tokens are kept, and as many experts solved together as fit. Default: all experts of a layer.
+        time: tokens are kept, and as many experts solved together as fit. None: all experts of a layer.
     How:
-      sequential: "block" (default), "stage" or "none": which part of the model before a layer is already sparse when
-        its statistics are collected.
+      sequential: "block", "stage" or "none": which part of the model before a layer is already sparse when its
+        statistics are collected.
+      quality: "fast", "balanced", "best" or "max" sets those of the options below that are not given, and the method
+        if none is.
       permute: reorder the hidden channels of MLPs, and those inside of value heads, so that an N:M pattern keeps more;
         the dense model computes the same. Channels inside of fused experts stay in their order.
       update: False keeps the dense values of the weights that stay: masks only.
-      refine: swap kept and pruned weights while that lowers the layer's error with dense values; True, or how many
-        sweeps.
-      polish: after the method, the best values for the kept weights of each layer by conjugate gradients; True, or how
-        many iterations at most.
+      refine: swap kept and pruned weights while that lowers the layer's error with dense values: how many sweeps; True
+        is 3.
+      polish: after the method, the best values for the kept weights of each layer by conjugate gradients: how many
+        iterations at most; True is 30.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
-      distill: as the last step, tune the kept weights, norms and biases of the whole model to predict what the dense
-        model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
-      allocation: "uniform" (default), "block", "owl" or "search": how the zeros of an unstructured pattern are shared
-        out over the layers.
-      quality: "fast", "balanced", "best" or "max" sets those of these options that are not given, and the method if
-        none is.
-      device: where blocks are calibrated and solved; default: where they are.
+      distill: after the last block, tune the kept weights, norms and biases of the whole model to predict what the
+        dense model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
+      allocation: "uniform", "block", "owl" or "search": how the zeros of an unstructured pattern are shared out over
+        the layers.
+      device: where blocks are calibrated and solved. None: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
-        are of activations in that precision; sums and solvers keep theirs. Default: the model's own precision.
+        are of activations in that precision; sums and solvers keep theirs. None: the model's own precision.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
-      progress: True or False; default: a bar on a terminal and in a notebook, elsewhere a line every minute.
+      progress: True or False. None: a bar on a terminal and in a notebook, elsewhere a line every minute.
     Several processes (torchrun), which end with the same bits:
-      distributed: None (default) works together with all processes of torch.distributed's default group, if it has been
+      distributed: None works together with all processes of torch.distributed's default group, if it has been
         initialised; False makes this process work by itself; True is an error without a group.
-      split_data: True (default): all processes give the same data, and each takes its share, rank r of N the batches r,
-        r + N, and so on; False: what each gives is its share. A forward_loop always is.
-      deterministic: statistics are summed in float64 in the order of the batches, so that any number of processes gives
-        the bits of one.
+      split_data: True: all processes give the same data, and each takes its share, rank r of N the batches r, r + N,
+        and so on; False: what each gives is its share. A forward_loop always is.
+      deterministic: sum statistics in float64 in the order of the batches, so that any number of processes gives the
+        bits of one.
     """
 
     pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))

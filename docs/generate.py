@@ -1,0 +1,80 @@
+"""Writes options.md and cli-reference.md from what declares the options: python docs/generate.py"""
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import modelopt_sparse as mts
+from modelopt_sparse.cli.commands import app
+
+NOTE = "<!-- written by docs/generate.py; edit the docstrings or the command line's help instead -->\n"
+OPTIONS = f"""# Options
+
+{NOTE}
+After this page you know every option of `sparsify` and `make_plan`, and its default. How to give them:
+[plan and rules](plan-and-rules.md#giving-options). The methods' own options stand on the methods' pages:
+[ria](methods/ria.md), [sparsegpt](methods/sparsegpt.md), [alps](methods/alps.md).
+"""
+CLI = f"""# Commands and flags
+
+{NOTE}
+After this page you know every flag of `modelopt-sparse`. Examples and what lies around it: [command line](cli.md).
+"""
+MORE = {  # group of SparsifyConfig's docstring -> where to read on
+    "What to prune": "[plan and rules](plan-and-rules.md), [masks of your own](accuracy.md#masks-of-your-own)",
+    "Calibration data": "[data](data.md), [calibration](calibration.md), [experts](experts.md)",
+    "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), [allocation](allocation.md), "
+    "[refinement](refine.md), [devices](calibration.md#devices-and-offloading), [training](training.md)",
+    "Several processes": "[many GPUs](distributed.md)",
+}
+
+
+def entries(text: str) -> dict[str, str]:
+    """The lines "name: meaning" of a docstring; a meaning may go on in lines that are indented further."""
+    found = re.findall(r"^( *)([a-z_]+): (.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
+    return {name: " ".join(meaning.split()).replace("``", "`").replace("|", "\\|") for _, name, meaning in found}
+
+
+def rows(config: Any, meanings: dict[str, str]) -> str:
+    lines = [f"| `{name}` | `{getattr(config, name)}` | {meaning} |" for name, meaning in meanings.items()]
+    return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *lines]) + "\n"
+
+
+def options_page() -> str:
+    page, text = OPTIONS, inspect.getdoc(mts.SparsifyConfig) or ""
+    assert set(entries(text)) == {item.name for item in fields(mts.SparsifyConfig)}, "an option without a meaning"
+    for head, group in re.findall(r"^([\w ]+?)(?: \(.*|, .*)?:\n((?:  .*\n?)+)", text, re.MULTILINE):
+        page += f"\n## {head}\n\n{rows(mts.SparsifyConfig(), entries(group))}\nMore: {MORE[head]}.\n"
+    for name in ("reconstruct", "distill"):
+        keys = getattr(mts.SparsifyConfig(**{name: True}), name)
+        page += f"\n## Keys of {name}\n\n{rows(keys, entries(inspect.getdoc(keys) or ''))}"
+    return page
+
+
+def flag_row(option: Any) -> str:
+    value = "" if getattr(option, "is_flag", False) else f" {option.metavar or 'VALUE'}"
+    names = [""] if option.param_type_name == "argument" else [*option.opts, *option.secondary_opts]
+    flags = ", ".join(f"`{(name + value).strip()}`" for name in names)
+    meaning = (getattr(option, "help", "") or "").replace("|", "\\|") + (" Required." if option.required else "")
+    given = isinstance(option.default, str | int) and not isinstance(option.default, bool)
+    return f"| {flags} | {meaning}{f' Default: {option.default}.' if given else ''} |\n"
+
+
+def cli_page() -> str:
+    root: Any = app if hasattr(app, "commands") else typer.main.get_command(app)
+    page = CLI
+    for name, command in {"modelopt-sparse": root, **root.commands}.items():
+        page += f"\n## {name}\n\n{' '.join((command.help or '').split())}\n\n| flag | meaning |\n| --- | --- |\n"
+        page += "".join(flag_row(option) for option in command.params if "completion" not in option.name)
+    return page
+
+
+PAGES = {"options.md": options_page, "cli-reference.md": cli_page}
+
+if __name__ == "__main__":
+    for file, made in PAGES.items():
+        (Path(__file__).parent / file).write_text(made(), encoding="utf-8")
