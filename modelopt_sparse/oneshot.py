@@ -14,7 +14,7 @@ from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating
+from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_non_finite
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import (
@@ -200,8 +200,5 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
                 f"layer {layer_plan.name!r} is float16, too coarse for the gradients that masks move by: convert the "
                 "model to bfloat16 or float32, or leave reconstruct's masks='move' out"
             )
-        storage.load(layer_plan.layer.owner)
-        if not torch.isfinite(layer_plan.layer.values).all():
-            raise ValueError(
-                f"layer {layer_plan.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it"
-            )
+        if storage.resident:  # others are looked at when a block has its weights
+            refuse_non_finite(layer_plan.layer)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
@@ -91,7 +92,7 @@ class Divergence:
         self._numbers: list[int] | None = None  # of the calls that are measured on, among those of all processes
         if data.calls is not None:
             processes = data.run.processes
-            own = [_samples(call.args, call.kwargs) for call in data.calls]
+            own = [samples(call.args, call.kwargs) for call in data.calls]
             sizes = processes.all_gather("the sizes of batches", own)
             places = [(i, rank) for rank, of_rank in enumerate(sizes) for i in range(len(of_rank))]
             places.sort()  # batches by their number: the first of every rank, the second of every rank, and so on
@@ -176,7 +177,7 @@ class _Measurement:
             outcome.problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
             return
         outcome.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
-        outcome.samples += _samples(args, kwargs)
+        outcome.samples += samples(args, kwargs)
         scale = float(len(dense)) if is_logits else float(dense.double().square().sum())
         index, processes = len(outcome.calls), self._run.processes
         number = index * processes.size + processes.rank if self._numbers is None else self._numbers[index]
@@ -207,12 +208,6 @@ def _compared(output: Any, token_mask: Tensor | None) -> tuple[Tensor, bool]:
 
 def _squared_error(p: Tensor, q: Tensor) -> float:
     return sum(float((a - b).double().square().sum()) for a, b in zip(p.split(CHUNK), q.split(CHUNK)))
-
-
-def _samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
-    """The size of a call's batch: that of its first tensor."""
-    sizes = [len(x) for x in flat_tensors((args, kwargs)) if x.dim()]
-    return sizes[0] if sizes else 1
 
 
 def _spread_out(sizes: Sequence[int]) -> list[int]:

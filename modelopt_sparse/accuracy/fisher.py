@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
+from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -173,7 +174,7 @@ def _first_calls(data: CalibrationData) -> list[Any]:
         if rows * data.run.processes.size >= SAMPLES:
             break
         chosen.append(call)
-        rows += len(flat_tensors((call.args, call.kwargs))[0])
+        rows += samples(call.args, call.kwargs)
     return chosen
 
 

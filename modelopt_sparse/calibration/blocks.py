@@ -20,7 +20,7 @@ from modelopt_sparse.calibration.data import Call, take_in
 from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, cannot_wait, is_exact, print_of
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
@@ -258,6 +258,11 @@ class DenseRun:
         self.inputs.begin(numbered.number)
         self.outputs.begin(numbered)
 
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        if not self.data.run.storage.resident and layer.name not in self.inputs.order:
+            refuse_non_finite(layer)  # while its block has its weights
+        self.inputs.see(layer, inputs, token_mask)
+
     @contextmanager
     def watching(self) -> Iterator[InputHooks]:
         """While entered, what blocks put out is seen. The hooks that see the inputs of layers are still to be
@@ -266,7 +271,7 @@ class DenseRun:
         with ExitStack() as hooks:
             for block in plan.blocks:
                 hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
-            yield self.data.input_hooks(plan.layers, plan.blocks, self.inputs.see)
+            yield self.data.input_hooks(plan.layers, plan.blocks, self.see)
         self.inputs.begin(-1)  # the last call is over
         self.outputs.look_at_output()
 

@@ -32,6 +32,12 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
+    """The size of a call's batch: that of its first tensor."""
+    sizes = [len(x) for x in flat_tensors((args, kwargs)) if x.dim()]
+    return sizes[0] if sizes else 1
+
+
 def judging(batches: int) -> int:
     """How many of the user's calibration batches, the last ones, only judge where blocks are tuned."""
     return max(1, batches // HELD_BACK)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import bytes_in_use, input_device
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report
@@ -29,6 +30,12 @@ class OpenBlock:
     its output is needed; it puts that run's weights in the place of the dense ones. None: of all others."""
 
     write_sparse_weights: Callable[[], None] | None = None
+
+
+def refuse_non_finite(layer: Layer) -> None:
+    """Raise `Unreadable` for a weight that holds NaN or inf."""
+    if not torch.isfinite(layer.values).all():
+        raise Unreadable(f"layer {layer.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it")
 
 
 class Storage(ABC):

@@ -12,7 +12,7 @@ from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.collect import collect
-from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.solving.attach import attach
 from modelopt_sparse.solving.solve import Solved, solve_layers
@@ -39,6 +39,9 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
             if dense_goes_on:
                 inputs.advance()
             stored.write_sparse_weights()
+        elif not run.storage.resident:
+            for layer_plan in block.layer_plans:
+                refuse_non_finite(layer_plan.layer)
         for stage in [] if reused else block.stages(config.sequential):
             for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
                 movable |= _movable(solved, config)
