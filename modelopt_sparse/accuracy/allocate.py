@@ -36,10 +36,8 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.progress import Progress
 
-# divergence -----------------------------------------------------------------------------------------------------------
-# How far a model is from its dense self while layers are pruned for the moment: what the search of `allocation` takes.
-#
-# The layers are pruned by Wanda's scores, which need one run over the data and no solving.
+# divergence: how far a model is from its dense self -------------------------------------------------------------------
+# Layers are pruned for the moment, by Wanda's scores, which need one run over the data and no solving.
 
 
 SAMPLES = 32  # measured on calls that hold so many
@@ -256,7 +254,7 @@ def score(layer_plan: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:
     return wanda.score(layer_plan.layer.matrix(layer_plan.layer.values), stats[layer_plan.name].square_sums)
 
 
-# allocate -------------------------------------------------------------------------------------------------------------
+# allocations ----------------------------------------------------------------------------------------------------------
 
 
 HIGHEST = 0.99  # no layer is pruned whole

@@ -23,9 +23,8 @@ from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 
-# recompute ------------------------------------------------------------------------------------------------------------
-# A backward pass through the whole model that holds one block at a time: blocks keep nothing but their inputs for it,
-# and run once more in it (Chen et al. 2016, arXiv 1604.06174).
+# a backward pass that holds one block at a time -----------------------------------------------------------------------
+# Blocks keep nothing but their inputs for it, and run once more in it (Chen et al. 2016, arXiv 1604.06174).
 
 
 @contextmanager
@@ -86,7 +85,7 @@ class _Onloaded:
         self._block = None
 
 
-# fisher ---------------------------------------------------------------------------------------------------------------
+# the metric -----------------------------------------------------------------------------------------------------------
 
 
 SAMPLES = 32  # rows of calibration data in all processes, at least one call of each

@@ -1,4 +1,4 @@
-"""The calibration batches that something is tuned on, by numbers that all processes agree on."""
+"""What reconstruction and distillation share: the numbers of batches, masks that move, and values tuned by Adam."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import dense_gradient, let_gradients_through, named_masks, update_mask
 
-# batches --------------------------------------------------------------------------------------------------------------
+# batches, by numbers that all processes agree on ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,9 @@ class BatchNumbers:
         return gradients
 
 
-# moving ---------------------------------------------------------------------------------------------------------------
-# Masks that move while a block is tuned: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on.
-#
+# masks that move: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on -------------------------------------
 # Every weight, pruned or not, has a value that Adam tunes; the block runs with those that count most, by the pattern.
-# Gradients reach pruned values as if they were in place (straight through), and pruned values shrink a little with
-# each
+# Gradients reach pruned values as if they were in place (straight through). Pruned values shrink a little with each
 # step. Some way before the end the masks stay, so that the values settle.
 
 
@@ -139,11 +136,8 @@ def shrunk(values: Tensor, mask: Tensor, schedule: float) -> Tensor:
     return torch.where(mask, values, values * (1 - DECAY * schedule))
 
 
-# weights --------------------------------------------------------------------------------------------------------------
-# What is tuned of a model, with its values in float32, and the Adam that tunes it.
-#
-# Learning rates are relative to the size of what they change, so that one value serves models whose weights have other
-# scales.
+# values in float32, and the Adam that tunes them ----------------------------------------------------------------------
+# Learning rates are relative to the size of what they change, so that one value serves models of any scale.
 
 
 BETAS = (0.9, 0.95)

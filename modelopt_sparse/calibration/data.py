@@ -1,4 +1,4 @@
-"""Calibration data in every form that users have it, as calls of the model; and which of its tokens are padding."""
+"""Calibration data in every form that users have it, as calls of the model."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.plan.options import STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.reports.fold import first_few
 
-# data -----------------------------------------------------------------------------------------------------------------
+# calls ----------------------------------------------------------------------------------------------------------------
 
 
 IMAGES = 8  # of a batch, if nobody says how many
@@ -156,9 +156,7 @@ def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> 
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-# sources --------------------------------------------------------------------------------------------------------------
-# What users have as calibration data, as one row of tokens or as inputs that a processor makes.
-#
+# texts, chats and images ----------------------------------------------------------------------------------------------
 # A `Path` is a file or a folder, a list holds texts, chats or images, and a bare string is the name of a data set.
 
 

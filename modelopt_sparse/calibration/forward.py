@@ -1,4 +1,5 @@
-"""Running a model over the calibration data, and the context that its blocks run in."""
+"""Running a model over the calibration data: the data itself, the context that forwards run in, and hooks that see
+the inputs of layers."""
 
 import hashlib
 import time
@@ -30,8 +31,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 
-# hooks ----------------------------------------------------------------------------------------------------------------
-# Hooks that see the inputs of layers while a model, or one of its blocks, runs.
+# hooks that see the inputs of layers ----------------------------------------------------------------------------------
 
 
 See = Callable[[Layer, tuple[Tensor, ...], Tensor | None], None]
@@ -178,7 +178,7 @@ def watched_outputs(
     return [outputs[module] for module in modules]
 
 
-# forward --------------------------------------------------------------------------------------------------------------
+# the model and its data -----------------------------------------------------------------------------------------------
 
 
 @dataclass

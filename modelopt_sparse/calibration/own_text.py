@@ -24,8 +24,7 @@ from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 
-# writing --------------------------------------------------------------------------------------------------------------
-# A dense language model writes: its own text, token by token, from prompts on.
+# token by token -------------------------------------------------------------------------------------------------------
 
 
 BATCH = 32  # texts that are written at a time: what they are depends on it, if only in the last bits
@@ -157,7 +156,7 @@ def monotonous(texts: Sequence[Tensor]) -> str | None:
     return f"{same} of {len(texts)} texts that the model wrote repeat one token: they teach nothing, give real text"
 
 
-# own text -------------------------------------------------------------------------------------------------------------
+# windows, answers to chats, files -------------------------------------------------------------------------------------
 
 
 def write_text(

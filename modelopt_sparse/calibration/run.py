@@ -1,4 +1,5 @@
-"""One run of `sparsify`: what each of its parts needs."""
+"""One run of `sparsify`: what each of its parts needs, where weights and activations are held, and the modes that the
+model is in."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report
 
 # storage --------------------------------------------------------------------------------------------------------------
-# Where the weights of blocks and the activations between them are held while a run goes on.
 
 
 class Unreadable(ValueError):
@@ -82,7 +82,6 @@ class InMemory(Storage):
 
 
 # modes ----------------------------------------------------------------------------------------------------------------
-# The modes that a model is in while it is calibrated.
 
 
 @contextmanager
@@ -113,7 +112,7 @@ def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
             setattr(config, name, value)
 
 
-# run ------------------------------------------------------------------------------------------------------------------
+# the run --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

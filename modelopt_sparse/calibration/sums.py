@@ -1,10 +1,9 @@
-"""X^T X of a batch's rows, added to a running sum in float32, or in float64 for float64 rows.
+"""Statistics of layers' inputs: sums over the rows that reach a layer, in float32 or better.
 
-bfloat16 and float16 rows on a CUDA device are multiplied as they are, on tensor cores, with sums and result in float32.
-A copy in float32 would give the same products: they have at most 16 and 22 significant bits, and float32 has 24.
-Everything else is multiplied in the dtype of the sum.
+From the ground up: a Gram matrix, whether the sums are enough to go by, sums for each expert of a mixture, the
+collector that sees inputs and shares sums, and sums of several processes added together.
 
-Shape letters: T tokens, C columns.
+Shape letters: T tokens, C columns, E experts.
 """
 
 import math
@@ -26,7 +25,10 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
 
-# gram -----------------------------------------------------------------------------------------------------------------
+# Gram matrices --------------------------------------------------------------------------------------------------------
+# bfloat16 and float16 rows on a CUDA device are multiplied as they are, on tensor cores, with sums in float32. A copy
+# in float32 would give the same products: they have at most 16 and 22 significant bits, and float32 has 24. Everything
+# else is multiplied in the dtype of the sum.
 
 
 # by device: columns from which only the upper half of the matrix is computed, and rows of it that one product makes
@@ -100,9 +102,7 @@ def _add_half_precision(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.add_((torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32))
 
 
-# enough ---------------------------------------------------------------------------------------------------------------
-# Whether what a layer saw is enough to go by. Zeros say nothing, and numbers whose squares are lost in the sums say no
-# more than zeros do; few tokens say little.
+# are a layer's statistics usable: not all zero, not underflowed, from enough tokens? ----------------------------------
 
 
 FEWER = "fewer than its inputs"
@@ -148,11 +148,8 @@ def warn_of_few_tokens(name: str, tokens: int, columns: int, report: Report) -> 
     report.notes.append(text)
 
 
-# routed ---------------------------------------------------------------------------------------------------------------
-# Statistics of fused experts: a sum for each of them, over the rows that are routed to it; and what is done about
-# experts that got too few.
-#
-# Shape letters: E experts, C columns.
+# fused experts --------------------------------------------------------------------------------------------------------
+# A sum for each expert, over the rows that are routed to it; and what is done about experts that got too few.
 
 
 @dataclass
@@ -377,8 +374,7 @@ def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None
     return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
 
 
-# statistics -----------------------------------------------------------------------------------------------------------
-# Statistics of layer inputs, summed up while the model runs.
+# the collector --------------------------------------------------------------------------------------------------------
 
 
 # (names of layers with one input, their statistics), in call order
@@ -528,11 +524,9 @@ class RunningSum:
         return Stats(self.tokens, self.square_sums)
 
 
-# reduce ---------------------------------------------------------------------------------------------------------------
-# Statistics that several processes have summed up, each over its own batches, added together.
-#
-# Two ways: each process adds up all it has, and then the sums are added; or, to get the bits of one process, whatever
-# their number, the sums of every single call of the model are added in float64, in the order of the batches.
+# several processes ----------------------------------------------------------------------------------------------------
+# Two ways. Each process adds up all that it has, and then the sums are added. Or, for the bits of one process whatever
+# the number: the sums of every single call of the model are added in float64, in the order of the batches.
 
 
 EXCHANGE = "statistics"

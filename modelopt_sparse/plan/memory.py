@@ -130,11 +130,12 @@ def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None
 
 
 def activation_copies(config: SparsifyConfig) -> int:
-    """How many copies of the calibration data's activations are held from block to block, at most."""
-    copies = 1 if config.reconstruct is None else 2 if config.reconstruct.target == "sparse" else 3
-    if config.sequential == "none":  # a block's inputs stay until all of its outputs are there
-        copies = max(copies, 2)
-    return copies
+    """How many copies of the calibration data's activations are held from block to block, at most: a call that waits
+    holds embeddings and hidden states; what blocks are tuned against is the output of each block, or a second set of
+    calls."""
+    if config.reconstruct is None:
+        return 2
+    return 3 if config.reconstruct.target == "sparse" else 4
 
 
 # parts ----------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
-"""From the statistics of inputs to the solutions of layers: all of a layer at once, or in pieces where memory is short;
-by this process alone, or each by one of several processes, which then exchange what they have solved."""
+"""From the statistics of inputs to the solutions of layers.
+
+A layer is solved at once, or in pieces where memory is short; by this process, or by one of several that exchange what
+they have solved.
+"""
 
 import re
 import time
@@ -26,8 +29,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import StepReport
 
-# out of memory --------------------------------------------------------------------------------------------------------
-# Errors about a layer: which layer it was, and, where memory ran out, what to do.
+# errors name the layer ------------------------------------------------------------------------------------------------
 
 
 # what is done for all of a layer at once
@@ -69,10 +71,8 @@ def no_memory(layer_plan: LayerPlan, when: str, error: BaseException) -> MemoryE
     )
 
 
-# follow up ------------------------------------------------------------------------------------------------------------
-# What follows a method's solution of one layer: the dense values back, a refined mask, polished values.
-#
-# Each step is pure. Refinement and polish leave no row worse by their own objectives; dense values may.
+# after the method: dense values back, a refined mask, polished values -------------------------------------------------
+# Each part is pure. Refinement and polish leave no row worse by their own objectives; dense values may.
 
 
 def follow_up(
@@ -103,14 +103,8 @@ def follow_up(
 
 
 # pieces ---------------------------------------------------------------------------------------------------------------
-# A layer that is solved in pieces: a few experts at a time, or some rows.
-#
-# When memory runs out in a solve, the layer is solved again in smaller pieces, which give the same as all of it:
-#
-# - of fused experts fewer at once,
-# - of one matrix some rows, where a method's rows are independent of each other and the pattern counts in a row.
-#
-# Whatever else runs out of memory is an error that names the layer.
+# When memory runs out, the layer is solved again in smaller pieces, which give the same as all of it: of fused experts
+# fewer at once; of one matrix some rows, where rows are independent and the pattern counts in a row.
 
 
 # The smallest piece of a matrix with C columns has C / SMALLEST rows. What a solver holds for them is then little
@@ -268,9 +262,8 @@ def _whole_because(layer_plan: LayerPlan) -> str:
     return ""
 
 
-# sharing --------------------------------------------------------------------------------------------------------------
-# Which process solves what, where several make one model sparse: layers, or some of the experts of one, are dealt out
-# by what they cost.
+# shares ---------------------------------------------------------------------------------------------------------------
+# Layers, or some of the experts of one, are dealt out to processes by what they cost.
 
 
 PieceKey = tuple[str, int]  # a layer's name, and the first of its matrices that one process solves
@@ -362,7 +355,7 @@ class WorkShares:
         return pieces
 
 
-# solve ----------------------------------------------------------------------------------------------------------------
+# layers ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -49,16 +49,17 @@ def test_memory_figures_agree_with_a_hand_computation():
         "statistics_of_one_block": grams,
         "solver_workspace": down,
         "masks": weights,
-        "cached_activations": 5 * 64 * 32 * 4,  # windows of the model's 64 positions
+        "cached_activations": 2 * 5 * 64 * 32 * 4,  # windows of the model's 64 positions
     }
     halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
     assert halved.memory == {
         "statistics_of_one_block": grams,
         "solver_workspace": down,
-        "cached_activations": 5 * 10 * 32 * 2,
+        "cached_activations": 2 * 5 * 10 * 32 * 2,
     }
-    dense = make_plan(untied(), "sparsegpt", text, sequential="none")  # a block's inputs and outputs
-    assert dense.memory["cached_activations"] == 2 * 5 * 64 * 32 * 4
+    for target, copies in (("sparse", 3), ("dense", 4)):
+        tuned = make_plan(untied(), "sparsegpt", text, reconstruct={"target": target})
+        assert tuned.memory["cached_activations"] == copies * 5 * 64 * 32 * 4
     wanda = make_plan(untied(), "wanda")
     assert wanda.memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
     assert make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0
