@@ -107,12 +107,18 @@ class Segment:
         dense = None
         if run.config.reconstruct is not None and run.config.reconstruct.target == "dense":
             dense = self._dense_calls(stack).at(block)
-        return AtBlock(self, block, self._sparse.at(block), dense, outputs_stay=self._outputs_stay(stack, block))
+        last = self._is_last(stack, block)
+        stay = not last and self._outputs_stay(block)
+        return AtBlock(self, block, self._sparse.at(block), dense, outputs_stay=stay, last_of_stack=last)
+
+    def _is_last(self, stack: Stack, block: nn.Module) -> bool:
+        """Whether no other block of its stack comes after a block."""
+        return next(other for other in reversed(self.blocks) if other in stack.blocks) is block
 
     def leave(self, block: nn.Module) -> None:
         """The work on a block is done. After the last one of a stack its dense calls are not needed any more, after the
         last one of all no call is."""
-        for stack in [stack for stack in self._dense if block is stack.blocks[-1]]:
+        for stack in [stack for stack in self._dense if self._is_last(stack, block)]:
             self._dense.pop(stack).close()
         if block is self.blocks[-1]:
             self.close()
@@ -137,9 +143,9 @@ class Segment:
             self._dense[stack] = self._started(stack.blocks)
         return self._dense[stack]
 
-    def _outputs_stay(self, stack: Stack, block: nn.Module) -> bool:
-        """What leaves a stack goes home; so does what the device has no room for."""
-        if not self._outputs_may_stay or block is stack.blocks[-1] or self.data.run.storage.spills:
+    def _outputs_stay(self, block: nn.Module) -> bool:
+        """Whether the device has room for what the blocks of a stack put out."""
+        if not self._outputs_may_stay or self.data.run.storage.spills:
             return False
         assert self._sparse is not None
         inputs = {id(x): x for call in self._sparse.at(block) for x in flat_tensors((call.args, call.kwargs))}
@@ -147,8 +153,11 @@ class Segment:
 
 
 class AtBlock(Inputs):
-    """The ``calls`` that wait at one block; ``dense``: those that go through dense blocks alone, if these are what
-    blocks are tuned against; ``outputs_stay``: outputs are held on the execution device."""
+    """The ``calls`` that wait at one block.
+
+    dense: those that go through dense blocks alone, if these are what blocks are tuned against. outputs_stay: outputs
+    are held on the execution device. last_of_stack: calls come to no other block of its stack after this one.
+    """
 
     blockwise = True
 
@@ -160,9 +169,11 @@ class AtBlock(Inputs):
         dense: list[WaitingCall] | None,
         *,
         outputs_stay: bool,
+        last_of_stack: bool,
     ) -> None:
         self.data, self.block, self.calls = segment.data, block, calls
-        self._segment, self._dense, self._outputs_stay = segment, dense, outputs_stay
+        self._segment, self._dense = segment, dense
+        self._outputs_stay, self._last_of_stack = outputs_stay, last_of_stack
 
     @property
     def masks(self) -> list[TokenMasks]:
@@ -214,7 +225,7 @@ class AtBlock(Inputs):
         goals: list[list[Tensor]] = [[] for _ in modules]
         with forward_context(self.data.run):
             for call in self.calls if self._dense is None else self._dense:
-                run = call.run_block if self._dense is None else call.go_on
+                run = call.run_block if self._dense is None or self._last_of_stack else call.go_on
                 for goal, output in zip(goals, watched_outputs(run, modules, hold)):
                     goal.append(output)
         return goals

@@ -241,11 +241,12 @@ def cannot_wait(
     ``outputs_stay``: within a stack, outputs are left on the execution device.
 
     Two calls, the first and one of another kind if there is one, wait at the blocks in turns. Each block is run twice
-    for each of them. They have to come to the blocks, and put out there, what they did one after the other.
+    for the first of each kind. They have to come to the blocks, and put out there, what they did one after the other.
     """
     if any(isinstance(value, LOCKS) for module in run.model.modules() for value in vars(module).values()):
         return stacks[0], "the model holds a lock, and calls of one thread would wait for each other"
     pair = [dense[0], *[call for call in dense if call.kind != dense[0].kind][:1]]
+    twice = {call.numbered.number for call in pair}
     pair += dense[1:2] if len(pair) == 1 else []
     prints = {call.numbered.number: call.prints for call in pair}
     home = {block: (stack, name) for stack in stacks for name, block in zip(stack.names, stack.blocks)}
@@ -265,6 +266,8 @@ def cannot_wait(
                     came.append((call.numbered.number, block))
                     if call.state != outside:
                         return stack, "the model runs its blocks in another mode of torch than it is called in"
+                    if call.numbered.number not in twice and block is not blocks[-1]:
+                        continue
                     before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
                     output = print_of(call.run_block(), exact=exact)
                     if any(version(x) != was for x, was in before):

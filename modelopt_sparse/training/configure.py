@@ -32,8 +32,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from modelopt_sparse.reports.fold import nearest
-from modelopt_sparse.runtime.kernels import DEFAULT
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
+from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import read_yaml

@@ -284,7 +284,7 @@ def test_a_model_with_nan_logits_is_refused():
 
 def test_streaming_takes_a_file_instead(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match="let write_text write a file"):
+    with pytest.raises(ValueError, match="give a file of write_text as data="):
         mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", data_loader=batches(2), self_data=4)
     assert not (tmp_path / "out").exists()
 
@@ -458,7 +458,9 @@ def test_from_nothing_into_a_file_for_streaming(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(ValueError, match="data='self': each token that a model writes takes a pass"):
+    with pytest.raises(
+        ValueError, match="data='self' runs the whole model, which streaming never holds: give a file of write_text"
+    ):
         mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", data="self", seq_len=64)
     assert not (tmp_path / "out").exists()
 

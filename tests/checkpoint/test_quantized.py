@@ -430,7 +430,7 @@ def test_a_model_of_fp8_linears_is_refused_by_name():
     model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
     match = (
         r"layer 'model.layers.1.mlp.up_proj' holds torch.float8_e4m3fn codes, this LlamaForCausalLM is quantized "
-        r"\(fp8\): load the model dequantized, exclude the layer"
+        r"\(fp8\): load the model dequantized, or exclude the layer"
     )
     with pytest.raises(ValueError, match=match):
         mts.sparsify(model, "magnitude", progress=False)
