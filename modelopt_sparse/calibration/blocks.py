@@ -434,7 +434,7 @@ def _through_whole_model(
     """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
     run, whole = dense.data.run, set()
     while waiting := [stack for stack in stacks if stack not in whole]:
-        own = _why_not(dense, waiting)
+        own = _why_not(dense, waiting, by_block)
         of_ranks = run.processes.all_gather("whether calls can wait", own)
         problem = next((problem for problem in of_ranks if problem is not None), None)
         if problem is None:
@@ -469,9 +469,16 @@ def _say(run: Run, why: str, pruned: int) -> None:
     run.report.notes.append(text)
 
 
-def _why_not(dense: DenseRun, stacks: Sequence[Stack]) -> tuple[str, str] | None:
+def _why_not(
+    dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+) -> tuple[str, str] | None:
     """(name of a stack, why calls cannot wait at its blocks); None if they can at those of all stacks."""
     home = {block: stack for stack in stacks for block in stack.blocks}
+    for stack in stacks:
+        for name, block in zip(stack.names, stack.blocks):
+            reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
+            if reached and block not in dense.blocks:
+                return stack.name, "the forward of its blocks is called, not the blocks, so that no hook sees it"
     for call in dense.outputs.calls:
         if again := [block for block in call.again if block in home]:
             return home[again[0]].name, "its blocks are called more than once in a call of the model"

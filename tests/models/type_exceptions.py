@@ -258,15 +258,9 @@ NOT_REACHED: dict[str, str] = {
 # a stack is calibrated through the whole model, for this reason
 WHOLE_RUNS: dict[str, str] = {
     "albert": "one block, called for every layer: one run of the model has the inputs of all of its calls",
-    "bridgetower": "two stacks take turns, and each block takes what both put out",
     "flaubert": "attentions and MLPs are two lists that take turns, with norms between them",
     "flava": "the text model is called twice, with the text as it is and with masked text",
     "hrm_text": "two stacks take turns, each called several times with what both put out",
-    "nemotron3_5_asr": "a ReLU stands between the blocks of the convolutional stem",
-    "nemotron_asr_streaming": "a ReLU stands between the blocks of the convolutional stem",
-    "nemotron_asr_streaming_encoder": "a ReLU stands between the blocks of the convolutional stem",
-    "pvt_v2": "stages put out normed and reshaped states",
-    "rf_detr": "of 13 output heads for groups of queries only the first is called outside of training",
     "squeezebert": "calls the forward of its blocks, not the blocks, so that no hook sees what they are given",
     "xlm": "attentions and MLPs are two lists that take turns, with norms between them",
 }
