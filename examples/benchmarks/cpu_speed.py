@@ -46,16 +46,16 @@ def wide(folder: Path, tokenizer: Any) -> Path:
 
 
 def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]:
-    """Seconds that the matrix multiplications take at ``rate`` operations a second: each block run once up to its last
-    layer, all but the last once to the end, attention without its causal half, the lower half of one Gram matrix for
-    each input that layers share, and the solver's updates."""
+    """Seconds that the matrix multiplications take at ``rate`` operations a second: each block run twice, the
+    last one once, attention without its causal half, the lower half of one Gram matrix for each input that layers share,
+    and the solver's updates."""
     config, blocks = model.config, model.model.layers
     hidden, wide = config.hidden_size, config.intermediate_size
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if p.dim() == 2)
     runs = 2 * len(blocks) - 1
     attention = 2 * tokens * length * config.num_attention_heads * config.head_dim  # half of two multiplications
     operations = {
-        "forward": runs * (2 * tokens * weights + attention) - len(blocks) * 2 * tokens * hidden * wide,
+        "forward": runs * (2 * tokens * weights + attention),
         "Gram": len(blocks) * tokens * (3 * hidden**2 + wide**2),
         "solve": sum(2 * p.numel() * p.shape[1] / 2 for p in blocks.parameters() if p.dim() == 2),
     }

@@ -194,12 +194,12 @@ def test_what_torch_holds_and_nothing_uses_is_free(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])
 def test_weights_move_there_and_back_once_in_a_turn(options):
-    """And once for the first batch of the survey, and once for the check that blocks run by themselves."""
+    """And once for each of two batches in the dense run, and once for the check of waiting calls."""
     model = tiny_llama(attn_implementation="eager", intermediate_size=72)
     with pretend_device() as device:
         sparse(model, token_batches(), place="device=", device=device, enforce=False, **options)
     up_and_gate = 2 * len(model.model.layers)
-    assert (BACKEND.came.count((72, 32)), BACKEND.went.count((72, 32))) == (3 * up_and_gate, 3 * up_and_gate)
+    assert (BACKEND.came.count((72, 32)), BACKEND.went.count((72, 32))) == (4 * up_and_gate, 4 * up_and_gate)
 
 
 @pytest.mark.parametrize(("padded", "each"), [(False, 0), (True, 4)])  # a block has four distinct inputs
@@ -212,7 +212,7 @@ def test_statistics_of_a_batch_wait_for_nothing_but_padding(method, padded, each
     waits = []
     model.model.layers[1].register_forward_pre_hook(lambda block, args: waits.append(BACKEND.waits))
     mts.sparsify(model, method, data_loader=data, progress=False)
-    collected = waits[2:]  # after the survey and the self-check; and nothing comes after the last block
+    collected = waits[4:]  # after two batches in the dense run and two in the check; nothing is behind the last block
     assert [after - before for before, after in itertools.pairwise(collected)] == [each] * 5
 
 
