@@ -46,9 +46,9 @@ def wide(folder: Path, tokenizer: Any) -> Path:
 
 
 def floor(model: Any, tokens: int, length: int, rate: float) -> dict[str, float]:
-    """Seconds that the matrix multiplications take at ``rate`` operations a second: each block run twice, the
-    last one once, attention without its causal half, the lower half of one Gram matrix for each input that layers share,
-    and the solver's updates."""
+    """Seconds that the matrix multiplications take at ``rate`` operations a second: each block run twice, the last one
+    once, attention without its causal half, the lower half of one Gram matrix for each input that layers share, and the
+    solver's updates."""
     config, blocks = model.config, model.model.layers
     hidden, wide = config.hidden_size, config.intermediate_size
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if p.dim() == 2)
