@@ -21,7 +21,7 @@ from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, inp
 from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
-from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, cannot_wait, is_exact, print_of
+from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, is_exact, print_of, try_waiting
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -488,9 +488,10 @@ def _why_not(
                 return home[block].name, "its blocks are called in another order in some calls than in others"
     blocks = [block for block in dense.blocks if block in home]
     run = dense.data.run
-    dense.outputs_may_stay = run.config.device is not None and not run.storage.spills
-    problem = cannot_wait(run, dense.outputs.calls, stacks, blocks, outputs_stay=dense.outputs_may_stay)
-    if problem is not None and dense.outputs_may_stay:
-        dense.outputs_may_stay = False
-        problem = cannot_wait(run, dense.outputs.calls, stacks, blocks, outputs_stay=False)
+    stay = run.config.device is not None and not run.storage.spills
+    calls, count = dense.outputs.calls, len(dense.calls)
+    problem, stay = try_waiting(run, calls, stacks, blocks, count=count, outputs_stay=stay)
+    if problem is not None and stay:
+        problem, stay = try_waiting(run, calls, stacks, blocks, count=count, outputs_stay=False)
+    dense.outputs_may_stay = stay
     return None if problem is None else (problem[0].name, problem[1])

@@ -18,10 +18,8 @@ from modelopt_sparse.calibration.forward import (
 )
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import SumsOfAllProcesses
-from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls
-from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls, held_bytes
 from modelopt_sparse.model.layers import Stack
-from modelopt_sparse.plan.memory import activation_copies
 from modelopt_sparse.plan.plan import LayerPlan
 
 
@@ -148,8 +146,7 @@ class Segment:
         if not self._outputs_may_stay or self.data.run.storage.spills:
             return False
         assert self._sparse is not None
-        inputs = {id(x): x for call in self._sparse.at(block) for x in flat_tensors((call.args, call.kwargs))}
-        return has_room(self.data.run, activation_copies(self.data.run.config) * sum(x.nbytes for x in inputs.values()))
+        return has_room(self.data.run, held_bytes(self.data.run, self._sparse.at(block)))
 
 
 class AtBlock(Inputs):

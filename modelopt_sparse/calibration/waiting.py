@@ -5,11 +5,11 @@ is run with the arguments at hand, so that the inputs of its layers are seen, an
 goes on through the sparse block to the next one. The model itself does what lies between blocks.
 
 Calls that are under way at the same time compute what they would compute one after the other, unless the model or its
-blocks keep something from one call to the next. `cannot_wait` tries that before anything is changed.
+blocks keep something from one call to the next. `try_waiting` tries that before anything is changed.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -20,7 +20,13 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call
-from modelopt_sparse.calibration.forward import call_model, errors_name_batch, forward_context, on_execution_device
+from modelopt_sparse.calibration.forward import (
+    call_model,
+    errors_name_batch,
+    forward_context,
+    has_room,
+    on_execution_device,
+)
 from modelopt_sparse.calibration.padding import PaddingError, TokenMasks
 from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
 from modelopt_sparse.model.devices import (
@@ -33,6 +39,7 @@ from modelopt_sparse.model.devices import (
     version,
 )
 from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.plan.memory import activation_copies
 
 CANDIDATES = 4  # tensors of one shape that a new one is compared with, newest first
 
@@ -234,17 +241,27 @@ def same(one: Print, other: Print) -> bool:
     return True
 
 
-def cannot_wait(
-    run: Run, dense: Sequence[DenseCall], stacks: Sequence[Stack], blocks: Sequence[nn.Module], *, outputs_stay: bool
-) -> tuple[Stack, str] | None:
-    """A stack of which the blocks cannot be waited at, and why; None: calls can wait at all ``blocks``, in this order.
-    ``outputs_stay``: within a stack, outputs are left on the execution device.
+OTHER = "blocks run one by one do not give the model's own output"
+Problem = tuple[Stack, str]  # a stack of which the blocks cannot be waited at, and why
+
+
+def try_waiting(
+    run: Run,
+    dense: Sequence[DenseCall],
+    stacks: Sequence[Stack],
+    blocks: Sequence[nn.Module],
+    *,
+    count: int,
+    outputs_stay: bool,
+) -> tuple[Problem | None, bool]:
+    """(why calls cannot wait at all ``blocks``, in this order; None if they can; whether outputs stayed on the
+    execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for those of ``count`` calls).
 
     Two calls, the first and one of another kind if there is one, wait at the blocks in turns. Each block is run twice
     for the first of each kind. They have to come to the blocks, and put out there, what they did one after the other.
     """
     if any(isinstance(value, LOCKS) for module in run.model.modules() for value in vars(module).values()):
-        return stacks[0], "the model holds a lock, and calls of one thread would wait for each other"
+        return (stacks[0], "the model holds a lock, and calls of one thread would wait for each other"), outputs_stay
     pair = [dense[0], *[call for call in dense if call.kind != dense[0].kind][:1]]
     twice = {call.numbered.number for call in pair}
     pair += dense[1:2] if len(pair) == 1 else []
@@ -252,46 +269,69 @@ def cannot_wait(
     home = {block: (stack, name) for stack in stacks for name, block in zip(stack.names, stack.blocks)}
     stack, name = stacks[0], stacks[0].names[0]
     waiting = WaitingCalls(run, [call.numbered for call in pair], blocks)
-    came, exact = [], is_exact(run)
-    other = "blocks run one by one do not give the model's own output"
+    came: list[tuple[int, nn.Module]] = []
     try:
         with forward_context(run):
             outside = thread_state()
         waiting.start()
+        outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(pair))
         for block in blocks:
             stack, name = home[block]
+            came += [(call.numbered.number, block) for call in waiting.at(block)]
+            if any(call.state != outside for call in waiting.at(block)):
+                return (stack, "the model runs its blocks in another mode of torch than it is called in"), outputs_stay
+            run.storage.load(block)  # before it moves to the execution device
             stays = outputs_stay and block is not stack.blocks[-1]
             with on_execution_device(run, [block], outputs_stay=stays), forward_context(run):
-                for call in waiting.at(block):
-                    came.append((call.numbered.number, block))
-                    if call.state != outside:
-                        return stack, "the model runs its blocks in another mode of torch than it is called in"
-                    if call.numbered.number not in twice and block is not blocks[-1]:
-                        continue
-                    before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
-                    output = print_of(call.run_block(), exact=exact)
-                    if any(version(x) != was for x, was in before):
-                        return stack, "blocks write to their inputs"
-                    if not same(output, prints[call.numbered.number].get(block, [])):
-                        return stack, other
-                for call in waiting.at(block) if block is not blocks[-1] else ():
-                    outputs: list[Print] = []
-
-                    def see(module: nn.Module, args: Any, output: Any, outputs: list[Print] = outputs) -> None:
-                        outputs.append(print_of(output, exact=exact))
-
-                    with block.register_forward_hook(see):
-                        call.go_on()
-                    if not outputs or not same(outputs[0], prints[call.numbered.number][block]):
-                        return stack, other
+                why = _differs(waiting, block, prints, twice, last=block is blocks[-1])
+            if why is not None:
+                return (stack, why), outputs_stay
     except FAILURES as error:
         if isinstance(error, (PaddingError, Unreadable)) or is_out_of_memory(error):
             raise
-        cause = error.__cause__ or error
-        return stack, f"calls of the model cannot wait at block {name!r} ({cause})"
+        return (stack, f"calls of the model cannot wait at block {name!r} ({error.__cause__ or error})"), outputs_stay
     finally:
         waiting.close()
     expected = {(number, block) for number, of_call in prints.items() for block in of_call if block in home}
     if missed := expected - set(came):
-        return home[next(iter(missed))[1]][0], "calls do not come to its blocks when they wait"
+        return (home[next(iter(missed))[1]][0], "calls do not come to its blocks when they wait"), outputs_stay
+    return None, outputs_stay
+
+
+def held_bytes(run: Run, calls: Sequence[WaitingCall]) -> int:
+    """Bytes that activations of these calls take while they go from block to block, by what they wait with."""
+    inputs = {id(x): x for call in calls for x in flat_tensors((call.args, call.kwargs))}
+    return activation_copies(run.config) * sum(x.nbytes for x in inputs.values())
+
+
+def _differs(
+    waiting: WaitingCalls,
+    block: nn.Module,
+    prints: Mapping[int, dict[nn.Module, Print]],
+    twice: set[int],
+    *,
+    last: bool,
+) -> str | None:
+    """How the block differs for calls that wait at it from what it did in the dense run. The calls go on, but from the
+    ``last`` block, where all of them are run and none goes on."""
+    exact = is_exact(waiting.run)
+    for call in waiting.at(block):
+        if call.numbered.number not in twice and not last:
+            continue
+        before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
+        output = print_of(call.run_block(), exact=exact)
+        if any(version(x) != was for x, was in before):
+            return "blocks write to their inputs"
+        if not same(output, prints[call.numbered.number].get(block, [])):
+            return OTHER
+    for call in () if last else waiting.at(block):
+        outputs: list[Print] = []
+
+        def see(module: nn.Module, args: Any, output: Any, outputs: list[Print] = outputs) -> None:
+            outputs.append(print_of(output, exact=exact))
+
+        with block.register_forward_hook(see):
+            call.go_on()
+        if not outputs or not same(outputs[0], prints[call.numbered.number].get(block, [])):
+            return OTHER
     return None

@@ -98,7 +98,7 @@ def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
         "outside_of_the_blocks": outside,
         "one_block_twice": 2 * block,
         "masks_of_one_block": matrices,
-        "activations": 5 * 10 * 32 * 2,
+        "activations": 2 * 5 * 10 * 32 * 2,
     }
     solving = {"statistics_of_one_block": grams, "workspace": solver}
     assert make_plan(model, "sparsegpt", data).streamed == {"host": held | solving}
