@@ -222,7 +222,7 @@ class SeenBlocks:
 
     def begin(self, numbered: NumberedCall) -> None:
         self.look_at_output()
-        self.calls.append(DenseCall(numbered, kind_of(numbered), {}, set()))
+        self.calls.append(DenseCall(numbered, kind_of(numbered), torch.get_rng_state(), {}, set()))
 
     def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
         if not self.calls:  # a forward_loop calls a part of the model

@@ -104,8 +104,9 @@ class WaitingCalls:
         self._hooks = ExitStack()
         self._outputs: dict[tuple, list[Tensor]] = {}
 
-    def start(self) -> None:
-        """Let each call come to its first block."""
+    def start(self, random: Mapping[int, Tensor] | None = None) -> None:
+        """Let each call come to its first block. ``random``: number of a call -> the state of the random numbers that
+        it begins with."""
         run, hooks = self.run, self._hooks
         hooks.enter_context(switched_off(run.model, "output_hidden_states", "output_attentions"))
         for block in run.plan.blocks:
@@ -118,6 +119,8 @@ class WaitingCalls:
         with forward_context(run):
             for call in self.calls:
                 call.gr_context = copy_context()
+                if random is not None:
+                    torch.set_rng_state(random[call.numbered.number])
                 call.go_on()
 
     def at(self, block: nn.Module) -> list[WaitingCall]:
@@ -200,11 +203,13 @@ Print = list[tuple]  # tells whether two outputs are equal
 
 @dataclass(frozen=True)
 class DenseCall:
-    """A call of the dense model. ``prints``: of the output of each of its blocks, in the order in which it came to
-    them; ``again``: the blocks that it came to more than once."""
+    """A call of the dense model. ``random``: the state of the CPU's random numbers at its beginning; ``prints``: of the
+    output of each of its blocks, in the order in which it came to them; ``again``: the blocks that it came to more than
+    once."""
 
     numbered: NumberedCall
     kind: list[Any]
+    random: Tensor
     prints: dict[nn.Module, Print]
     again: set[nn.Module]
 
@@ -273,7 +278,8 @@ def try_waiting(
     try:
         with forward_context(run):
             outside = thread_state()
-        waiting.start()
+        with torch.random.fork_rng(devices=[]):  # what the model draws in front of its blocks is as in the dense run
+            waiting.start({call.numbered.number: call.random for call in pair})
         outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(pair))
         for block in blocks:
             stack, name = home[block]

@@ -107,6 +107,17 @@ def test_random_numbers_in_a_block_are_found_out():
         mts.sparsify(Stacked(block=Noisy), data_loader=vectors(), min_tokens=1, progress=False)
 
 
+def test_random_numbers_in_front_of_the_blocks_are_no_matter():
+    """The check draws what the dense run has drawn."""
+
+    class Masking(Stacked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + 0.1 * torch.randn_like(x))
+
+    model = mts.sparsify(Masking(), data_loader=vectors(), min_tokens=1, progress=False)
+    assert not any("whole model" in note for note in mts.report(model).notes)
+
+
 CHAINED = [
     Stacked,
     Activated,

@@ -165,13 +165,13 @@ def places(model: nn.Module, data: list, free: int, monkeypatch, **options) -> s
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 16), (8, 64)])
 @pytest.mark.parametrize(
-    ("options", "states"),
-    [({}, 1), ({"sequential": "none"}, 2), ({"reconstruct": {"target": "dense", "epochs": 1}}, 3)],
+    ("options", "copies"),
+    [({}, 2), ({"sequential": "none"}, 2), ({"reconstruct": {"target": "dense", "epochs": 1}}, 4)],
 )
-def test_activations_stay_where_they_take_half_and_leave_enough(batch, length, options, states, monkeypatch):
-    """They are three hidden states; a mask, two rotary tables and positions are the same for all of them."""
+def test_activations_stay_where_they_take_half_and_leave_enough(batch, length, options, copies, monkeypatch):
+    """Those of three batches: hidden states, a mask, two rotary tables and positions each."""
     model, data = tiny_llama(attn_implementation="eager"), token_batches(3, batch, length)
-    held = states * (4 * (3 * batch * length * 32 + batch * length**2 + 2 * length * 8) + 8 * length)
+    held = copies * 3 * (4 * (batch * length * 32 + batch * length**2 + 2 * length * 8) + 8 * length)
     with pretend_device() as device:
         stated = mts.make_plan(model, "sparsegpt", device=device, data_loader=data, **options).streamed
         beside = sum(stated[str(device)].values())  # a loader's data are not known, so no activations are in it
