@@ -34,7 +34,7 @@ class BlockTask:
 
     layer_plans: in the order of their first calls. A block without any is still run through.
     input_of: layer name -> the first layer with the same input.
-    stack, block: where the layers are; None for a layer outside of the stacks.
+    block: where the layers are; None for a layer outside of the stacks.
     inputs: gives the inputs of its layers, from when the work on the block begins.
     one_pass: whether one pass over the calls gives all statistics of its layers.
     """

@@ -117,7 +117,7 @@ def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """``piece_sizes``: in how large pieces layers are solved, once memory has run out (see solving/pieces.py)."""
+    """``piece_sizes``: in how large pieces layers are solved, once memory has run out (see solving/solve.py)."""
 
     model: nn.Module
     plan: Plan
