@@ -123,3 +123,22 @@ def test_hidden_states_that_the_model_would_collect_are_switched_off_for_a_while
     assert seen[0] is True
     assert seen[-1] is False
     assert model.config.output_hidden_states is True
+
+
+def test_calls_are_ended_in_the_reverse_order_of_their_beginning():
+    """What a model enters around its blocks is left in order, as if calls stood inside of each other."""
+    entered: list[object] = []
+    in_order: list[bool] = []
+
+    class Entering(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            own = object()
+            entered.append(own)
+            try:
+                return super().forward(x)
+            finally:
+                in_order.append(entered.pop() is own)
+
+    mts.sparsify(Entering(), data_loader=vectors(), min_tokens=1, progress=False)
+    assert len(in_order) == 2 + 2 + 3  # in the dense run, in the check, and in the run itself
+    assert all(in_order)
