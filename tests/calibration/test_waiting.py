@@ -140,5 +140,5 @@ def test_calls_are_ended_in_the_reverse_order_of_their_beginning():
                 in_order.append(entered.pop() is own)
 
     mts.sparsify(Entering(), data_loader=vectors(), min_tokens=1, progress=False)
-    assert len(in_order) == 2 + 2 + 3  # in the dense run, in the check, and in the run itself
+    assert len(in_order) == 3 + 2 + 3  # in the dense run, for all are of other shapes; in the check; in the run itself
     assert all(in_order)
