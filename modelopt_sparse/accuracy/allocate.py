@@ -226,13 +226,12 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
     sums = SumsOfAllProcesses(collector, data.run)
     data.run_model(sums.between(hooks.begin), hooks)
     sums.end_call()
-    stats = {name: summed for (name,), summed in sums.groups() if isinstance(summed, Stats)}  # none are deferred
+    stats = {name: summed for (name,), summed in sums.groups() or () if isinstance(summed, Stats)}  # none are deferred
     for layer_plan in layer_plans:
         name = layer_plan.name
         summed = stats.get(name, Stats(0, torch.zeros(1)))
         if says_nothing(summed.square_sums).all():
-            why = without_data(name, summed.tokens, summed.square_sums)
-            raise ValueError(f"allocation needs the inputs of all layers: {why}")
+            raise ValueError(f"allocation needs the inputs of all layers: {without_data(name, summed)}")
         if not torch.isfinite(stats[name].square_sums).all():
             raise ValueError(
                 f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "

@@ -1,14 +1,15 @@
 """The statistics of layers' inputs, as their methods need them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from modelopt_sparse.calibration.forward import SharingChanged
 from modelopt_sparse.calibration.inputs import Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
+    ROWS,
     Collector,
     DeferredStats,
     Groups,
@@ -38,16 +39,8 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     at_once = goes_on and one_pass
-    try:
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
-    except SharingChanged:
-        if at_once:
-            raise ValueError(
-                f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
-                "others, which sequential='none' cannot sum up: give sequential='block'"
-            ) from None
-        groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
-    saw = {name: (stats.tokens, stats.square_sums) for names, stats in groups for name in names}
+    groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
+    saw = {name: stats for names, stats in groups for name in names}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on and not at_once:
         inputs.advance()
@@ -64,7 +57,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     for layer_plan in unseen:
         if layer_plan.needs != "nothing":
             now = ", now that the layers before it are sparse"
-            raise ValueError(without_data(layer_plan.name, *saw.get(layer_plan.name, (0, None)), now))
+            raise ValueError(without_data(layer_plan.name, saw.get(layer_plan.name), now))
     shared = [
         SharedInput([layer_plan for layer_plan in layer_plans if layer_plan.name in names], stats)
         for names, stats in groups
@@ -79,21 +72,29 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
 def sum_up(
     layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, go_on: bool = False
 ) -> Groups:
-    """What the ``collector`` sums up over all calls of all processes. Raises SharingChanged, in all of them."""
+    """What the ``collector`` sums up over all calls of all processes. If layers share an input in some calls only, each
+    sums for itself in another pass; raises ValueError if the calls ``go_on``, so that there is none."""
     sums = SumsOfAllProcesses(collector, run)
-    try:
-        inputs.collect(layer_plans, collector.see, sums, go_on=go_on)
-    except SharingChanged:
-        sums.changed()
+    inputs.collect(layer_plans, collector.see, sums, go_on=go_on)
+    groups = sums.groups()
+    if groups is None:
+        if go_on:
+            raise ValueError(
+                f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
+                "others, which sequential='none' cannot sum up: give sequential='block'"
+            )
+        return sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
-    groups = sums.groups()  # of several processes: in the order in which each of them came to its layers
+    # of several processes: in the order in which each of them came to its layers
     return groups if run.processes.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
 
 
 def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, **options: Any) -> Collector:
-    needs = {layer_plan.name: layer_plan.needs for layer_plan in layer_plans}
-    deferred = {layer_plan.name for layer_plan in layer_plans if layer_plan.at_once is not None}
-    return Collector(needs=needs, share=share, deferred=deferred, **options)
+    needs = {
+        layer_plan.name: ROWS if layer_plan.needs == "gram" and layer_plan.at_once is not None else layer_plan.needs
+        for layer_plan in layer_plans
+    }
+    return Collector(needs=needs, share=share, **options)
 
 
 def _with_few_tokens(
@@ -110,8 +111,8 @@ def _with_few_tokens(
             own, inputs, _collector(own, share=False, all_tokens=dict.fromkeys(names, experts)), run
         )
     if isinstance(stats, DeferredStats):
-        rows = everyone.rows if isinstance(everyone, DeferredStats) else None
-        return DeferredStats(stats.rows, config.min_tokens, config.experts, rows)
+        assert not isinstance(everyone, Stats)
+        return replace(stats, minimum=config.min_tokens, how=config.experts, everyone=everyone)
     assert not isinstance(everyone, DeferredStats)
     return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
 

@@ -37,10 +37,6 @@ from modelopt_sparse.plan.plan import LayerPlan
 See = Callable[[Layer, tuple[Tensor, ...], Tensor | None], None]
 
 
-class SharingChanged(Exception):
-    """Layers that shared an input in one call did not in another."""
-
-
 class InputHooks:
     """Entered, it calls ``see(layer, inputs, token_mask)`` for every input of the layers.
 
@@ -277,7 +273,7 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
     """An error of the user's model names the batch that it was called with."""
     try:
         yield
-    except (PaddingError, SharingChanged, Unreadable, OSError, SafetensorError):  # the batch is not to blame
+    except (PaddingError, Unreadable, OSError, SafetensorError):  # the batch is not to blame
         raise
     except Exception as error:
         if is_out_of_memory(error):

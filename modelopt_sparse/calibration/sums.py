@@ -6,16 +6,17 @@ collector that sees inputs and shares sums, and sums of several processes added 
 Shape letters: T tokens, C columns, E experts.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from modelopt_sparse.calibration.forward import SharingChanged, input_key
+from modelopt_sparse.calibration.forward import input_key
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
@@ -115,23 +116,18 @@ def says_nothing(square_sums: Tensor) -> Tensor:
     return square_sums.amax(-1) < info.tiny / info.eps
 
 
-def without_data(name: str, tokens: int, square_sums: Tensor | None, now: str = "") -> str:
+def without_data(name: str, stats: "Stats | DeferredStats | None", now: str = "") -> str:
     """What to say of a layer that cannot be solved from what it saw. ``now`` says when that was."""
-    if square_sums is None or not tokens:
+    if stats is None or not stats.tokens:
         return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
-    instead = f"exclude it, or choose by size alone with rules={{{name!r}: {{'method': 'magnitude'}}}}"
-    dtype, info = str(square_sums.dtype).removeprefix("torch."), torch.finfo(square_sums.dtype)
-    largest = float(square_sums.max())
-    if largest == 0:
-        lost = math.sqrt(info.tiny * info.eps)
+    if not stats.square_sums.any():
         return (
-            f"layer {name!r} saw nothing but zeros (or numbers below {lost:.0e}, whose squares are 0 in {dtype}) on "
-            f"the calibration data{now}: give data that reaches it, {instead}"
+            f"layer {name!r} saw nothing but zeros (or numbers whose squares are) on the calibration data{now}: give "
+            "data that reaches it, exclude it, or choose by size alone with method 'magnitude'"
         )
     return (
-        f"layer {name!r}: its inputs on the calibration data are too small{now}: the squares of its largest channel "
-        f"sum up to {largest:.1e}, and {dtype} holds such sums well from {info.tiny / info.eps:.0e} on; scale the data "
-        f"up, convert the model to float64 (model.double()), {instead}"
+        f"layer {name!r}: its inputs on the calibration data are too small{now}: scale the data up, or convert the "
+        "model to float64 (model.double())"
     )
 
 
@@ -155,18 +151,23 @@ def warn_of_few_tokens(name: str, tokens: int, columns: int, report: Report) -> 
 @dataclass
 class ExpertSums:
     """A running sum for each expert, in float32, or float64 for float64 inputs: Gram matrices ``[E, C, C]`` or square
-    sums ``[E, C]``."""
+    sums ``[E, C]``.
 
-    counts: list[int]
+    routes: the rows of each expert, if they are held until Gram matrices are formed of a few experts at a time. Rows
+    that experts share are held once, in the dtype that they came in.
+    """
+
+    counts: Tensor
     sums: Tensor
+    routes: list[list[Route]] | None
 
     @classmethod
-    def empty(cls, layer: Layer, like: Tensor, *, gram: bool) -> "ExpertSums":
+    def empty(cls, layer: Layer, like: Tensor, *, gram: bool, held: bool) -> "ExpertSums":
         """Zeros for the experts of a layer, on the device and in the precision of its input ``like``."""
         experts, _, columns = layer.matrix(layer.parameter).shape
         shape = (experts, columns, columns) if gram else (experts, columns)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return cls([0] * experts, torch.zeros(shape, dtype=dtype, device=like.device))
+        sums = torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        return cls(torch.zeros(experts, dtype=torch.long), sums, [[] for _ in range(experts)] if held else None)
 
     def add(self, route: Route) -> None:
         rows = route.rows.detach().to(self.sums.dtype)
@@ -175,44 +176,20 @@ class ExpertSums:
             self.sums[route.expert].addmm_(rows.mT, rows)
         else:
             self.sums[route.expert] += rows.square().sum(0)
+        if self.routes is not None:
+            self.routes[route.expert].append(route)
 
-    def stats(self) -> Stats:
-        counts = torch.tensor(self.counts)
-        if self.sums.dim() == 3:
-            return Stats(sum(self.counts), self.sums.diagonal(dim1=-2, dim2=-1).clone(), self.sums, counts)
-        return Stats(sum(self.counts), self.sums, counts=counts)
+    def stats(self) -> "Stats | DeferredStats":
+        if self.routes is not None:
+            return DeferredStats(self.counts, self.sums, self.routes)
+        return _of_sums(int(self.counts.sum()), self.sums, gram=self.sums.dim() == 3, counts=self.counts)
 
 
-@dataclass
-class RoutedTokens:
-    """The rows that are routed to each expert, held until Gram matrices are formed of a few experts at a time; and
-    their square sums ``[E, C]``. Rows that experts share are held once, in the dtype that they came in."""
-
-    counts: list[int]
-    square_sums: Tensor
-    routes: list[list[Route]]
-    # whose rows these are a share of; counts and square sums are of all
-    processes: Processes = field(default_factory=Processes)
-
-    @classmethod
-    def empty(cls, layer: Layer, like: Tensor) -> "RoutedTokens":
-        sums = ExpertSums.empty(layer, like, gram=False)
-        return cls(sums.counts, sums.sums, [[] for _ in sums.counts])
-
-    def add(self, route: Route) -> None:
-        rows = route.rows.detach().to(self.square_sums.dtype)
-        self.counts[route.expert] += len(rows)
-        self.square_sums[route.expert] += rows.square().sum(0)
-        self.routes[route.expert].append(route)
-
-    def stats(self) -> "DeferredStats":
-        return DeferredStats(self)
-
-    def gram(self, expert: int, total: Tensor) -> None:
-        """Add the Gram matrix of one expert to ``total`` ``[C, C]``, of the rows that are held here."""
-        for route in self.routes[expert]:
-            rows = route.rows.detach().to(total.dtype)
-            total.addmm_(rows.mT, rows)
+def _of_sums(tokens: int, sums: Tensor, *, gram: bool, counts: Tensor | None = None) -> Stats:
+    """Statistics from Gram matrices, or from square sums."""
+    if gram:
+        return Stats(tokens, sums.diagonal(dim1=-2, dim2=-1).clone(), sums, counts)
+    return Stats(tokens, sums, counts=counts)
 
 
 def without_silent_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredStats":
@@ -220,10 +197,8 @@ def without_silent_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredS
     if stats.counts is None:
         return stats
     counts = stats.counts.masked_fill(says_nothing(stats.square_sums).cpu(), 0)
-    if torch.equal(counts, stats.counts):
-        return stats
     if isinstance(stats, DeferredStats):
-        return replace(stats, rows=replace(stats.rows, counts=counts.tolist()))
+        return replace(stats, counts=counts)
     return replace(stats, tokens=int(counts.sum()), counts=counts)
 
 
@@ -237,6 +212,16 @@ def pooled(stats: Stats) -> Stats:
     return Stats(stats.tokens, stats.square_sums.sum(0), None if stats.gram is None else stats.gram.sum(0))
 
 
+def _part(stats: Stats | None, experts: range) -> Stats | None:
+    """The sums of some experts, which follow each other, as views."""
+    if stats is None:
+        return None
+    assert stats.counts is not None
+    own = slice(experts.start, experts.stop)
+    gram = None if stats.gram is None else stats.gram[own]
+    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
+
+
 def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> Stats:
     """Statistics of experts in which those with fewer than ``minimum`` rows have what ``how`` says; counts stay true.
 
@@ -244,26 +229,27 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
     are replaced by the rows of ``everyone``. "weight_only": by ``minimum`` rows of white noise as large as the average.
     The sums of ``stats`` are written to.
     """
-    assert stats.counts is not None
-    square_sums, gram = stats.square_sums, stats.gram
     for expert in few(stats, minimum):
-        if how == "pool":
-            share = (minimum - int(stats.counts[expert])) / pool.tokens
-            square_sums[expert] += share * pool.square_sums
-            if gram is not None and pool.gram is not None:
-                gram[expert] += share * pool.gram
-        elif how == "weight_only":
-            level = minimum / pool.tokens * pool.square_sums.mean()
-            square_sums[expert] = level
-            if gram is not None:
-                gram[expert] = 0
-                gram[expert].diagonal().fill_(level)
-        else:
-            assert everyone is not None
-            square_sums[expert] = everyone.square_sums[expert]
-            if gram is not None and everyone.gram is not None:
-                gram[expert] = everyone.gram[expert]
+        alone = range(expert, expert + 1)
+        _fill(_part(stats, alone), minimum, how, pool, _part(everyone, alone))
     return stats
+
+
+def _fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
+    """The same for one matrix with fewer than ``minimum`` rows."""
+    assert own is not None
+    if how == "weight_only":
+        level = minimum / pool.tokens * pool.square_sums.mean()
+        own.square_sums.copy_(level)
+        if own.gram is not None:
+            own.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(level)
+        return
+    share = (minimum - own.tokens) / pool.tokens
+    source = pool if how == "pool" else everyone
+    assert source is not None
+    for sums, of_source in ((own.square_sums, source.square_sums), (own.gram, source.gram)):
+        if sums is not None and of_source is not None:
+            sums.copy_(sums + share * of_source if how == "pool" else of_source)
 
 
 def filled_modules(
@@ -276,107 +262,96 @@ def filled_modules(
     """
     stats_of = {name: stats for names, stats in groups for name in names}
     pools: dict[Hashable, Stats] = {}
-    for mixture in dict.fromkeys(mixture_of.values()):
-        own = [stats_of[name] for name in stats_of if mixture_of.get(name) == mixture]
-        if own:
-            pools[mixture] = sum(own[1:], start=own[0])
-    result = []
-    for names, stats in groups:
-        pool = next((pools[mixture_of[name]] for name in names if name in mixture_of), None)
-        result.append((names, stats if pool is None else _filled_one(stats, minimum, how, pool)))
+    for name, stats in stats_of.items():
+        if (mixture := mixture_of.get(name)) is not None:
+            pools[mixture] = pools[mixture] + stats if mixture in pools else stats
+    result = list(groups)
     for name, mixture in mixture_of.items():
         if name not in stats_of and mixture in pools:
             pool = pools[mixture]
             gram = None if pool.gram is None else torch.zeros_like(pool.gram)
-            nothing = Stats(0, torch.zeros_like(pool.square_sums), gram)
-            result.append(([name], _filled_one(nothing, minimum, how, pool)))
+            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    for place, (names, stats) in enumerate(result):
+        if stats.tokens < minimum:
+            result[place] = (names, deepcopy(stats))  # a pool may be the same object
+            pool = next(pools[mixture_of[name]] for name in names if name in mixture_of)
+            _fill(result[place][1], minimum, how, pool, None)
     return result
-
-
-def _filled_one(stats: Stats, minimum: int, how: str, pool: Stats) -> Stats:
-    gram = None if stats.gram is None else stats.gram.clone()[None]
-    alone = Stats(stats.tokens, stats.square_sums.clone()[None], gram, torch.tensor([stats.tokens]))
-    made = filled(alone, minimum, how, pool, None)
-    return Stats(stats.tokens, made.square_sums[0], None if made.gram is None else made.gram[0])
 
 
 @dataclass(frozen=True)
 class DeferredStats:
-    """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs. Experts with fewer than
-    ``minimum`` rows are filled as ``how`` says, see `filled`."""
+    """What `Stats` is for all experts at once, for a few at a time: `part_of` forms theirs, from rows that are held.
 
-    rows: RoutedTokens
+    counts, square_sums: of the rows that were routed, before experts with few of them are filled.
+    processes: whose rows ``routes`` are a share of; counts and square sums are of all.
+    minimum, how, everyone: experts with fewer than ``minimum`` rows are filled as ``how`` says, see `filled`.
+    """
+
+    counts: Tensor
+    square_sums: Tensor
+    routes: list[list[Route]]
+    processes: Processes = field(default_factory=Processes)
     minimum: int = 0
     how: str = "pool"
-    everyone: RoutedTokens | None = None
+    everyone: "DeferredStats | None" = None
 
     @property
     def tokens(self) -> int:
-        return sum(self.rows.counts)
+        return int(self.counts.sum())
 
-    @property
-    def counts(self) -> Tensor:
-        return torch.tensor(self.rows.counts)
-
-    @property
-    def square_sums(self) -> Tensor:
-        """Of the rows that were routed, before experts with few of them are filled."""
-        return self.rows.square_sums
+    def routed_square_sums(self) -> Stats:
+        return Stats(self.tokens, self.square_sums.clone(), counts=self.counts)
 
     def filled_square_sums(self) -> Tensor:
         """Those of all experts, ``[E, C]``, as `part` has them."""
-
-        def sums(rows: RoutedTokens) -> Stats:
-            return Stats(sum(rows.counts), rows.square_sums.clone(), counts=torch.tensor(rows.counts))
-
-        everyone = None if self.everyone is None else sums(self.everyone)
-        own = sums(self.rows)
+        own = self.routed_square_sums()
+        everyone = None if self.everyone is None else self.everyone.routed_square_sums()
         return filled(own, self.minimum, self.how, pooled(own), everyone).square_sums
 
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
-        stats = _formed(self.rows, experts)
+        stats = self._formed(experts)
         if not few(stats, self.minimum):
             return stats
-        everyone = None if self.everyone is None else _formed(self.everyone, experts)
+        everyone = None if self.everyone is None else self.everyone._formed(experts)
         return filled(stats, self.minimum, self.how, self._pool, everyone)
+
+    def _formed(self, experts: range) -> Stats:
+        columns = self.square_sums.shape[-1]
+        gram = self.square_sums.new_zeros(len(experts), columns, columns)
+        for place, expert in enumerate(experts):
+            self._add_gram(expert, gram[place])
+        self.processes.all_reduce(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
+        counts = self.counts[experts.start : experts.stop]
+        return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
+
+    def _add_gram(self, expert: int, total: Tensor) -> None:
+        """Add the Gram matrix of one expert to ``total`` ``[C, C]``, of the rows that are held here."""
+        for route in self.routes[expert]:
+            rows = route.rows.detach().to(total.dtype)
+            total.addmm_(rows.mT, rows)
 
     @cached_property
     def _pool(self) -> Stats:
-        columns = self.rows.square_sums.shape[-1]
-        total = self.rows.square_sums.new_zeros(columns, columns)
+        columns = self.square_sums.shape[-1]
+        total = self.square_sums.new_zeros(columns, columns)
         if self.how == "pool":  # the others need no Gram matrix of it
-            for expert in range(len(self.rows.counts)):
-                self.rows.gram(expert, total)
-            self.rows.processes.all_reduce("the tokens of all experts", [total])
-        return Stats(self.tokens, self.rows.square_sums.sum(0), total)
-
-
-def _formed(rows: RoutedTokens, experts: range) -> Stats:
-    columns = rows.square_sums.shape[-1]
-    gram = rows.square_sums.new_zeros(len(experts), columns, columns)
-    for place, expert in enumerate(experts):
-        rows.gram(expert, gram[place])
-    rows.processes.all_reduce(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
-    counts = torch.tensor([rows.counts[expert] for expert in experts])
-    return Stats(int(counts.sum()), gram.diagonal(dim1=-2, dim2=-1).clone(), gram, counts)
+            for expert in range(len(self.routes)):
+                self._add_gram(expert, total)
+            self.processes.all_reduce("the tokens of all experts", [total])
+        return Stats(self.tokens, self.square_sums.sum(0), total)
 
 
 def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None:
     """The statistics of some experts of a layer, which follow each other."""
-    if stats is None:
-        return None
-    if isinstance(stats, DeferredStats):
-        return stats.part(experts)
-    assert stats.counts is not None
-    own = slice(experts.start, experts.stop)
-    gram = None if stats.gram is None else stats.gram[own]
-    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
+    return stats.part(experts) if isinstance(stats, DeferredStats) else _part(stats, experts)
 
 
 # the collector --------------------------------------------------------------------------------------------------------
 
 
+ROWS = "rows"
 # (names of layers with one input, their statistics), in call order
 Groups = list[tuple[list[str], Stats | DeferredStats]]
 
@@ -413,21 +388,11 @@ class InputFacts:
         return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead, sums)
 
 
-@dataclass
-class _CallOfModel:
-    """What was seen in one call of the model. Inputs are held, so that no id is taken twice."""
-
-    leader_of_input: dict[tuple, str] = field(default_factory=dict)
-    inputs_of_layer: dict[str, list[tuple]] = field(default_factory=dict)
-    alive: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-
 class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
-    needs: layer name -> what its method needs.
+    needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
     share: False lets every layer sum for itself. The first layer to see an input leads those that share it.
-    deferred: layers of experts whose Gram matrices are formed later, from their tokens.
     all_tokens: layer name -> experts that are to see all tokens, in the place of those that are routed to them.
     """
 
@@ -436,45 +401,34 @@ class Collector:
         *,
         needs: Mapping[str, str],
         share: bool,
-        deferred: Collection[str] = (),
         all_tokens: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._needs = needs
-        self._share = share
-        self._deferred = deferred
-        self._all_tokens = all_tokens
-        self._sums: dict[str, RunningSum | ExpertSums | RoutedTokens] = {}
+        self.needs, self._share, self._all_tokens = needs, share, all_tokens
+        self.sharing_changed = False  # layers shared an input in one call and not in another: the sums are wrong
+        self._sums: dict[str, RunningSum | ExpertSums] = {}
         self._leader_of: dict[str, str] = {}
-        self._call = _CallOfModel()
+        # the inputs in this call of the model, held so that no id is reused, and the layers that got them
+        self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        key = input_key(layer, inputs)
-        leader = self._call.leader_of_input.setdefault(key, layer.name) if self._share else layer.name
-        if self._leader_of.setdefault(layer.name, leader) != leader:
-            raise SharingChanged
-        self._call.inputs_of_layer.setdefault(layer.name, []).append(key)
-        self._call.alive.append(inputs)
+        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
+        names.append(layer.name)
+        leader = names[0] if self._share else layer.name
+        self.sharing_changed |= self._leader_of.setdefault(layer.name, leader) != leader
         if leader != layer.name:
             return
-        if isinstance(layer.adapter, RoutedAdapter):
-            self._add_routed(layer, layer.adapter, inputs, token_mask)
-        else:
+        adapter, need = layer.adapter, self.needs[layer.name]
+        if not isinstance(adapter, RoutedAdapter):
             total = self._sums.setdefault(leader, RunningSum())
             assert isinstance(total, RunningSum)
-            for rows in layer.adapter.rows(layer.owner, inputs, token_mask):
-                total.add(rows, gram="gram" in self._needs.values())
-
-    def _add_routed(
-        self, layer: Layer, adapter: RoutedAdapter, inputs: tuple[Tensor, ...], token_mask: Tensor | None
-    ) -> None:
-        gram = self._needs[layer.name] == "gram"
-        total = self._sums.get(layer.name)
-        if total is None:
-            deferred = gram and layer.name in self._deferred
-            total = RoutedTokens.empty(layer, inputs[0]) if deferred else ExpertSums.empty(layer, inputs[0], gram=gram)
-            self._sums[layer.name] = total
-        assert not isinstance(total, RunningSum)
-        if isinstance(total, RoutedTokens) and token_mask is None:
+            for rows in adapter.rows(layer.owner, inputs, token_mask):
+                total.add(rows, gram=not {"gram", ROWS}.isdisjoint(self.needs.values()))
+            return
+        if leader not in self._sums:
+            self._sums[leader] = ExpertSums.empty(layer, inputs[0], gram=need == "gram", held=need == ROWS)
+        total = self._sums[leader]
+        assert isinstance(total, ExpertSums)
+        if total.routes is not None and token_mask is None:
             inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
         if self._all_tokens is None:
             for route in adapter.routes(layer.owner, inputs, token_mask):
@@ -485,10 +439,10 @@ class Collector:
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
-        seen = self._call.inputs_of_layer
-        if any(seen.get(name) != seen.get(leader) for name, leader in self._leader_of.items()):
-            raise SharingChanged
-        self._call = _CallOfModel()
+        for _, names in self._call.values():
+            counts = Counter(names)
+            self.sharing_changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+        self._call = {}
 
     def take(self) -> Groups:
         """The statistics up to now. Sums begin anew after that."""
@@ -518,8 +472,7 @@ class RunningSum:
 
     def stats(self) -> Stats:
         if self.gram is not None:
-            gram = completed(self.gram)
-            return Stats(self.tokens, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+            return _of_sums(self.tokens, completed(self.gram), gram=True)
         assert self.square_sums is not None
         return Stats(self.tokens, self.square_sums)
 
@@ -530,40 +483,6 @@ class RunningSum:
 
 
 EXCHANGE = "statistics"
-SHARING_CHANGED = "the layers that share an input are others"
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What the other processes have to know of one group's statistics before these are sent."""
-
-    names: tuple[str, ...]
-    tokens: int
-    counts: list[int] | None
-    form: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, names: Sequence[str], stats: Stats | DeferredStats) -> "_Header":
-        form = "deferred" if isinstance(stats, DeferredStats) else "square_sums" if stats.gram is None else "gram"
-        counts, sums = None if stats.counts is None else stats.counts.tolist(), _sums(stats)
-        return cls(tuple(names), stats.tokens, counts, form, tuple(sums.shape), sums.dtype)
-
-    def __add__(self, other: "_Header") -> "_Header":
-        """An attention may be called with one input for q, k and v in one call, and with several in another."""
-        counts = None
-        if self.counts is not None and other.counts is not None:
-            counts = [a + b for a, b in zip(self.counts, other.counts)]
-        shape = torch.broadcast_shapes(self.shape, other.shape)
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        return _Header(self.names, self.tokens + other.tokens, counts, self.form, tuple(shape), dtype)
-
-    def stats(self, sums: Tensor) -> Stats:
-        counts = None if self.counts is None else torch.tensor(self.counts)
-        if self.form == "gram":
-            return Stats(self.tokens, sums.diagonal(dim1=-2, dim2=-1).clone(), sums, counts)
-        return Stats(self.tokens, sums, None, counts)
 
 
 class SumsOfAllProcesses:
@@ -578,8 +497,7 @@ class SumsOfAllProcesses:
         self._collector, self._processes = collector, run.processes
         self._deterministic = run.config.deterministic
         self._device = run.config.device or torch.device("cpu")  # of sums that this process itself has none of
-        self._totals: dict[tuple[str, ...], tuple[_Header, Tensor]] = {}
-        self._known = False  # to all processes: that layers share inputs in some calls only
+        self._totals: dict[tuple[str, ...], tuple[Stats, Tensor]] = {}
 
     def end_call(self) -> None:
         self._collector.end_call()
@@ -589,107 +507,89 @@ class SumsOfAllProcesses:
     def between(self, begin: Callable[[TokenMasks], None]) -> Callable[[TokenMasks], None]:
         """``begin``, which announces each call of the model, preceded by the end of the call before. The end of the
         last call is left to do."""
-        begun = False
 
         def with_end(masks: TokenMasks) -> None:
-            nonlocal begun
-            if begun:
-                self.end_call()
-            begun = True
+            self.end_call()
             begin(masks)
 
         return with_end
 
-    def changed(self) -> None:
-        """Tell the others that layers which shared an input in one call did not in another. Raises SharingChanged."""
-        if not self._known:
-            self._processes.all_gather(EXCHANGE, SHARING_CHANGED)
-        raise SharingChanged
-
-    def groups(self) -> Groups:
-        """(names of layers with one input, their statistics), the same in all processes.
-
-        Raises SharingChanged, in all of them, if layers share an input in one but not in another.
-        """
-        if not self._deterministic:
-            return self._merged(self._collector.take())
-        while not self._add(None):
-            pass
-        return [(list(names), header.stats(total.to(header.dtype))) for names, (header, total) in self._totals.items()]
+    def groups(self) -> Groups | None:
+        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if
+        layers share an input in one call but not in another."""
+        if self._deterministic:
+            while not self._add(None):
+                pass
+            groups: Groups = [(list(names), _with_sums(stats, total)) for names, (stats, total) in self._totals.items()]
+        else:
+            groups = self._merged(self._collector.take())
+        names = [name for group, _ in groups for name in group]
+        changed = self._collector.sharing_changed or len(set(names)) < len(names)
+        return None if any(self._processes.all_gather("whether layers share inputs", changed)) else groups
 
     def _merged(self, groups: Groups) -> Groups:
         processes = self._processes
         if processes.size == 1:
             return groups
-        union: dict[tuple[str, ...], _Header] = {}
-        for headers in self._gather_headers([_Header.of(names, stats) for names, stats in groups]):
-            for header in headers or ():
-                union[header.names] = union[header.names] + header if header.names in union else header
-        self._check_sharing(union)
         own = {tuple(names): stats for names, stats in groups}
-        device = next((_sums(stats).device for stats in own.values()), self._device)
-        sums = {names: _own_part(header, own.get(names), device) for names, header in union.items()}
+        union: dict[tuple[str, ...], Stats] = {}
+        for of_rank in processes.all_gather(EXCHANGE, {names: _without_sums(stats) for names, stats in own.items()}):
+            for names, stats in of_rank.items():
+                union[names] = union[names] + stats if names in union else stats
+        device = next((stats.square_sums.device for stats in own.values()), self._device)
+        sums = {
+            names: torch.zeros_like(_sums(stats), device=device)
+            if names not in own
+            else _sums(own[names]).to(_sums(stats).dtype).expand(_sums(stats).shape).contiguous()
+            for names, stats in union.items()
+        }
         processes.all_reduce(EXCHANGE, list(sums.values()))
         merged: Groups = []
-        for names, header in union.items():
-            stats = own.get(names)
-            if header.form == "deferred":
-                assert header.counts is not None
-                routes = stats.rows.routes if isinstance(stats, DeferredStats) else [[] for _ in header.counts]
-                rows = RoutedTokens(header.counts, sums[names], routes, processes)
-                merged.append((list(names), DeferredStats(rows)))
+        for names, stats in union.items():
+            if stats.counts is not None and self._collector.needs[names[0]] == ROWS:
+                mine = own.get(names)
+                routes = mine.routes if isinstance(mine, DeferredStats) else [[] for _ in stats.counts]
+                merged.append((list(names), DeferredStats(stats.counts, sums[names], routes, processes)))
             else:
-                merged.append((list(names), header.stats(sums[names])))
+                merged.append((list(names), _with_sums(stats, sums[names])))
         return merged
 
     def _add(self, groups: Groups | None) -> bool:
         """Add one call's sums of every process, by rank; None: this one has no more. -> whether none has."""
         processes = self._processes
-        of_ranks = self._gather_headers(None if groups is None else [_Header.of(*group) for group in groups])
-        device = next((_sums(stats).device for _, stats in groups or ()), self._device)
-        for rank, headers in enumerate(of_ranks):
-            if not headers:
+        own = None if groups is None else [(tuple(names), _without_sums(stats)) for names, stats in groups]
+        of_ranks = processes.all_gather(EXCHANGE, own)
+        device = next((stats.square_sums.device for _, stats in groups or ()), self._device)
+        for rank, of_rank in enumerate(of_ranks):
+            if not of_rank:
                 continue
-            if rank == processes.rank:
-                assert groups is not None
+            if groups is not None and rank == processes.rank:
                 sums = [_sums(stats).contiguous() for _, stats in groups]
             else:
-                sums = [torch.empty(header.shape, dtype=header.dtype, device=device) for header in headers]
+                sums = [torch.zeros_like(_sums(stats), device=device) for _, stats in of_rank]
             processes.broadcast(EXCHANGE, sums, rank)
-            for header, values in zip(headers, sums):
-                self._add_to_total(header, values)
-        self._check_sharing(self._totals)
-        return all(headers is None for headers in of_ranks)
-
-    def _add_to_total(self, header: _Header, values: Tensor) -> None:
-        if header.names not in self._totals:
-            self._totals[header.names] = (header, values.to(torch.float64, copy=True))
-            return
-        before, total = self._totals[header.names]
-        total = total.add_(values) if total.shape == values.shape else total + values
-        self._totals[header.names] = (before + header, total)
-
-    def _gather_headers(self, own: list[_Header] | None) -> list[list[_Header] | None]:
-        headers = self._processes.all_gather(EXCHANGE, own)
-        if SHARING_CHANGED in headers:
-            self._known = True
-            raise SharingChanged
-        return headers
-
-    def _check_sharing(self, groups: Collection[tuple[str, ...]]) -> None:
-        names = [name for group in groups for name in group]
-        if len(set(names)) < len(names):
-            self._known = True
-            raise SharingChanged
-
-
-def _own_part(header: _Header, stats: Stats | DeferredStats | None, device: torch.device) -> Tensor:
-    if stats is None:
-        return torch.zeros(header.shape, dtype=header.dtype, device=device)
-    return _sums(stats).to(header.dtype).expand(header.shape).contiguous()
+            for (names, stats), values in zip(of_rank, sums):
+                if names not in self._totals:
+                    self._totals[names] = (stats, values.to(torch.float64, copy=True))
+                    continue
+                before, total = self._totals[names]
+                total = total.add_(values) if total.shape == values.shape else total + values
+                self._totals[names] = (before + stats, total)
+        return all(of_rank is None for of_rank in of_ranks)
 
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:
     """What of the statistics is summed up, and gives the rest."""
     gram = None if isinstance(stats, DeferredStats) else stats.gram
     return stats.square_sums if gram is None else gram
+
+
+def _without_sums(stats: Stats | DeferredStats) -> Stats:
+    """What the other processes have to know of statistics before these are sent: shapes in the place of sums."""
+    gram = None if isinstance(stats, DeferredStats) or stats.gram is None else stats.gram.to("meta")
+    return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
+
+
+def _with_sums(stats: Stats, sums: Tensor) -> Stats:
+    """The statistics of which `_without_sums` has made ``stats``."""
+    return _of_sums(stats.tokens, sums.to(_sums(stats).dtype), gram=stats.gram is not None, counts=stats.counts)
