@@ -158,12 +158,9 @@ class Processes:
 
     def all_reduce(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, in all processes, by its sum over them."""
-        if self.size > 1:
-            assert dist is not None
-            device_types = self.all_gather(what, [tensor.device.type for tensor in tensors])
-            with self._sending(what):
-                for tensor, of_ranks in zip(tensors, zip(*device_types)):
-                    self._through(tensor, of_ranks, dist.all_reduce)
+        device_types = self.all_gather(what, [tensor.device.type for tensor in tensors])
+        if dist is not None and self.size > 1:
+            self._send(what, tensors, device_types, dist.all_reduce)
 
     def broadcast(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
         """Replace each tensor by that of rank ``source`` -> the ``value`` of that rank.
@@ -171,10 +168,9 @@ class Processes:
         Shapes and dtypes are the same in all processes.
         """
         headers = self.all_gather(what, ([tensor.device.type for tensor in tensors], value))
-        if self.size > 1:
-            with self._sending(what):
-                for tensor, of_ranks in zip(tensors, zip(*(device_types for device_types, _ in headers))):
-                    self._broadcast_bytes(tensor, of_ranks, source)
+        if dist is not None and self.size > 1:
+            send = partial(dist.broadcast, src=source)
+            self._send(what, tensors, [device_types for device_types, _ in headers], send, as_bytes=True)
         return headers[source][1]
 
     def barrier(self) -> None:
@@ -225,26 +221,20 @@ class Processes:
                 f"look at what the others printed, and start all again ({text[:200]})"
             )
 
-    def _broadcast_bytes(self, tensor: Tensor, of_ranks: tuple[str, ...], source: int) -> None:
-        assert dist is not None
-        # as bytes: backends differ in the dtypes that they take
-        raw = tensor if tensor.is_contiguous() else tensor.contiguous()
-        raw = raw.detach().reshape(-1).view(torch.uint8)
-        self._through(raw, of_ranks, partial(dist.broadcast, src=source))
-        if raw.data_ptr() != tensor.data_ptr():
-            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
-
-    def _through(self, tensor: Tensor, of_ranks: tuple[str, ...], send: Any) -> None:
-        """Send through the default group if it serves the device that all ranks have it on, else through the CPU."""
-        if not tensor.numel():
-            return
-        if set(of_ranks) != {"cpu"} and len(set(of_ranks)) == 1 and _serves(tensor.device):
-            send(tensor, group=None)
-            return
-        values = tensor.detach().to("cpu").contiguous()
-        send(values, group=self._values)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.copy_(values)
+    def _send(
+        self, what: str, tensors: Sequence[Tensor], device_types: list[list[str]], send: Any, *, as_bytes: bool = False
+    ) -> None:
+        """Send through the default group if it serves the device that all ranks have a tensor on, else through the
+        CPU. ``as_bytes``: backends differ in the dtypes that they take."""
+        with self._sending(what):
+            for tensor, of_ranks in zip(tensors, zip(*device_types)):
+                if not tensor.numel():
+                    continue
+                direct = len(set(of_ranks)) == 1 and _serves(tensor.device)
+                values = tensor.detach().to(tensor.device if direct else "cpu").contiguous()
+                send(values.view(-1).view(torch.uint8) if as_bytes else values, group=None if direct else self._values)
+                if values.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(values)
 
 
 @contextmanager
@@ -296,4 +286,4 @@ def _serves(device: torch.device) -> bool:
     """Whether the default group has a backend for this device that does not copy to the CPU."""
     assert dist is not None
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
-    return any(kind == device.type and backend != "gloo" for kind, _, backend in pairs)
+    return device.type != "cpu" and any(kind == device.type and backend != "gloo" for kind, _, backend in pairs)

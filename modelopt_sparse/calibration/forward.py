@@ -334,35 +334,22 @@ def _share(calls: list[Call], run: Run) -> tuple[list[Call], str]:
 
 @contextmanager
 def forward_context(run: Run) -> Iterator[None]:
-    """What forwards run in: the precision that the user asked for, and every module called. No solver runs in it."""
-    with _every_module_called(), _autocast(run):
-        yield
-
-
-@contextmanager
-def _autocast(run: Run) -> Iterator[None]:
-    """The precision that the user asked for, on every device that the model or a part of it runs on."""
+    """What forwards run in: every module called, and the precision that the user asked for, on every device that the
+    model or a part of it runs on. No solver runs in it."""
+    config, mha = run.config, torch.backends.mha
     with ExitStack() as contexts:
-        if run.config.autocast is not None:
+        # nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside
+        # them without calling these, and packs padded batches into nested tensors
+        contexts.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        if config.autocast is not None:
             types = {p.device.type for p in run.model.parameters() if not p.is_meta} | {"cpu"}
-            types |= {run.config.device.type} if run.config.device is not None else set()
-            dtype = getattr(torch, run.config.autocast)
+            types |= {config.device.type} if config.device is not None else set()
             for device_type in sorted(types):
                 # reconstruction changes weights in this context: no copy of them may be held
+                dtype = getattr(torch, config.autocast)
                 contexts.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
         yield
-
-
-@contextmanager
-def _every_module_called() -> Iterator[None]:
-    """nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside them
-    without calling these, and packs padded batches into nested tensors: switch it off."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -372,9 +359,9 @@ def on_execution_device(run: Run, blocks: Sequence[nn.Module], *, outputs_stay: 
     from."""
     device = run.config.device
     with ExitStack() as contexts:
-        for block in blocks if device is not None else ():
-            assert device is not None
-            contexts.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=outputs_stay))
+        if device is not None:
+            for block in blocks:
+                contexts.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=outputs_stay))
         yield
 
 

@@ -9,12 +9,12 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.calibration.run import Run, calibrating
@@ -55,61 +55,35 @@ class Prompts:
         return cls(long_enough, size, first=first)
 
 
-@dataclass(frozen=True)
-class Written:
-    """Texts ``[n, length]`` of token ids, on the CPU, and how many tokens each has; what follows means nothing."""
-
-    ids: Tensor
-    sizes: Tensor
-
-    def calls(self, windows: int) -> list[Call]:
-        """Batches of so many texts. Where they are not equally long, what is behind their ends is masked."""
-        pairs = zip(self.ids.split(windows), self.sizes.split(windows))
-        return [Call((), _unpadded(ids[:, : int(sizes.max())], sizes)) for ids, sizes in pairs]
-
-    def rows(self) -> list[Tensor]:
-        return [row[:size] for row, size in zip(self.ids, self.sizes.tolist())]
-
-
-def _unpadded(ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    mask = torch.arange(ids.shape[1]) < sizes[:, None]
-    return {"input_ids": ids} if mask.all() else {"input_ids": ids, "attention_mask": mask.long()}
-
-
 def write_windows(
-    model: nn.Module, prompts: Prompts, count: int, length: int, seed: int, processes: Processes | None = None
-) -> Written:
-    """``count`` texts of at most ``length`` tokens. Text i depends on (seed, i), and not on how many others there are,
-    but for what batches do to the last bits of logits."""
-    rank, ranks = (0, 1) if processes is None else (processes.rank, processes.size)
-    own: dict[int, Written] = {}
-    for number, begin in enumerate(range(0, count, BATCH)):
-        if number % ranks == rank:
-            draws = [_Draws(seed, prompts.first + i, length) for i in range(begin, min(begin + BATCH, count))]
-            uniforms = torch.stack([draw.uniforms for draw in draws])
-            own[number] = _continued(model, [draw.prompt(prompts) for draw in draws], uniforms, prompts.ends)
-    of_ranks = [own] if processes is None else processes.all_gather("text that the model writes", own)
-    texts = [text for _, text in sorted((pair for written in of_ranks for pair in written.items()), key=itemgetter(0))]
-    return Written(torch.cat([text.ids for text in texts]), torch.cat([text.sizes for text in texts]))
+    model: nn.Module, prompts: Prompts, count: int, length: int, seed: int, processes: Processes
+) -> list[Tensor]:
+    """``count`` texts of at most ``length`` token ids, on the CPU. Text i depends on (seed, i), and not on how many
+    others there are, but for what batches do to the last bits of logits."""
+    own: dict[int, list[Tensor]] = {}
+    for number in range(processes.rank, -(-count // BATCH), processes.size):
+        texts = range(number * BATCH, min((number + 1) * BATCH, count))
+        draws = [draw(prompts, seed, prompts.first + text, length) for text in texts]
+        own[number] = _continued(model, [x for x, _ in draws], torch.stack([x for _, x in draws]), prompts.ends)
+    written: dict[int, list[Tensor]] = {}
+    for of_rank in processes.all_gather("text that the model writes", own):
+        written.update(of_rank)
+    return [text for number in sorted(written) for text in written[number]]
 
 
-class _Draws:
-    """All random numbers of one text: where its prompt begins, and one in [0, 1) for each token."""
-
-    def __init__(self, seed: int, number: int, length: int) -> None:
-        random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
-        self._place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-        self.uniforms = torch.rand(length, generator=random, dtype=torch.float64)
-
-    def prompt(self, prompts: Prompts) -> Tensor:
-        row = prompts.rows[int(self._place[0] * len(prompts.rows))]
-        if prompts.cut is None:
-            return row
-        begin = int(self._place[1] * (len(row) - prompts.cut + 1))
-        return row[begin : begin + prompts.cut]
+def draw(prompts: Prompts, seed: int, number: int, length: int) -> tuple[Tensor, Tensor]:
+    """All that is random in one text -> what it begins with, and for each token a number in [0, 1)."""
+    random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+    row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    uniforms = torch.rand(length, generator=random, dtype=torch.float64)
+    row = prompts.rows[int(row_place * len(prompts.rows))]
+    if prompts.cut is not None:
+        begin = int(begin_place * (len(row) - prompts.cut + 1))
+        row = row[begin : begin + prompts.cut]
+    return row, uniforms
 
 
-def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, ends: Sequence[int]) -> Written:
+def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, ends: Sequence[int]) -> list[Tensor]:
     """Prompts continued to the length of ``uniforms`` [n, length], or to the first of ``ends``, token by token.
 
     With a KV cache each token is run once; a model without one runs all of them again for each new one. Prompts begin
@@ -135,7 +109,7 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
         sizes = torch.where(going_on & torch.isin(ids[:, place], last), place + 1, sizes)
         if (sizes <= place + 1).all():
             break
-    return Written(ids.cpu(), sizes.cpu())
+    return [row[:size] for row, size in zip(ids.cpu(), sizes.tolist())]
 
 
 def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -145,6 +119,18 @@ def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
         raise ValueError("the dense model's logits are not finite, so that it cannot write text: repair the checkpoint")
     chosen = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     return chosen.clamp(max=logits.shape[-1] - 1)
+
+
+def _in_batches(texts: list[Tensor], size: int) -> list[Call]:
+    """Calls with ``size`` texts each. Where these are not equally long, what is behind their ends is masked."""
+    calls = []
+    for begin in range(0, len(texts), size):
+        batch = texts[begin : begin + size]
+        call = {"input_ids": pad_sequence(batch, batch_first=True)}
+        if len(set(map(len, batch))) > 1:
+            call["attention_mask"] = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True)
+        calls.append(Call((), call))
+    return calls
 
 
 def monotonous(texts: Sequence[Tensor]) -> str | None:
@@ -192,7 +178,7 @@ def write_text(
             prompts, length = Prompts([begin_of_text(network)], 1), seq_len or default_seq_len(network)
         else:
             prompts, length = _prompts([Call((), batch) for batch in text_windows(config, network)], 0, config, network)
-        written = write_windows(network, prompts, windows, length, seed).rows()
+        written = write_windows(network, prompts, windows, length, seed, Processes())
     if problem := monotonous(written):
         warnings.warn(problem, stacklevel=2)
     lines = (json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written)
@@ -213,7 +199,7 @@ def own_calls(
     prompts, length = _prompts(calls, held_back, config, model)
     written = write_windows(model, prompts, windows, length, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
-    return written.calls(size), monotonous(written.rows())
+    return _in_batches(written, size), monotonous(written)
 
 
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
@@ -223,27 +209,18 @@ def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, mode
     length = max(map(len, rows))
     judges = len(rows_of(calls[len(calls) - held_back :])) if held_back else 0
     if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
-        return Prompts(_short_enough(turns, length), None, end_tokens(model, config.tokenizer)), length
+        short = [turn for turn in turns if len(turn) <= length * 3 // 4]
+        if not short:
+            raise ValueError(
+                f"none of {len(turns)} chats, up to the model's turn, leaves a quarter of a window of {length} tokens "
+                "to own text: give a larger seq_len, shorter chats, or leave self_data out"
+            )
+        # the tokens that end an answer: those of the model, and the tokenizer's end of text
+        of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = {*(of_model if isinstance(of_model, list) else [of_model]), config.tokenizer.eos_token_id} - {None}
+        return Prompts(short, None, tuple(ends)), length
     first = len(rows) if config.writes_its_data else 0  # those before have been written
     return Prompts.cuts(rows[: len(rows) - judges] or rows, length, first), length
-
-
-def _short_enough(turns: Sequence[Tensor], length: int) -> list[Tensor]:
-    """Prompts that leave the model at least a quarter of the window. Raises ValueError if there is none."""
-    short = [turn for turn in turns if len(turn) <= length * 3 // 4]
-    if not short:
-        raise ValueError(
-            f"own text begins with the user's chats up to the model's turn, and none of {len(turns)} leaves a quarter "
-            f"of a window of {length} tokens to the model: give a larger seq_len, shorter chats, or leave self_data out"
-        )
-    return short
-
-
-def end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: those of the model's generation_config, and the tokenizer's end of text."""
-    of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
-    return tuple(sorted(ends))
 
 
 def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Processes) -> tuple[list[Call], str | None]:
@@ -256,7 +233,7 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
     prompts = Prompts([begin_of_text(model)], 1)
     written = write_windows(model, prompts, config.num_samples, length, config.seed, processes)
     size = config.windows_per_batch(config.num_samples, length, config.device or input_device(model))
-    return written.calls(size)[: config.max_batches], monotonous(written.rows())
+    return _in_batches(written, size)[: config.max_batches], monotonous(written)
 
 
 def begin_of_text(model: nn.Module) -> Tensor:
@@ -269,7 +246,7 @@ def begin_of_text(model: nn.Module) -> Tensor:
                 return torch.tensor([token[0] if isinstance(token, list) else token])
     raise ValueError(
         f"data={SELF!r}: the config of this {type(model).__name__} names no bos_token_id and no eos_token_id to begin "
-        "with: set model.generation_config.bos_token_id, or give text"
+        "with: set model.generation_config.bos_token_id"
     )
 
 
@@ -302,8 +279,8 @@ def rows_of(calls: Sequence[Call]) -> list[Tensor]:
         ids, mask = _tokens_of(call), call.kwargs.get("attention_mask")
         if ids is None:
             raise ValueError(
-                "own text begins with tokens of the calibration data, and a batch of it holds none as input_ids "
-                "[windows, tokens]: give text or token batches, or leave self_data out"
+                "own text begins with tokens of the data, and a batch holds none as input_ids [windows, tokens]: give "
+                "text or token batches, or leave self_data out"
             )
         rows += list(ids) if mask is None else [row[own.bool()] for row, own in zip(ids, mask)]
     return rows

@@ -54,9 +54,9 @@ def written_slowly(model, rows, number, length, seed, prompt=None):
 
 
 def windows_of(model, rows, count, length, seed, processes=None):
-    written = write_windows(model, Prompts.cuts(rows, length), count, length, seed, processes)
-    assert set(written.sizes.tolist()) == {length}
-    return written.ids
+    written = write_windows(model, Prompts.cuts(rows, length), count, length, seed, processes or Processes())
+    assert {len(row) for row in written} == {length}
+    return torch.stack(written)
 
 
 def test_windows_are_what_the_model_says_token_by_token():
@@ -428,14 +428,14 @@ def test_what_texts_begin_with(tokens, first):
 def test_more_of_it_is_other_text():
     """With self_data windows go on counting, so that none is drawn by the numbers of another."""
     numbers = []
-    real = writing._Draws.__init__
+    real = writing.draw
 
-    def counting(self, seed, number, length):
+    def counting(prompts, seed, number, length):
         numbers.append(number)
-        real(self, seed, number, length)
+        return real(prompts, seed, number, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing._Draws, "__init__", counting)
+        patch.setattr(writing, "draw", counting)
         mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
     assert numbers == list(range(12))
 
