@@ -3,9 +3,9 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,14 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are. Where something is
     tuned, a batch of a data_loader is cut into steps."""
     if config.processor is not None:
-        size = config.batch_size or IMAGES
-        batches: Iterable[Any] = processed(config.data, config.processor, config.num_samples, size, config.seed)
+        batches: Iterable[Any] = _processed(config)
     elif config.data is not None:
         batches = text_windows(config, model)
     else:
         assert config.data_loader is not None
         batches = config.data_loader
-    calls = []
-    for batch in batches:
-        calls.append(_as_call(batch if config.collect_func is None else config.collect_func(batch), config))
-        if len(calls) == config.max_batches:
-            break
+    take = config.collect_func or (lambda batch: batch)
+    calls = [_as_call(take(batch), config) for batch in islice(batches, config.max_batches)]
     if not calls:
         raise ValueError(
             "data_loader gives no batch: it is empty, or a generator that has already been used up; "
@@ -125,18 +121,15 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     return [{"input_ids": batch} for batch in chosen.split(size)]
 
 
-def _drawn(windows: int, config: SparsifyConfig) -> Tensor:
-    """Which of so many windows are drawn, in their order."""
-    return (
-        torch.randperm(windows, generator=torch.Generator().manual_seed(config.seed))[: config.num_samples]
-        .sort()
-        .values
-    )
+def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
+    """Which of so many rows are drawn without replacement, in their order."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed))
+    return order[: config.num_samples].sort().values
 
 
 def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges: int) -> list[Tensor]:
-    """The user's chats up to the model's last turn, as tokens [n], but for those that reach into the last ``judges`` of
-    the ``windows`` that they gave; none if the data holds other text."""
+    """The user's chats up to the last user turn and to where the template lets the model begin, as tokens [n]. Without
+    those that reach into the last ``judges`` of the ``windows`` that they gave; none if the data holds other text."""
     documents = documents_of(config.data)
     if any(isinstance(document, str) for document in documents):
         return []
@@ -145,8 +138,13 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
     drawn = _drawn(max(1, sum(sizes) // seq_len), config)[:windows]
     limit = int(drawn[-judges]) * seq_len if judges else sum(sizes)
     before = [chat for chat, end in zip(documents, accumulate(sizes)) if end <= limit] or documents
-    prompts = [prompt_of(chat, config.tokenizer) for chat in before]
-    return [prompt for prompt in prompts if prompt is not None]
+    prompts = []
+    for chat in before:
+        if turns := [number for number, message in enumerate(chat) if message["role"] == "user"]:
+            text = _chat_text(chat[: turns[-1] + 1], config.tokenizer, add_generation_prompt=True)
+            ids = config.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            prompts.append(torch.tensor(ids, dtype=torch.long))
+    return prompts
 
 
 def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -175,23 +173,12 @@ def tokens_of(data: Any, tokenizer: Any, *, split: str = "train", special_tokens
     ids: list[int] = []
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for number, row in enumerate(rows):
-        if isinstance(row, str):
-            # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
-            own = tokenizer(row, add_special_tokens=special_tokens and number == 0, verbose=False)["input_ids"]
-            ids += (between if ids else []) + own
-        else:
-            ids += tokenizer(_chat_text(row, tokenizer), add_special_tokens=False, verbose=False)["input_ids"]
+        is_text = isinstance(row, str)
+        ids += between if is_text and ids else []
+        # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
+        options = {"add_special_tokens": special_tokens and is_text and number == 0, "verbose": False}
+        ids += tokenizer(row if is_text else _chat_text(row, tokenizer), **options)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
-
-
-def prompt_of(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> Tensor | None:
-    """A chat up to its last user turn and to where the template lets the model begin, as tokens [n]; None if no user
-    says anything in it."""
-    turns = [number for number, message in enumerate(chat) if message["role"] == "user"]
-    if not turns:
-        return None
-    text = _chat_text(chat[: turns[-1] + 1], tokenizer, add_generation_prompt=True)
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
 def documents_of(data: Any, split: str = "train") -> list[Any]:
@@ -205,8 +192,7 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
     if isinstance(data, (str, Path)):
         data = opened(data, split)
     if isinstance(data, Mapping):
-        names = first_few(list(map(str, data)))
-        raise TypeError(f"data is a mapping of {names}: give one of them, as data=data['train']")
+        raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one, as data=data['train']")
     rows = list(_column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
     for row in rows:
         if not isinstance(row, str) and not _is_chat(row):
@@ -223,10 +209,7 @@ def opened(data: str | Path, split: str = "train") -> Any:
     ``split``: of a name that says none. Raises ValueError if it cannot be had.
     """
     if isinstance(data, Path) and not data.is_dir():
-        raise ValueError(
-            f"data {str(data)!r} is not a file: give a .txt or .jsonl file, a folder with a data set, or a list of "
-            "texts"
-        )
+        raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or a folder with a data set")
     try:
         from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
     except ImportError:
@@ -247,28 +230,24 @@ def is_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "features")
 
 
-def processed(data: Any, processor: Any, count: int, size: int, seed: int) -> Iterator[Mapping[str, Any]]:
-    """What a processor makes of images in batches of ``size``, or of chats with images one by one.
-
-    ``count`` rows are drawn without replacement by ``seed``. Raises ValueError for data without images or chats.
-    """
+def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
+    """What a processor makes of images in batches, or of chats with images one by one. Raises ValueError for text."""
+    data, processor, size = config.data, config.processor, config.batch_size or IMAGES
     if isinstance(data, (str, Path)):
         data = opened(data)
     if not is_dataset(data):
         data = list(data)
         if any(isinstance(row, str) or _is_chat(row) for row in data):
             raise ValueError("data holds text, and processor= is for images: give tokenizer= in its place")
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:count].sort().values.tolist()
-    chats = is_dataset(data) and set(data.column_names) & set(CHAT)
-    if not is_dataset(data) or not chats:
-        images: Callable[[int], Any] = data.__getitem__
-        if is_dataset(data):
-            images = _column(data, IMAGE).__getitem__
+    order = _drawn(len(data), config).tolist()
+    columns = getattr(data, "column_names", [])
+    chat = next((name for name in CHAT if name in columns), None)
+    if chat is None:
+        images = _column(data, IMAGE) if columns else data
         for begin in range(0, len(order), size):
-            yield processor(images=[images(i) for i in order[begin : begin + size]], return_tensors="pt")
+            yield processor(images=[images[i] for i in order[begin : begin + size]], return_tensors="pt")
         return
-    chat = next(name for name in CHAT if name in data.column_names)
-    pictures = next((name for name in IMAGE if name in data.column_names), None)
+    pictures = next((name for name in IMAGE if name in columns), None)
     for row in (data[i] for i in order):
         shown = [] if pictures is None or row[pictures] is None else row[pictures]
         shown = shown if isinstance(shown, list) else [shown]
@@ -298,22 +277,22 @@ def _in_file(path: Path) -> list[Any]:
         ) from None
     if path.suffix != ".jsonl":
         return [text]
-    lines = enumerate(text.splitlines(), start=1)
-    return [_in_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()]
-
-
-def _in_line(line: str, where: str) -> Any:
-    try:
-        row = json.loads(line)
-        content = row.get("text", row.get("messages"))
-    except (ValueError, AttributeError, RecursionError):  # a RecursionError: nested too deeply to be read
-        content = None
-    if not isinstance(content, str) and not _is_chat(content):
-        raise ValueError(
-            f'{where}: every line must be a JSON object with a "text" key that holds a string, or a "messages" key '
-            "that holds a chat"
-        )
-    return content
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            content = row.get("text", row.get("messages"))
+        except (ValueError, AttributeError, RecursionError):  # a RecursionError: nested too deeply to be read
+            content = None
+        if not isinstance(content, str) and not _is_chat(content):
+            raise ValueError(
+                f'{str(path)!r} line {number}: every line must be a JSON object with a "text" key that holds a string, '
+                'or a "messages" key that holds a chat'
+            )
+        rows.append(content)
+    return rows
 
 
 def _is_chat(row: Any) -> bool:

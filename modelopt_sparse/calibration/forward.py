@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
-from modelopt_sparse.calibration.own_text import calls_from_nothing, own_calls, why_none_is_written
+from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.padding import PaddingError, Side, SideOf, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
@@ -177,6 +177,9 @@ def watched_outputs(
 # the model and its data -----------------------------------------------------------------------------------------------
 
 
+NONE_WRITTEN = "the model writes no text itself"
+
+
 @dataclass
 class CalibrationData:
     """The model of a run, and the calls of it that are this process's share of the calibration data.
@@ -198,9 +201,7 @@ class CalibrationData:
         """Read the data, unless ``calls`` has all of it, and take this process's share."""
         if run.config.forward_loop is not None:
             if run.config.self_data == "auto":
-                run.report.notes.append(
-                    "the model writes no text itself: a forward_loop calls it, and no prompts are known"
-                )
+                run.report.notes.append(f"{NONE_WRITTEN}: a forward_loop calls it, and no prompts are known")
             return cls(run, None)
         if run.config.writes_its_data:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
@@ -243,7 +244,7 @@ class CalibrationData:
         run = self.run
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            begin(token_masks(module, args, kwargs, count_padding=run.config.count_padding))
+            begin(self.masks_of(Call(args, kwargs)))
 
         with ExitStack() as contexts:
             contexts.enter_context(forward_context(run))
@@ -291,20 +292,20 @@ def _own(calls: list[Call], run: Run) -> list[Call]:
     if not run.config.self_data:
         return []
     if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
-        run.report.notes.append(f"the model writes no text itself: {why}")
+        run.report.notes.append(f"{NONE_WRITTEN}: {why}")
         return []
     return _written(run, lambda: own_calls(run.model, calls, judging(len(calls)), run.config, run.processes))
 
 
-def _written(run: Run, write: Callable[[], tuple[list[Call], str | None]]) -> list[Call]:
+def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     """Text that ``write`` lets the model write, with a note of it in the report."""
     began = time.perf_counter()
     with forward_context(run):
-        own, problem = write()
+        own = write()
     seconds = time.perf_counter() - began
     windows = sum(len(batch.kwargs["input_ids"]) for batch in own)
     run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")
-    if problem is not None:
+    if problem := monotonous(rows_of(own)):
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)
     return own

@@ -188,8 +188,8 @@ def write_text(
 
 def own_calls(
     model: nn.Module, calls: Sequence[Call], held_back: int, config: SparsifyConfig, processes: Processes
-) -> tuple[list[Call], str | None]:
-    """The windows that ``config.self_data`` asks for, in batches as large as the user's; and what is worth a warning.
+) -> list[Call]:
+    """The windows that ``config.self_data`` asks for, in batches as large as the user's.
 
     ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
     the same text: batch b is written by process b mod n, and sent to all.
@@ -199,7 +199,7 @@ def own_calls(
     prompts, length = _prompts(calls, held_back, config, model)
     written = write_windows(model, prompts, windows, length, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
-    return _in_batches(written, size), monotonous(written)
+    return _in_batches(written, size)
 
 
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
@@ -223,8 +223,8 @@ def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, mode
     return Prompts.cuts(rows[: len(rows) - judges] or rows, length, first), length
 
 
-def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Processes) -> tuple[list[Call], str | None]:
-    """The calibration data that ``data="self"`` stands for; and what is worth a warning.
+def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Processes) -> list[Call]:
+    """The calibration data that ``data="self"`` stands for.
 
     Each of ``num_samples`` windows begins with the model's beginning-of-text token.
     """
@@ -233,7 +233,7 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
     prompts = Prompts([begin_of_text(model)], 1)
     written = write_windows(model, prompts, config.num_samples, length, config.seed, processes)
     size = config.windows_per_batch(config.num_samples, length, config.device or input_device(model))
-    return _in_batches(written, size)[: config.max_batches], monotonous(written)
+    return _in_batches(written, size)[: config.max_batches]
 
 
 def begin_of_text(model: nn.Module) -> Tensor:

@@ -33,7 +33,7 @@ def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], *, cou
     if count_padding:
         return TokenMasks()
     named = _by_name(model, args, kwargs)
-    own = _token_mask("attention_mask", named.get("attention_mask"))
+    own = _token_mask(named, "attention_mask")
     if own is None:
         own = _key_padding(model, named)
     image = None
@@ -42,7 +42,7 @@ def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], *, cou
             image = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
     if not is_encoder_decoder(model):
         return TokenMasks(own, own, image)
-    decoder = _token_mask("decoder_attention_mask", named.get("decoder_attention_mask"))
+    decoder = _token_mask(named, "decoder_attention_mask")
     labels = named.get("labels")
     if named.get("decoder_attention_mask") is None and isinstance(labels, Tensor) and labels.dim() == 2:
         decoder = _any_padding(labels != -100)
@@ -62,8 +62,8 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
     return named
 
 
-def _token_mask(name: str, mask: Any) -> Tensor | None:
-    if mask is None:
+def _token_mask(named: Mapping[str, Any], name: str) -> Tensor | None:
+    if (mask := named.get(name)) is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"

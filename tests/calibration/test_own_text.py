@@ -136,7 +136,7 @@ def test_prompts_come_from_what_does_not_judge():
     model, calls = tiny_llama().eval(), [Call((), batch) for batch in batches(4)]
     calls[-1] = Call((), {"input_ids": torch.full_like(calls[-1].kwargs["input_ids"], 96)})
     config = mts.SparsifyConfig(data_loader=[], self_data=40)
-    own, _ = own_calls(model, calls, 1, config, Processes())
+    own = own_calls(model, calls, 1, config, Processes())
     assert [len(call.kwargs["input_ids"]) for call in own[:-1]] == [len(calls[0].kwargs["input_ids"])] * (len(own) - 1)
     written = torch.cat([call.kwargs["input_ids"] for call in own])
     assert written.shape == (40, LENGTH)
@@ -220,7 +220,7 @@ def test_the_run_is_that_on_the_same_batches_given_by_hand():
     model = tiny_llama()
     config = mts.SparsifyConfig(data_loader=[], self_data=8)
     with torch.no_grad():
-        own, _ = own_calls(model.eval(), [Call((), batch) for batch in batches(4)], 1, config, Processes())
+        own = own_calls(model.eval(), [Call((), batch) for batch in batches(4)], 1, config, Processes())
     by_hand = mts.sparsify(
         tiny_llama(), "sparsegpt", data_loader=[*(call.kwargs for call in own), *batches(4)], progress=False
     )
@@ -333,7 +333,7 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     calls = load_calls(config, model)
     ends = tuple(range(100, 400))  # the model ends no text by itself
     model.generation_config.eos_token_id = list(ends)
-    own, _ = own_calls(model, calls, 1, config, Processes())
+    own = own_calls(model, calls, 1, config, Processes())
     texts = [
         "".join(f"<{m['role']}>{m['content']}" for m in (chat[:3] if len(chat) > 2 else chat[:1])) + "<model>"
         for chat in chats
@@ -375,7 +375,7 @@ def test_chats_without_a_user_are_text_like_other(chatting):
     model, tokenizer, chats = chatting
     alone = [[{"role": "assistant", "content": chat[0]["content"]}] for chat in chats]
     config = mts.SparsifyConfig(data=alone, tokenizer=tokenizer, num_samples=4, seq_len=64, self_data=2)
-    own, _ = own_calls(model, load_calls(config, model), 1, config, Processes())
+    own = own_calls(model, load_calls(config, model), 1, config, Processes())
     assert [call.kwargs.keys() for call in own] == [{"input_ids"}]
 
 

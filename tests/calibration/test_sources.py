@@ -225,7 +225,7 @@ def test_a_processor_goes_with_data_and_without_a_tokenizer(options):
 
 def test_a_mapping_of_splits_is_no_text(tokenizer):
     """load_dataset without a split gives one: its keys are strings, and no documents."""
-    with pytest.raises(TypeError, match=r"data is a mapping of train; test: give one of them, as data=data\['train'\]"):
+    with pytest.raises(TypeError, match=r"data is a mapping of train; test: give one, as data=data\['train'\]"):
         documents_of({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": TEXTS})})
 
 
