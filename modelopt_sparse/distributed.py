@@ -132,16 +132,13 @@ class Processes:
         if self.size == 1:
             return [value]
         headers = self._gather_headers(what, (what, None, value))
-        failed = [f"rank {rank} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error is not None]
-        if failed:
-            self._finished = True
-            raise RankError("; ".join(failed))
-        if len({name for name, _, _ in headers}) > 1:
-            self._finished = True
+        problem = "; ".join(f"rank {rank} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error)
+        if not problem and len({name for name, _, _ in headers}) > 1:
             doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(headers))
-            raise RankError(
-                f"the processes of this run do not do the same ({doing}): make the same call in all of them"
-            )
+            problem = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
+        if problem:
+            self._finished = True
+            raise RankError(problem)
         return [value for _, _, value in headers]
 
     def check_same(self, facts: Mapping[str, Any], advice: str) -> None:

@@ -100,7 +100,7 @@ def reconstruct(
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
     """Which tokens of a block's outputs are real, on each batch; None: all."""
-    side = inputs.data.side_of(inputs.block)
+    side = inputs.data.sides[inputs.block]
     masks = [getattr(masks, side) for masks in inputs.masks]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:

@@ -1,6 +1,7 @@
 """The statistics of layers' inputs, as their methods need them."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from modelopt_sparse.calibration.sums import (
     SharedInput,
     SumsOfAllProcesses,
     few,
+    fill,
     filled,
-    filled_modules,
     pooled,
     says_nothing,
     warn_of_few_tokens,
@@ -58,14 +59,12 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
         if layer_plan.needs != "nothing":
             now = ", now that the layers before it are sparse"
             raise ValueError(without_data(layer_plan.name, saw.get(layer_plan.name), now))
-    shared = [
-        SharedInput([layer_plan for layer_plan in layer_plans if layer_plan.name in names], stats)
-        for names, stats in groups
-    ]
-    for each in shared:
-        if each.stats is not None and any(layer_plan.needs != "nothing" for layer_plan in each.layer_plans):
-            columns = each.stats.square_sums.shape[-1]
-            warn_of_few_tokens(each.layer_plans[0].name, each.stats.tokens, columns, run.report)
+    shared = []
+    for names, stats in groups:
+        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        shared.append(SharedInput(own, stats))
+        if any(layer_plan.needs != "nothing" for layer_plan in own):
+            warn_of_few_tokens(own[0].name, stats, run.report)
     return [*shared, *(SharedInput([layer_plan], None) for layer_plan in unseen)]
 
 
@@ -89,12 +88,12 @@ def sum_up(
     return groups if run.processes.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
 
 
-def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, **options: Any) -> Collector:
+def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:
     needs = {
         layer_plan.name: ROWS if layer_plan.needs == "gram" and layer_plan.at_once is not None else layer_plan.needs
         for layer_plan in layer_plans
     }
-    return Collector(needs=needs, share=share, **options)
+    return Collector(needs=needs, share=share, all_tokens=all_tokens)
 
 
 def _with_few_tokens(
@@ -102,14 +101,12 @@ def _with_few_tokens(
 ) -> Stats | DeferredStats:
     """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more pass."""
     config, stats = run.config, without_silent_experts(stats)
-    if stats.counts is None or not stats.tokens or not (experts := few(stats, config.min_tokens)):
+    if not stats.tokens or not (experts := few(stats, config.min_tokens)):
         return stats
     everyone = None
     if config.experts == "all_tokens":
         own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
-        ((_, everyone),) = sum_up(
-            own, inputs, _collector(own, share=False, all_tokens=dict.fromkeys(names, experts)), run
-        )
+        ((_, everyone),) = sum_up(own, inputs, _collector(own, share=False, all_tokens=experts), run)
     if isinstance(stats, DeferredStats):
         assert not isinstance(everyone, Stats)
         return replace(stats, minimum=config.min_tokens, how=config.experts, everyone=everyone)
@@ -118,12 +115,33 @@ def _with_few_tokens(
 
 
 def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: Run) -> Groups:
-    """The same for experts that are modules in a list."""
+    """The same for experts that are modules in a list, which come last.
+
+    Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
+    their whole mixture. A layer whose mixture got nothing at all is left out.
+    """
+    minimum, how = run.config.min_tokens, run.config.experts
     mixture_of = {
         layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
         for layer_plan in layer_plans
         if layer_plan.layer.mixture is not None and layer_plan.needs != "nothing"
     }
-    others = [(names, stats) for names, stats in groups if mixture_of.keys().isdisjoint(names)]
-    listed = [(n, s) for n, s in groups if not mixture_of.keys().isdisjoint(n) and isinstance(s, Stats)]
-    return [*others, *filled_modules(listed, mixture_of, run.config.min_tokens, run.config.experts)]
+    pools: dict[Any, Stats] = {}
+    unheard = dict(mixture_of)
+    for names, stats in groups:
+        for name in names:
+            if (mixture := unheard.pop(name, None)) is not None and isinstance(stats, Stats):
+                pools[mixture] = pools[mixture] + stats if mixture in pools else stats
+    result = sorted(groups, key=lambda group: not mixture_of.keys().isdisjoint(group[0]))
+    for name, mixture in unheard.items():
+        if mixture in pools:
+            pool = pools[mixture]
+            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
+            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    for place, (names, stats) in enumerate(result):
+        mixture = next((mixture_of[name] for name in names if name in mixture_of), None)
+        if mixture is not None and isinstance(stats, Stats) and stats.tokens < minimum:
+            own = deepcopy(stats)  # a pool may be the same object
+            fill(own, minimum, how, pools[mixture], None)
+            result[place] = (names, own)
+    return result

@@ -72,8 +72,8 @@ def _steps(call: Call) -> list[Call]:
         return [call]
     rows, length = tensors[0].shape
     size = max(1, STEP_TOKENS // max(length, 1))
-    cuts = [slice(begin, begin + size) for begin in range(0, rows, size)] or [slice(None)]
-    return [Call(*map_tensors(lambda x, rows=cut: x[rows], (call.args, call.kwargs))) for cut in cuts]
+    begins = range(0, max(rows, 1), size)
+    return [Call(*map_tensors(lambda x, at=at: x[at : at + size], (call.args, call.kwargs))) for at in begins]
 
 
 def _as_call(batch: Any, config: SparsifyConfig) -> Call:
@@ -105,19 +105,19 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     """
     assert config.data is not None
     tokens = tokens_of(config.data, config.tokenizer)
-    seq_len = config.seq_len or default_seq_len(model)
-    windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len) if len(tokens) >= seq_len else tokens[None]
     if tokens.numel() == 0:
         raise ValueError("data holds no text: calibration needs at least one token")
+    seq_len = min(config.seq_len or default_seq_len(model), len(tokens))
+    windows = tokens.unfold(0, seq_len, seq_len)
     refuse_unknown_tokens(model, tokens)
     if len(windows) < config.num_samples:
         warnings.warn(
-            f"the text gives {len(windows)} windows of {windows.shape[1]} tokens, not the {config.num_samples} asked "
+            f"the text gives {len(windows)} windows of {seq_len} tokens, not the {config.num_samples} asked "
             "for; all are used",
             stacklevel=2,
         )
     chosen = windows[_drawn(len(windows), config)]
-    size = config.windows_per_batch(len(chosen), chosen.shape[1], config.device or input_device(model))
+    size = config.windows_per_batch(len(chosen), seq_len, config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
 
 

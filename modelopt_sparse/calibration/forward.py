@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
-from modelopt_sparse.calibration.padding import PaddingError, Side, SideOf, TokenMasks, sides_of, token_masks
+from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
@@ -45,14 +45,14 @@ class InputHooks:
     """
 
     def __init__(
-        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], side_of: SideOf, see: See
+        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Side], see: See
     ) -> None:
         self._layers: dict[nn.Module, list[Layer]] = {}
         for layer_plan in layer_plans:
             for module in layer_plan.layer.hooked_modules:
                 self._layers.setdefault(module, []).append(layer_plan.layer)
         self._blocks = blocks
-        self._padding = _PaddingOfInputs(side_of)
+        self._padding = _PaddingOfInputs(sides)
         self._see = see
         self._inside = False
         self._hooks = ExitStack()
@@ -95,8 +95,8 @@ class InputHooks:
 class _PaddingOfInputs:
     """Which token mask goes with the input of a layer, in the call of the model that runs now."""
 
-    def __init__(self, side_of: SideOf) -> None:
-        self._side_of = side_of
+    def __init__(self, sides: Mapping[nn.Module, Side]) -> None:
+        self._sides = sides
         self.masks = TokenMasks()
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
@@ -123,7 +123,7 @@ class _PaddingOfInputs:
         return first
 
     def _of_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
-        side = self._side_of(module)
+        side = self._sides[module]
         if any(x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._from_encoder):
             side = "encoder"
         mask = getattr(self.masks, side)
@@ -214,11 +214,8 @@ class CalibrationData:
         return cls(run, calls, own=len(own))
 
     @cached_property
-    def _sides(self) -> dict[nn.Module, Side]:
+    def sides(self) -> dict[nn.Module, Side]:
         return sides_of(self.run.model)
-
-    def side_of(self, module: nn.Module) -> Side:
-        return self._sides.get(module, "decoder")
 
     def own_among(self, numbers: Iterable[int]) -> int:
         """How many of this process's calls with these ``numbers`` hold text that the model has written itself."""
@@ -231,7 +228,7 @@ class CalibrationData:
 
     def input_hooks(self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See) -> InputHooks:
         """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
-        return InputHooks(layer_plans, blocks, self.side_of, see)
+        return InputHooks(layer_plans, blocks, self.sides, see)
 
     def run_model(
         self,

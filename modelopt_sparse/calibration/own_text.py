@@ -89,7 +89,7 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     With a KV cache each token is run once; a model without one runs all of them again for each new one. Prompts begin
     at the same place, and a longer one is read on while shorter ones are continued, so that nothing is padded.
     """
-    device, past = input_device(model), None
+    device = input_device(model)
     ids = torch.zeros(uniforms.shape, dtype=torch.long)
     for row, prompt in zip(ids, prompts):
         row[: len(prompt)] = prompt
@@ -97,13 +97,11 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     sizes, last = torch.full_like(begun, ids.shape[1]), torch.tensor(ends, dtype=torch.long, device=device)
     ids, uniforms = ids.to(device), uniforms.to(device)
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    read, cache = 0, {"past_key_values": None, "use_cache": True} if has_cache else {}
     for place in range(int(begun.min()), ids.shape[1]):
-        if has_cache:
-            new = ids[:, :place] if past is None else ids[:, place - 1 : place]
-            output = model(input_ids=new, past_key_values=past, use_cache=True)
-            past = output.past_key_values
-        else:
-            output = model(input_ids=ids[:, :place])
+        output = model(input_ids=ids[:, read:place], **cache)
+        if cache:
+            read, cache["past_key_values"] = place, output.past_key_values
         going_on = (begun <= place) & (place < sizes)
         ids[:, place] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, place]), ids[:, place])
         sizes = torch.where(going_on & torch.isin(ids[:, place], last), place + 1, sizes)

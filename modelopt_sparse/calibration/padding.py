@@ -1,7 +1,7 @@
 """Which tokens of a call are padding."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,12 +100,12 @@ def _any_padding(real: Tensor) -> Tensor | None:
 
 
 Side = Literal["encoder", "decoder", "image"]  # the fields of TokenMasks
-SideOf = Callable[[nn.Module], Side]
 
 
 def sides_of(model: nn.Module) -> dict[nn.Module, Side]:
-    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model."""
-    sides: dict[nn.Module, Side] = {}
+    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model; all
+    others to the decoder."""
+    sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
     for module in model.modules() if takes(model, "input_ids") else ():
         if takes(module, "pixel_values") and not takes(module, "input_ids"):
             sides.update(dict.fromkeys(module.modules(), "image"))

@@ -8,8 +8,7 @@ Shape letters: T tokens, C columns, E experts.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -131,58 +130,77 @@ def without_data(name: str, stats: "Stats | DeferredStats | None", now: str = ""
     )
 
 
-def warn_of_few_tokens(name: str, tokens: int, columns: int, report: Report) -> None:
+def warn_of_few_tokens(name: str, stats: "Stats | DeferredStats", report: Report) -> None:
     """Warn of a layer that saw fewer tokens than it has inputs, unless this report has warned of one before."""
+    tokens, columns = stats.tokens, stats.square_sums.shape[-1]
     if tokens >= columns or any(FEWER in note for note in report.notes):
         return
-    seen = "1 token" if tokens == 1 else f"{tokens} tokens"
     text = (
-        f"layer {name!r} saw {seen}, {FEWER} ({columns}): almost any weights fit so little data, and errors come out "
-        "too small; give more (said once, of the first such layer)"
+        f"layer {name!r} saw {tokens} token{'s' * (tokens != 1)}, {FEWER} ({columns}): almost any weights fit so "
+        "little data, and errors come out too small; give more (said once, of the first such layer)"
     )
     warnings.warn(text, stacklevel=2)
     report.notes.append(text)
 
 
-# fused experts --------------------------------------------------------------------------------------------------------
-# A sum for each expert, over the rows that are routed to it; and what is done about experts that got too few.
+# sums -----------------------------------------------------------------------------------------------------------------
+
+
+ROWS = "rows"  # what a method needs, where Gram matrices of experts are formed later, from their rows
 
 
 @dataclass
-class ExpertSums:
-    """A running sum for each expert, in float32, or float64 for float64 inputs: Gram matrices ``[E, C, C]`` or square
-    sums ``[E, C]``.
+class RunningSum:
+    """A sum over rows, in float32, or float64 for float64 inputs: a Gram matrix or square sums. Of fused experts one
+    for each, ``[E, C, C]`` or ``[E, C]``, and the ``counts`` of their rows.
 
-    routes: the rows of each expert, if they are held until Gram matrices are formed of a few experts at a time. Rows
-    that experts share are held once, in the dtype that they came in.
+    routes: the rows of each expert, if they are held. Rows that experts share are held once, in the dtype that they
+    came in.
     """
 
-    counts: Tensor
-    sums: Tensor
-    routes: list[list[Route]] | None
+    gram: bool
+    sums: Tensor | None = None
+    tokens: int = 0
+    counts: Tensor | None = None
+    routes: list[list[Route]] | None = None
 
     @classmethod
-    def empty(cls, layer: Layer, like: Tensor, *, gram: bool, held: bool) -> "ExpertSums":
+    def of_experts(cls, layer: Layer, like: Tensor, need: str) -> "RunningSum":
         """Zeros for the experts of a layer, on the device and in the precision of its input ``like``."""
         experts, _, columns = layer.matrix(layer.parameter).shape
-        shape = (experts, columns, columns) if gram else (experts, columns)
+        shape = (experts, columns, columns) if need == "gram" else (experts, columns)
         sums = torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        return cls(torch.zeros(experts, dtype=torch.long), sums, [[] for _ in range(experts)] if held else None)
+        routes = [[] for _ in range(experts)] if need == ROWS else None
+        return cls(need == "gram", sums, 0, torch.zeros(experts, dtype=torch.long), routes)
 
-    def add(self, route: Route) -> None:
-        rows = route.rows.detach().to(self.sums.dtype)
-        self.counts[route.expert] += len(rows)
-        if self.sums.dim() == 3:
-            self.sums[route.expert].addmm_(rows.mT, rows)
+    def add(self, rows: Tensor) -> None:
+        rows = rows.detach()
+        self.tokens += rows.shape[-2]
+        if self.gram:
+            self.sums = add_product(self.sums, rows)
         else:
-            self.sums[route.expert] += rows.square().sum(0)
+            squares = rows.to(torch.promote_types(rows.dtype, torch.float32)).square().sum(-2)
+            self.sums = squares if self.sums is None else self.sums + squares
+
+    def add_route(self, route: Route) -> None:
+        assert self.sums is not None
+        assert self.counts is not None
+        rows, own = route.rows.detach().to(self.sums.dtype), self.sums[route.expert]
+        self.tokens += len(rows)
+        self.counts[route.expert] += len(rows)
+        if self.gram:
+            own.addmm_(rows.mT, rows)
+        else:
+            own += rows.square().sum(0)
         if self.routes is not None:
             self.routes[route.expert].append(route)
 
     def stats(self) -> "Stats | DeferredStats":
-        if self.routes is not None:
+        assert self.sums is not None
+        if self.routes is not None and self.counts is not None:
             return DeferredStats(self.counts, self.sums, self.routes)
-        return _of_sums(int(self.counts.sum()), self.sums, gram=self.sums.dim() == 3, counts=self.counts)
+        sums = completed(self.sums) if self.gram and self.counts is None else self.sums
+        return _of_sums(self.tokens, sums, gram=self.gram, counts=self.counts)
 
 
 def _of_sums(tokens: int, sums: Tensor, *, gram: bool, counts: Tensor | None = None) -> Stats:
@@ -190,6 +208,10 @@ def _of_sums(tokens: int, sums: Tensor, *, gram: bool, counts: Tensor | None = N
     if gram:
         return Stats(tokens, sums.diagonal(dim1=-2, dim2=-1).clone(), sums, counts)
     return Stats(tokens, sums, counts=counts)
+
+
+# fused experts --------------------------------------------------------------------------------------------------------
+# What is done about experts that got too few rows.
 
 
 def without_silent_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredStats":
@@ -231,11 +253,11 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
     """
     for expert in few(stats, minimum):
         alone = range(expert, expert + 1)
-        _fill(_part(stats, alone), minimum, how, pool, _part(everyone, alone))
+        fill(_part(stats, alone), minimum, how, pool, _part(everyone, alone))
     return stats
 
 
-def _fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
+def fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
     """The same for one matrix with fewer than ``minimum`` rows."""
     assert own is not None
     if how == "weight_only":
@@ -250,33 +272,6 @@ def _fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stat
     for sums, of_source in ((own.square_sums, source.square_sums), (own.gram, source.gram)):
         if sums is not None and of_source is not None:
             sums.copy_(sums + share * of_source if how == "pool" else of_source)
-
-
-def filled_modules(
-    groups: Sequence[tuple[list[str], Stats]], mixture_of: Mapping[str, Hashable], minimum: int, how: str
-) -> list[tuple[list[str], Stats]]:
-    """The same for experts that are modules of their own; ``mixture_of``: layer name -> the mixture that it is of.
-
-    Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
-    their whole mixture. A layer whose mixture got nothing at all is left out.
-    """
-    stats_of = {name: stats for names, stats in groups for name in names}
-    pools: dict[Hashable, Stats] = {}
-    for name, stats in stats_of.items():
-        if (mixture := mixture_of.get(name)) is not None:
-            pools[mixture] = pools[mixture] + stats if mixture in pools else stats
-    result = list(groups)
-    for name, mixture in mixture_of.items():
-        if name not in stats_of and mixture in pools:
-            pool = pools[mixture]
-            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
-            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
-    for place, (names, stats) in enumerate(result):
-        if stats.tokens < minimum:
-            result[place] = (names, deepcopy(stats))  # a pool may be the same object
-            pool = next(pools[mixture_of[name]] for name in names if name in mixture_of)
-            _fill(result[place][1], minimum, how, pool, None)
-    return result
 
 
 @dataclass(frozen=True)
@@ -351,7 +346,6 @@ def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None
 # the collector --------------------------------------------------------------------------------------------------------
 
 
-ROWS = "rows"
 # (names of layers with one input, their statistics), in call order
 Groups = list[tuple[list[str], Stats | DeferredStats]]
 
@@ -393,19 +387,13 @@ class Collector:
 
     needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
     share: False lets every layer sum for itself. The first layer to see an input leads those that share it.
-    all_tokens: layer name -> experts that are to see all tokens, in the place of those that are routed to them.
+    all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
     """
 
-    def __init__(
-        self,
-        *,
-        needs: Mapping[str, str],
-        share: bool,
-        all_tokens: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
         self.needs, self._share, self._all_tokens = needs, share, all_tokens
         self.sharing_changed = False  # layers shared an input in one call and not in another: the sums are wrong
-        self._sums: dict[str, RunningSum | ExpertSums] = {}
+        self._sums: dict[str, RunningSum] = {}
         self._leader_of: dict[str, str] = {}
         # the inputs in this call of the model, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
@@ -417,25 +405,22 @@ class Collector:
         self.sharing_changed |= self._leader_of.setdefault(layer.name, leader) != leader
         if leader != layer.name:
             return
-        adapter, need = layer.adapter, self.needs[layer.name]
+        adapter = layer.adapter
         if not isinstance(adapter, RoutedAdapter):
-            total = self._sums.setdefault(leader, RunningSum())
-            assert isinstance(total, RunningSum)
+            gram = not {"gram", ROWS}.isdisjoint(self.needs.values())
+            total = self._sums.setdefault(leader, RunningSum(gram))
             for rows in adapter.rows(layer.owner, inputs, token_mask):
-                total.add(rows, gram=not {"gram", ROWS}.isdisjoint(self.needs.values()))
+                total.add(rows)
             return
         if leader not in self._sums:
-            self._sums[leader] = ExpertSums.empty(layer, inputs[0], gram=need == "gram", held=need == ROWS)
+            self._sums[leader] = RunningSum.of_experts(layer, inputs[0], self.needs[leader])
         total = self._sums[leader]
-        assert isinstance(total, ExpertSums)
         if total.routes is not None and token_mask is None:
             inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
-        if self._all_tokens is None:
-            for route in adapter.routes(layer.owner, inputs, token_mask):
-                total.add(route)
-        else:
-            for expert in self._all_tokens[layer.name]:
-                total.add(Route(expert, adapter.all_tokens(layer.owner, inputs, token_mask, expert)))
+        for expert in self._all_tokens:
+            total.add_route(Route(expert, adapter.all_tokens(layer.owner, inputs, token_mask, expert)))
+        for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
+            total.add_route(route)
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
@@ -451,30 +436,6 @@ class Collector:
             members.setdefault(leader, []).append(name)
         sums, self._sums = self._sums, {}
         return [(names, sums[leader].stats()) for leader, names in members.items() if leader in sums]
-
-
-class RunningSum:
-    """A running sum in float32, or float64 for float64 inputs."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.square_sums: Tensor | None = None
-        self.gram: Tensor | None = None
-
-    def add(self, rows: Tensor, *, gram: bool) -> None:
-        rows = rows.detach()
-        self.tokens += rows.shape[-2]
-        if gram:
-            self.gram = add_product(self.gram, rows)
-        else:
-            squares = rows.to(torch.promote_types(rows.dtype, torch.float32)).square().sum(-2)
-            self.square_sums = squares if self.square_sums is None else self.square_sums + squares
-
-    def stats(self) -> Stats:
-        if self.gram is not None:
-            return _of_sums(self.tokens, completed(self.gram), gram=True)
-        assert self.square_sums is not None
-        return Stats(self.tokens, self.square_sums)
 
 
 # several processes ----------------------------------------------------------------------------------------------------
@@ -537,12 +498,11 @@ class SumsOfAllProcesses:
             for names, stats in of_rank.items():
                 union[names] = union[names] + stats if names in union else stats
         device = next((stats.square_sums.device for stats in own.values()), self._device)
-        sums = {
-            names: torch.zeros_like(_sums(stats), device=device)
-            if names not in own
-            else _sums(own[names]).to(_sums(stats).dtype).expand(_sums(stats).shape).contiguous()
-            for names, stats in union.items()
-        }
+        sums: dict[tuple[str, ...], Tensor] = {}
+        for names, stats in union.items():
+            like = _sums(stats)
+            mine = _sums(own[names]) if names in own else torch.zeros((), device=device)
+            sums[names] = mine.to(like.dtype).expand(like.shape).contiguous()
         processes.all_reduce(EXCHANGE, list(sums.values()))
         merged: Groups = []
         for names, stats in union.items():
