@@ -84,8 +84,7 @@ def sum_up(
             )
         return sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
-    # of several processes: in the order in which each of them came to its layers
-    return groups if run.processes.size == 1 else sorted(groups, key=lambda group: place[group[0][0]])
+    return sorted(groups, key=lambda group: place[group[0][0]])
 
 
 def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:

@@ -224,7 +224,8 @@ class CalibrationData:
 
     def masks_of(self, call: Call) -> TokenMasks:
         """Which tokens of a call are padding."""
-        return token_masks(self.run.model, call.args, call.kwargs, count_padding=self.run.config.count_padding)
+        count_padding = self.run.config.count_padding
+        return TokenMasks() if count_padding else token_masks(self.run.model, call.args, call.kwargs)
 
     def input_hooks(self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See) -> InputHooks:
         """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""

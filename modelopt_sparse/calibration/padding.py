@@ -28,10 +28,8 @@ class PaddingError(ValueError):
     """Which rows are padding cannot be told."""
 
 
-def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], *, count_padding: bool) -> TokenMasks:
+def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> TokenMasks:
     """The padding of one call of ``model``, from attention_mask and its relatives."""
-    if count_padding:
-        return TokenMasks()
     named = _by_name(model, args, kwargs)
     own = _token_mask(named, "attention_mask")
     if own is None:

@@ -291,6 +291,8 @@ class DeferredStats:
     how: str = "pool"
     everyone: "DeferredStats | None" = None
 
+    gram = None  # of all experts at once
+
     @property
     def tokens(self) -> int:
         return int(self.counts.sum())
@@ -540,13 +542,12 @@ class SumsOfAllProcesses:
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:
     """What of the statistics is summed up, and gives the rest."""
-    gram = None if isinstance(stats, DeferredStats) else stats.gram
-    return stats.square_sums if gram is None else gram
+    return stats.square_sums if stats.gram is None else stats.gram
 
 
 def _without_sums(stats: Stats | DeferredStats) -> Stats:
     """What the other processes have to know of statistics before these are sent: shapes in the place of sums."""
-    gram = None if isinstance(stats, DeferredStats) or stats.gram is None else stats.gram.to("meta")
+    gram = None if stats.gram is None else stats.gram.to("meta")
     return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
 
 
