@@ -13,7 +13,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import PERMUTED, LayerReport
-from modelopt_sparse.solving.solve import WRITTEN, Solved, errors_name_layer
+from modelopt_sparse.solving.solve import Solved, errors_name_layer
 
 # what became of experts with fewer tokens than min_tokens, by the option ``experts``
 FEW_TOKENS = {
@@ -38,7 +38,7 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Param
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
-    with errors_name_layer(solved.layer_plan, when=WRITTEN), _uninterrupted():
+    with errors_name_layer(solved.layer_plan, "while its solution was written into the model"), _uninterrupted():
         # what takes memory comes before the first write, so that a layer is never left half written
         new, pruned = layer.unmatrix(solved.solution.weight), ~mask.to(values.device)
         for name in (layer.parameter_name, *tied) if enforce else ():
