@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.permute import Permuted
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -24,7 +23,7 @@ FEW_TOKENS = {
 
 
 @torch.no_grad()
-def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Parameter, Tensor]:
+def attach(solved: Solved, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
     """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
@@ -49,9 +48,9 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Param
     return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
-def layer_report(solved: Solved, permuted: Permuted | None, config: SparsifyConfig) -> LayerReport:
+def layer_report(solved: Solved, permuted: str | None, config: SparsifyConfig) -> LayerReport:
     plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
-    notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(solved, config)]
+    notes = [*solution.notes, *([permuted] if permuted else []), *_few_tokens(solved, config)]
     if dead := solved.input.dead:
         notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
     return LayerReport(
