@@ -57,7 +57,7 @@ class Teacher:
             answers.append(args[0].detach().to("cpu", copy=True))
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = _logits(output)
+            logits = logits_of(output)
             if head is None and logits is not None:
                 answers.append(logits.detach().to("cpu", copy=True))
             if not predicted:
@@ -99,7 +99,7 @@ class Teacher:
                 hooks.enter_context(self.head.register_forward_pre_hook(beside))
             hooks.enter_context(model.register_forward_hook(lambda module, args, output: outputs.append(output)))
             data.run_model(masks.append, numbers=[index])
-        logits = _logits(outputs[0])
+        logits = logits_of(outputs[0])
         assert logits is not None
         if self.head is None:
             return answer.to(logits.device), logits, masks[0].decoder
@@ -162,7 +162,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
 
 
-def _logits(output: Any) -> Tensor | None:
+def logits_of(output: Any) -> Tensor | None:
     """The logits of an output, of a choice among classes or tokens."""
     logits = getattr(output, "logits", None)
     usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
