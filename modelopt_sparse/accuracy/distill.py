@@ -70,8 +70,8 @@ class Teacher:
             data.run_model(lambda masks: None)
         if predicted[0] is None:
             raise ValueError(
-                f"distill compares what models predict, and the output of this {type(model).__name__} has no logits "
-                "[batch, classes] or [batch, tokens, vocabulary]: leave distill out (quality='best' is without it)"
+                f"distill: the output of this {type(model).__name__} has no logits [batch, classes] or [batch, tokens, "
+                "vocabulary]: leave distill out (quality='best' is without it)"
             )
         teacher = cls(data, head, answers)
         teacher._check_itself(predicted[0])
@@ -109,17 +109,13 @@ class Teacher:
         """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
         try:
             _, again, _ = self._side_by_side(0, self.answers[0] / 2)
+            if not _close(again.detach(), predicted):
+                raise ValueError("predictions differ")
         except ValueError as error:
-            raise ValueError(f"distill: {self._unusual()} ({error})") from error
-        if not _close(again.detach(), predicted):
-            raise ValueError(f"distill: {self._unusual()}")
-
-    def _unusual(self) -> str:
-        return (
-            f"what the output head of this {type(self.data.run.model).__name__} puts out depends on more than the "
-            "sample that it is for, so that dense and sparse predictions cannot be computed side by side: leave "
-            "distill out (quality='best' is without it)"
-        )
+            raise ValueError(
+                f"distill: what the output head of this {type(self.data.run.model).__name__} puts out depends on more "
+                f"than the sample that it is for: leave distill out (quality='best' is without it; {error})"
+            ) from error
 
 
 def distill(teacher: Teacher, run: Run) -> None:
@@ -185,8 +181,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
     finite = b[b.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale, equal_nan=True)
