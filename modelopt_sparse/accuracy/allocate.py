@@ -277,9 +277,7 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     wanted = _on_budget(plan, sparsities)
     layers = [_Rounded(layer_plan, wanted[layer_plan.name]) for layer_plan in _unstructured(plan)]
     if sum(layer.zeros(layer.last) for layer in layers) < _budget(plan):
-        raise ValueError(
-            f"allocation prunes no layer by more than {HIGHEST:.0%}, and this plan prunes more: leave it out"
-        )
+        raise ValueError(f"allocation prunes no layer by more than {HIGHEST:.0%}: leave it out for this plan")
     surplus = sum(layer.zeros(layer.step) for layer in layers) - _budget(plan)
     while surplus < 0:
         for layer in sorted(layers, key=_Rounded.excess):

@@ -141,7 +141,13 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             number = numbers[len(call_masks) - 1] * run.processes.size + run.processes.rank - data.own
             # each call has random numbers of its own, so that any number of processes draws the same labels
             labels = torch.Generator().manual_seed((run.config.seed * 1_000_003 + number) % 2**63)
-            _loss(logits, call_masks[-1].decoder, labels).backward()
+            rows, token_mask = logits.flatten(0, -2), call_masks[-1].decoder
+            places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
+            # -log p(y) of all real tokens, summed up, with y drawn from the predictions
+            each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
+            if token_mask is not None and token_mask.numel() == len(each):
+                each = each[token_mask.flatten().to(each.device, torch.bool)]
+            each.sum().backward()
 
     with ExitStack() as hooks:
         hooks.enter_context(only_these_require_grad(run.model, {}))
@@ -177,13 +183,3 @@ def _first_of_the_users(data: CalibrationData) -> list[int]:
         numbers.append(number)
         rows += samples(data.calls[number].args, data.calls[number].kwargs)
     return numbers
-
-
-def _loss(logits: Tensor, token_mask: Tensor | None, labels: torch.Generator) -> Tensor:
-    """-log p(y) of all real tokens, summed up, with y drawn from the predictions."""
-    rows = logits.flatten(0, -2)
-    places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
-    each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-    if token_mask is not None and token_mask.numel() == len(each):
-        each = each[token_mask.flatten().to(each.device, torch.bool)]
-    return each.sum()

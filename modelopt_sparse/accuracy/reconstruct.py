@@ -102,8 +102,7 @@ def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list
         if mask is not None and goal.shape[:-1] != mask.shape:
             raise PaddingError(
                 f"block {block.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
-                f"{list(mask.shape)}: which of its rows are padding cannot be told; give batches without padding, or "
-                "set count_padding=True to let padding in"
+                f"{list(mask.shape)}: give batches without padding, or set count_padding=True to let padding in"
             )
     return [None if mask is None else mask.to(goal.device, torch.bool) for mask, goal in zip(masks, goals)]
 
