@@ -60,8 +60,6 @@ class BatchNumbers:
     def shared(self, number: int, own: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of one batch, in all processes, from the one that has it; ``like`` has their shapes."""
         processes, rank = self.processes, self.ranks[number]
-        if processes.size == 1:
-            return list(own)
         there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
         if rank != processes.rank:
             own = [torch.empty_like(values) if has else None for values, has in zip(like, there)]
