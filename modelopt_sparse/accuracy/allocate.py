@@ -6,7 +6,7 @@ All of them only move sparsity between layers: the model has as many zeros as it
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from modelopt_sparse.accuracy.distill import logits_of
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.inputs import WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
@@ -79,139 +81,105 @@ class Divergence:
     """How far the model, with its layers masked by each of several plans, is from the dense model.
 
     The mean KL(dense || masked) of the predictions where the model gives logits, else the relative squared error of its
-    first output; padding does not count. One run over the data serves all plans: hooks on the model, which see what a
-    forward_loop does as well, repeat each call with masked layers until ``SAMPLES`` samples have been seen (of a
-    forward_loop's calls: in each process). Where several processes work together, each measures on its own batches.
+    first output; padding does not count. Where several processes work together, each measures on its own batches.
     """
 
     def __init__(self, data: CalibrationData, stats: Mapping[str, Stats], bar: Progress) -> None:
         self.title = ""  # what the numbers are, known after a run
         self._data, self._stats, self._bar = data, stats, bar
-        self._numbers: list[int] | None = None  # of the calls that are measured on, among those of all processes
+        self._numbers: list[int] | None = None  # of the calls that are measured on; None for those of a forward_loop
         if data.calls is not None:
             processes = data.run.processes
             own = [samples(call.args, call.kwargs) for call in data.calls]
             sizes = processes.all_gather("the sizes of batches", own)
-            places = [(i, rank) for rank, of_rank in enumerate(sizes) for i in range(len(of_rank))]
-            places.sort()  # batches by their number: the first of every rank, the second of every rank, and so on
-            chosen = _spread_out([sizes[rank][i] for i, rank in places])
-            self._numbers = [number for number in chosen if places[number][1] == processes.rank]
-            self._data = replace(data, calls=[data.calls[places[number][0]] for number in self._numbers])
+            # batches by their number: the first of every rank, the second of every rank, and so on
+            places = sorted((i, rank) for rank, of_rank in enumerate(sizes) for i in range(len(of_rank)))
+            count = min(math.ceil(len(places) * SAMPLES / max(sum(map(sum, sizes)), 1)), len(places))
+            chosen = [places[i * len(places) // count] for i in range(count)]  # from all over the data
+            self._numbers = [i for i, rank in chosen if rank == processes.rank]
 
     def __call__(self, plans: Sequence[Plan]) -> list[float]:
-        run = self._data.run
-        measured = _Measurement(plans, self._stats, self._numbers, run)
+        of_ranks = self._data.run.processes.all_gather("a divergence", self._measured(plans))
+        calls = sorted(call for of_rank, _ in of_ranks for call in of_rank)  # in one order, however many processes
+        problem = next((problem for _, problem in of_ranks if problem), "")
+        whole = sum(scale for *_, scale in calls)
+        if problem or not whole:
+            raise ValueError(f"allocation='search': {problem or 'the dense model gives no number but zero'}")
+        is_logits = calls[0][2]
+        self.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
+        self._bar.update(len(plans))
+        totals = [sum(totals[index] for _, totals, *_ in calls) for index in range(len(plans))]
+        return [total / whole if math.isfinite(total) else math.inf for total in totals]
+
+    def _measured(self, plans: Sequence[Plan]) -> tuple[list[tuple], str]:
+        """Of each call that is measured on: (number and rank, a total for every plan, whether they are of logits, the
+        scale that totals are relative to); and what is wrong, or "".
+
+        One run over the data serves all plans: hooks on the model, which see what a forward_loop does as well, repeat
+        each call with masked layers. Of a forward_loop's calls these are the first, with ``SAMPLES`` samples.
+        """
+        run, numbers = self._data.run, self._numbers
+        calls: list[tuple] = []
+        problem, seen, repeated = "", 0, False
+        token_mask: Tensor | None = None
+        called: tuple[tuple, dict[str, Any]] = (), {}
+
+        def begin(masks: TokenMasks) -> None:
+            nonlocal token_mask
+            token_mask = masks.decoder
+
+        def before(model: nn.Module, args: tuple, kwargs: dict) -> None:
+            nonlocal called
+            if not repeated:
+                called = args, kwargs
+
+        def after(model: nn.Module, args: tuple, output: Any) -> None:
+            nonlocal problem, seen, repeated
+            if repeated or problem or (numbers is None and seen >= SAMPLES):
+                return
+            args, kwargs = called
+            dense, is_logits = _compared(output, token_mask)
+            if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+                problem = "a call with a cache, as of generate, cannot be repeated: call model(...) on whole texts"
+            elif not torch.isfinite(dense).all():
+                problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
+            else:
+                number = len(calls) if numbers is None else numbers[len(calls)]
+                scale = float(len(dense)) if is_logits else float(dense.double().square().sum())
+                seen += samples(args, kwargs)
+                totals: list[float] = []
+                repeated = True
+                try:
+                    for plan in plans:
+                        with masked(plan, self._stats):
+                            other, _ = _compared(model(*args, **kwargs), token_mask)
+                        divergence = kl_divergence(dense, other).sum() if is_logits else _squared_error(dense, other)
+                        totals.append(float(divergence))
+                finally:
+                    repeated = False
+                calls.append(((number, run.processes.rank), totals, is_logits, scale))
+
         with (
             # prepended: what other hooks do to the arguments they will do again
-            run.model.register_forward_pre_hook(measured.before, prepend=True, with_kwargs=True),
-            run.model.register_forward_hook(measured.after),
+            run.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            run.model.register_forward_hook(after),
         ):
-            self._data.run_model(measured.begin)
-        of_ranks = run.processes.all_gather("a divergence", measured.outcome)
-        calls = sorted(call for outcome in of_ranks for call in outcome.calls)
-        problem = next((outcome.problem for outcome in of_ranks if outcome.problem), "")
-        self.title = next((outcome.title for outcome in of_ranks if outcome.title), "")
-        scale = sum(scale for _, _, scale in calls)
-        if problem or not scale:
-            raise ValueError(f"allocation='search': {problem or 'the dense model gives no number but zero'}")
-        self._bar.update(len(plans))
-        totals = [sum(totals[index] for _, totals, _ in calls) for index in range(len(plans))]
-        return [total / scale if math.isfinite(total) else math.inf for total in totals]
-
-
-@dataclass
-class _Outcome:
-    """What was measured. ``calls``: of each its number, a total for every plan, and the scale that totals are relative
-    to; ``samples``: how many the calls hold."""
-
-    calls: list[tuple[int, list[float], float]] = field(default_factory=list)
-    samples: int = 0
-    problem: str = ""
-    title: str = ""
-
-
-@dataclass
-class _CallOfModel:
-    """The call that runs now: which of its tokens are real, and its arguments. ``repeated``: with masked layers."""
-
-    token_mask: Tensor | None = None
-    args: tuple = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    repeated: bool = False
-
-
-class _Measurement:
-    """Hooks that repeat calls of the model with masked layers. ``numbers``: of the calls among those of all processes;
-    None if they are not known beforehand."""
-
-    def __init__(
-        self, plans: Sequence[Plan], stats: Mapping[str, Stats], numbers: Sequence[int] | None, run: Run
-    ) -> None:
-        self._plans, self._stats, self._numbers, self._run = plans, stats, numbers, run
-        self._call = _CallOfModel()
-        self.outcome = _Outcome()
-
-    def begin(self, masks: TokenMasks) -> None:
-        self._call.token_mask = masks.decoder
-
-    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        del model
-        if not self._call.repeated:
-            self._call.args, self._call.kwargs = args, kwargs
-
-    def after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        call, outcome = self._call, self.outcome
-        enough = self._numbers is None and outcome.samples >= SAMPLES
-        if call.repeated or outcome.problem or enough:
-            return
-        args, kwargs = call.args, call.kwargs
-        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            outcome.problem = (
-                "a call with a cache, as generate makes it, cannot be repeated: call model(...) on whole texts"
-            )
-            return
-        dense, is_logits = _compared(output, call.token_mask)
-        if not torch.isfinite(dense).all():
-            outcome.problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
-            return
-        outcome.title = "mean KL from the dense model, in nats" if is_logits else "relative squared error of the output"
-        outcome.samples += samples(args, kwargs)
-        scale = float(len(dense)) if is_logits else float(dense.double().square().sum())
-        index, processes = len(outcome.calls), self._run.processes
-        number = index * processes.size + processes.rank if self._numbers is None else self._numbers[index]
-        totals = [0.0] * len(self._plans)
-        call.repeated = True
-        try:
-            for i, plan in enumerate(self._plans):
-                with masked(plan, self._stats):
-                    other, _ = _compared(model(*args, **kwargs), call.token_mask)
-                totals[i] = float(kl_divergence(dense, other).sum()) if is_logits else _squared_error(dense, other)
-        finally:
-            call.repeated = False
-        outcome.calls.append((number, totals, scale))
+            self._data.run_model(begin, numbers=numbers)
+        return calls, problem
 
 
 def _compared(output: Any, token_mask: Tensor | None) -> tuple[Tensor, bool]:
     """The rows [T, C] of a model's output that are compared, without padding, and whether they are logits."""
-    x = getattr(output, "logits", None)
-    is_logits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] > 1
-    if not is_logits:
-        x = next((x for x in flat_tensors(output) if x.is_floating_point() and x.dim()), None)
+    x = logits = logits_of(output)
     if x is None:
-        return torch.empty(0, 0), False
+        x = next((x for x in flat_tensors(output) if x.is_floating_point() and x.dim()), torch.empty(0, 1))
     if token_mask is not None and token_mask.shape == x.shape[:-1]:
-        return x[token_mask.to(x.device)], is_logits
-    return x.reshape(-1, x.shape[-1]), is_logits
+        return x[token_mask.to(x.device)], logits is not None
+    return x.reshape(-1, x.shape[-1]), logits is not None
 
 
 def _squared_error(p: Tensor, q: Tensor) -> float:
     return sum(float((a - b).double().square().sum()) for a, b in zip(p.split(CHUNK), q.split(CHUNK)))
-
-
-def _spread_out(sizes: Sequence[int]) -> list[int]:
-    """The numbers of batches from all over the data that hold about ``SAMPLES`` samples; ``sizes`` are theirs."""
-    count = min(math.ceil(len(sizes) * SAMPLES / max(sum(sizes), 1)), len(sizes))
-    return [i * len(sizes) // count for i in range(count)]
 
 
 def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[str, Stats]:
@@ -222,10 +190,8 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
         collector.see(layer, inputs, token_mask)
         collector.end_call()  # nothing is shared, so that no input has to stay alive
 
-    hooks = data.input_hooks(layer_plans, data.run.plan.blocks, see)
     sums = SumsOfAllProcesses(collector, data.run)
-    data.run_model(sums.between(hooks.begin), hooks)
-    sums.end_call()
+    WholeModel(data).collect(layer_plans, see, sums, go_on=False)
     stats = {name: summed for (name,), summed in sums.groups() or () if isinstance(summed, Stats)}  # none are deferred
     for layer_plan in layer_plans:
         name = layer_plan.name
@@ -233,10 +199,7 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
         if says_nothing(summed.square_sums).all():
             raise ValueError(f"allocation needs the inputs of all layers: {without_data(name, summed)}")
         if not torch.isfinite(stats[name].square_sums).all():
-            raise ValueError(
-                f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
-                "model in bfloat16 or float32"
-            )
+            raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
     minimum, how = data.run.config.min_tokens, data.run.config.experts
     # what all tokens would be to an expert is not worth a run here: the pool is close
     how = "pool" if how == "all_tokens" else how
@@ -313,9 +276,7 @@ def allocate(plan: Plan, sparsities: Mapping[str, float]) -> Plan:
     wanted = _on_budget(plan, sparsities)
     layers = [_Rounded(layer_plan, wanted[layer_plan.name]) for layer_plan in _unstructured(plan)]
     if sum(layer.zeros(layer.last) for layer in layers) < _budget(plan):
-        raise ValueError(
-            f"allocation prunes no layer by more than {HIGHEST:.0%}, and this plan prunes more: leave it out"
-        )
+        raise ValueError(f"allocation prunes no layer by more than {HIGHEST:.0%}: leave it out for this plan")
     surplus = sum(layer.zeros(layer.step) for layer in layers) - _budget(plan)
     while surplus < 0:
         for layer in sorted(layers, key=_Rounded.excess):
@@ -337,7 +298,7 @@ def block_sparsities(plan: Plan, stats: Mapping[str, Stats], share: float = BALA
     """Zeros shared out among the layers of each block: from the plan's own sparsities, ``share`` of the way to those
     that minimize the sum of the layers' relative errors."""
     even = _even_sparsities(plan, stats)
-    own = {layer_plan.name: _sparsity(layer_plan) for layer_plan in _unstructured(plan)}
+    own = {layer_plan.name: layer_plan.pattern.sparsity for layer_plan in _unstructured(plan)}
     return {name: own[name] + share * (even[name] - own[name]) for name in own}
 
 
@@ -358,7 +319,7 @@ def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambd
     wanted: dict[str, float] = {}
     for unit, layer_plans in _units(plan).items():
         denser = 2 * lambda_ * (share[unit] - least) / spread if spread else 0.0
-        wanted.update({layer_plan.name: _sparsity(layer_plan) - denser for layer_plan in layer_plans})
+        wanted.update({layer_plan.name: layer_plan.pattern.sparsity - denser for layer_plan in layer_plans})
     return _on_budget(plan, wanted)
 
 
@@ -381,38 +342,36 @@ def search_plan(
     blocks = [name for stack in plan.stacks for name in stack.names]
     tilt: dict[str | None, float] = {name: 2 * i / max(len(blocks) - 1, 1) - 1 for i, name in enumerate(blocks)}
     even = _even_sparsities(plan, stats)
-    plans: dict[tuple[float, float], Plan] = {}
-    measured: dict[tuple[float, float], float] = {}
+    tried: dict[tuple[float, float], tuple[float, Plan]] = {}
 
     def plan_at(slope: float, balance: float) -> Plan:
         if not slope and not balance:
             return plan
         wanted = {}
         for layer_plan in _unstructured(plan):
-            own = _sparsity(layer_plan)
+            own = layer_plan.pattern.sparsity
             tilted = own + slope * tilt.get(layer_plan.block, 0.0)
             wanted[layer_plan.name] = tilted + balance * (even[layer_plan.name] - own)
         return allocate(plan, wanted)
 
-    def measure(points: Sequence[tuple[float, float]]) -> None:
-        new = {point: plan_at(*point) for point in points if point not in plans}
-        plans.update(new)
+    def measure(*points: tuple[float, float]) -> None:
+        new = {point: plan_at(*point) for point in points if point not in tried}
         if new:
-            measured.update(zip(new, divergence(list(new.values()))))
+            tried.update(zip(new, zip(divergence(list(new.values())), new.values())))
 
     best = (0.0, 0.0)
-    measure([best])
+    measure(best)
     for slope, balance in STEPS:
         for step in ((slope, 0.0), (0.0, balance)):
             while True:
-                measure([(round(best[0] + sign * step[0], 4), round(best[1] + sign * step[1], 4)) for sign in (1, -1)])
-                nearest = min(measured, key=measured.__getitem__)  # of equals the first: the plan as it came
+                measure(*((round(best[0] + sign * step[0], 4), round(best[1] + sign * step[1], 4)) for sign in (1, -1)))
+                nearest = min(tried, key=lambda point: tried[point][0])  # of equals the first: the plan as it came
                 if nearest == best:
                     break
                 best = nearest
-    described = {point: f"slope {point[0]:g}, balance {point[1]:g}" for point in measured}
-    tried = tuple((described[point], value) for point, value in measured.items())
-    return Allocation(plans[best], described[best], tried)
+    described = {point: f"slope {point[0]:g}, balance {point[1]:g}" for point in tried}
+    values = tuple((described[point], value) for point, (value, _) in tried.items())
+    return Allocation(tried[best][1], described[best], values)
 
 
 class _Rounded:
@@ -420,16 +379,16 @@ class _Rounded:
     before it. A layer that carries a mask has the zeros of ``first`` already."""
 
     def __init__(self, layer_plan: LayerPlan, wanted: float) -> None:
-        self.layer_plan, self.wanted = layer_plan, wanted
-        self.scope = _scope_size(layer_plan)
-        self.steps = min(self.scope, GRID)
+        assert isinstance(layer_plan.pattern, Unstructured)
+        *_, rows, columns = layer_plan.shape
+        self.layer_plan, self.wanted, self._pattern = layer_plan, wanted, layer_plan.pattern
+        self.steps = min(columns if self._pattern.scope == "row" else rows * columns, GRID)
         self.last = int(HIGHEST * self.steps)
         self.first = math.ceil(_least(layer_plan) * self.steps)
         self.step = min(max(round(wanted * self.steps), self.first), self.last)
 
     def pattern(self, step: int) -> Unstructured:
-        assert isinstance(self.layer_plan.pattern, Unstructured)
-        return replace(self.layer_plan.pattern, sparsity=round(step / self.steps, 4))
+        return replace(self._pattern, sparsity=round(step / self.steps, 4))
 
     def zeros(self, step: int) -> int:
         return self.pattern(step).zeros_in(self.layer_plan.shape)
@@ -447,11 +406,7 @@ def _on_budget(plan: Plan, sparsities: Mapping[str, float]) -> dict[str, float]:
     """The sparsities plus one number, clipped to [0, HIGHEST], so that they prune as much as the plan's patterns; no
     layer has fewer zeros than the mask that it carries."""
     layer_plans = _unstructured(plan)
-    if sparsities.keys() != {layer_plan.name for layer_plan in layer_plans}:
-        wrong = sorted(sparsities.keys() ^ {layer_plan.name for layer_plan in layer_plans})
-        raise ValueError(f"sparsities are needed for just the plan's unstructured layers, which differs in {wrong[:8]}")
     budget = _budget(plan)
-
     least = {layer_plan.name: _least(layer_plan) for layer_plan in layer_plans}
 
     def clipped(shift: float) -> dict[str, float]:
@@ -478,7 +433,7 @@ def _even_sparsities(plan: Plan, stats: Mapping[str, Stats]) -> dict[str, float]
         for layer_plan in layer_plans:
             energy = score(layer_plan, stats).square().flatten()
             error[layer_plan.name] = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).to(device)
-        pruned = round(sum(_sparsity(layer_plan) * layer_plan.size for layer_plan in layer_plans))
+        pruned = round(sum(layer_plan.pattern.sparsity * layer_plan.size for layer_plan in layer_plans))
         highest = torch.cat(list(error.values())).kthvalue(max(pruned, 1)).values
         even.update({name: int((values <= highest).sum()) / len(values) for name, values in error.items()})
     return even
@@ -496,21 +451,10 @@ def _units(plan: Plan) -> dict[str, list[LayerPlan]]:
     return units
 
 
-def _sparsity(layer_plan: LayerPlan) -> float:
-    return layer_plan.pattern.sparsity
-
-
 def _least(layer_plan: LayerPlan) -> float:
     """The sparsity that a layer has already, by the mask that it carries."""
     mask = layer_plan.pattern_now.within
     return 0.0 if mask is None else 1 - int(mask.sum()) / mask.numel()
-
-
-def _scope_size(layer_plan: LayerPlan) -> int:
-    """How many weights a scope of the layer's pattern has."""
-    assert isinstance(layer_plan.pattern, Unstructured)
-    *_, rows, columns = layer_plan.shape
-    return columns if layer_plan.pattern.scope == "row" else rows * columns
 
 
 def _budget(plan: Plan) -> int:

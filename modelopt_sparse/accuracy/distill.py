@@ -4,7 +4,6 @@ No second model is held. What the dense model's output head was called with is k
 goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss).
 """
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,14 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy.fisher import blocks_recomputed
-from modelopt_sparse.accuracy.tuning import (
-    BatchNumbers,
-    TunedWeight,
-    TunedWeights,
-    only_these_require_grad,
-    schedule,
-    tunable,
-)
+from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights, only_these_require_grad, tunable, tune
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -65,7 +57,7 @@ class Teacher:
             answers.append(args[0].detach().to("cpu", copy=True))
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = _logits(output)
+            logits = logits_of(output)
             if head is None and logits is not None:
                 answers.append(logits.detach().to("cpu", copy=True))
             if not predicted:
@@ -78,8 +70,8 @@ class Teacher:
             data.run_model(lambda masks: None)
         if predicted[0] is None:
             raise ValueError(
-                f"distill compares what models predict, and the output of this {type(model).__name__} has no logits "
-                "[batch, classes] or [batch, tokens, vocabulary]: leave distill out (quality='best' is without it)"
+                f"distill: the output of this {type(model).__name__} has no logits [batch, classes] or [batch, tokens, "
+                "vocabulary]: leave distill out (quality='best' is without it)"
             )
         teacher = cls(data, head, answers)
         teacher._check_itself(predicted[0])
@@ -107,7 +99,7 @@ class Teacher:
                 hooks.enter_context(self.head.register_forward_pre_hook(beside))
             hooks.enter_context(model.register_forward_hook(lambda module, args, output: outputs.append(output)))
             data.run_model(masks.append, numbers=[index])
-        logits = _logits(outputs[0])
+        logits = logits_of(outputs[0])
         assert logits is not None
         if self.head is None:
             return answer.to(logits.device), logits, masks[0].decoder
@@ -117,106 +109,56 @@ class Teacher:
         """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
         try:
             _, again, _ = self._side_by_side(0, self.answers[0] / 2)
+            if not _close(again.detach(), predicted):
+                raise ValueError("predictions differ")
         except ValueError as error:
-            raise ValueError(f"distill: {self._unusual()} ({error})") from error
-        if not _close(again.detach(), predicted):
-            raise ValueError(f"distill: {self._unusual()}")
-
-    def _unusual(self) -> str:
-        return (
-            f"what the output head of this {type(self.data.run.model).__name__} puts out depends on more than the "
-            "sample that it is for, so that dense and sparse predictions cannot be computed side by side: leave "
-            "distill out (quality='best' is without it)"
-        )
+            raise ValueError(
+                f"distill: what the output head of this {type(self.data.run.model).__name__} puts out depends on more "
+                f"than the sample that it is for: leave distill out (quality='best' is without it; {error})"
+            ) from error
 
 
 def distill(teacher: Teacher, run: Run) -> None:
     """Tune the kept weights, norms and biases of the whole model by Adam on the mean KL divergence from the dense
-    model's predictions, and report it.
-
-    Never worse on the batches held back: the values from before count as an epoch. An interruption leaves the best
-    values so far. Where several processes work together, each batch's gradient comes from the one that has the batch.
-    """
+    model's predictions, and report it. Never worse on the batches held back, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
-    masks = {layer_plan.layer.parameter: _mask(layer_plan.layer) for layer_plan in run.plan.layers}
+    masks = {plan.layer.parameter: dict(named_masks(plan.layer.owner))[plan.layer.param] for plan in run.plan.layers}
     outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in run.plan.layers}
     chosen = dict(tunable(model, model, masks, vectors=True))
-    numbers = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own_among(range(len(teacher.answers))))
-    began, step, steps = time.perf_counter(), 0, options.epochs * numbers.tuned_on
-    order, notes = torch.Generator().manual_seed(run.config.seed), []
+    batches = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own_among(range(len(teacher.answers))))
+    began = time.perf_counter()
+
+    def loss(place: int) -> Tensor:
+        # the sum: means of many small gradients would leave float16's range
+        return kl_divergence(*teacher.predictions(place)).sum()
+
+    def measure(place: int) -> tuple[float, float]:
+        rows = kl_divergence(*teacher.predictions(place))
+        return float(rows.sum()), len(rows)
+
+    def judge() -> float:
+        divergence = batches.judged(measure)
+        bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        return divergence
+
     with (
         only_these_require_grad(model, chosen),
         blocks_recomputed(run),
-        Progress("distill", "step", steps, show=run.config.progress) as bar,
+        Progress("distill", "step", options.epochs * batches.tuned_on, show=run.config.progress) as bar,
     ):
-        of_each = [outputs.get(parameter, 0) for parameter in chosen]
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
-        weights = TunedWeights(chosen, of_each, options.learning_rate, moments=moments)
-        before = best = _judged(teacher, numbers)
-        best_values, best_epoch = weights.copy_on_host(), 0
+        weights = TunedWeights(chosen, outputs, options.learning_rate, moments=moments)
+        before = batches.judged(measure)
         try:
-            for epoch in range(1, options.epochs + 1):
-                for number in torch.randperm(numbers.tuned_on, generator=order).tolist():
-                    _step(teacher, number, numbers, weights, schedule(step, steps))
-                    step += 1
-                    bar.update()
-                divergence = _judged(teacher, numbers)
-                bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
-                if not math.isfinite(divergence):
-                    notes.append(f"stopped in epoch {epoch}: its predictions were no longer finite")
-                    break
-                if divergence < best:
-                    best, best_epoch, best_values = divergence, epoch, weights.copy_on_host()
+            best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:
             run.report.notes.append("distillation was broken off; the model has the best values up to then")
             raise
-        finally:
-            weights.write(best_values)
-    run.report.distilled(Distilled(before, best, best_epoch, round(time.perf_counter() - began, 3), notes))
+    run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
 
 
-def _step(teacher: Teacher, number: int, numbers: BatchNumbers, weights: TunedWeights, share: float) -> None:
-    """One batch. Alone, a process takes each weight's step as soon as its gradient is there, in the backward pass, and
-    drops the gradient: all of them together would take as much memory as the model."""
-    alone = numbers.processes.size == 1
-    with ExitStack() as hooks:
-        for weight in weights.each if alone else ():
-            hooks.enter_context(
-                weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: _moved(weight, share))
-            )
-        if number in numbers.own:
-            with torch.enable_grad():
-                # the sum: means of many small gradients would leave float16's range
-                kl_divergence(*teacher.predictions(numbers.own[number])).sum().backward()
-    if not alone:
-        gradients = numbers.shared(number, weights.taken_gradients(), [weight.values for weight in weights.each])
-        for weight, gradient in zip(weights.each, gradients):
-            weight.step(gradient, share)
-
-
-def _moved(weight: TunedWeight, share: float) -> None:
-    weight.step(weight.taken_gradient(), share)
-
-
-def _judged(teacher: Teacher, numbers: BatchNumbers) -> float:
-    """The mean KL divergence on the batches held back, in nats."""
-    own = {}
-    for number in numbers.held_back:
-        if number in numbers.own:
-            rows = kl_divergence(*teacher.predictions(numbers.own[number]))
-            own[number] = (float(rows.sum()), len(rows))
-    of_ranks = numbers.processes.all_gather("a divergence", own)
-    sums = {number: each for of_rank in of_ranks for number, each in of_rank.items()}
-    return sum(sums[i][0] for i in numbers.held_back) / max(1, sum(sums[i][1] for i in numbers.held_back))
-
-
-def _mask(layer: Any) -> Tensor:
-    """The mask that a layer carries now, shaped like the parameter."""
-    return dict(named_masks(layer.owner))[layer.param]
-
-
-def _logits(output: Any) -> Tensor | None:
+def logits_of(output: Any) -> Tensor | None:
     """The logits of an output, of a choice among classes or tokens."""
     logits = getattr(output, "logits", None)
     usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
@@ -239,8 +181,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
     finite = b[b.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale, equal_nan=True)

@@ -102,12 +102,12 @@ def with_metrics(data: CalibrationData) -> CalibrationData:
     options = run.config.reconstruct
     if options is None or options.metric == "plain":
         return data
-    why = "a forward_loop calls the model in its own way" if data.calls is None else None
-    sums = {} if why else _informations(data)
-    if not (why or sums):
+    if data.calls is None:
+        why = "a forward_loop calls the model in its own way"
+    elif informations := _informations(data):
+        return replace(data, metrics={block: metric(fisher) for block, fisher in informations.items()})
+    else:
         why = f"the output of a {type(run.model).__name__} has no logits"
-    if why is None:
-        return replace(data, metrics={block: metric(sums[block]) for block in sums})
     if options.metric == "fisher":
         raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
     run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
@@ -118,7 +118,7 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
     """The Fisher information of each block's output, up to one factor; {} of a model that gives no logits."""
     run = data.run
     sums: dict[nn.Module, Tensor] = {}
-    first = _first_of_the_users(data)
+    numbers = _first_of_the_users(data)
     call_masks: list[TokenMasks] = []
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
@@ -127,15 +127,27 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             return
         if not state.requires_grad:  # nothing before it asks for gradients
             state.requires_grad_(True)
-        state.register_hook(lambda gradient: _add(sums, block, gradient))
+
+        def add(gradient: Tensor) -> None:
+            rows = gradient.detach().flatten(0, -2).float()
+            product = rows.T @ rows
+            sums[block] = sums[block] + product if block in sums else product
+
+        state.register_hook(add)
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad:
-            number = (first + len(call_masks) - 1) * run.processes.size + run.processes.rank - data.own
+            number = numbers[len(call_masks) - 1] * run.processes.size + run.processes.rank - data.own
             # each call has random numbers of its own, so that any number of processes draws the same labels
             labels = torch.Generator().manual_seed((run.config.seed * 1_000_003 + number) % 2**63)
-            _loss(logits, call_masks[-1].decoder, labels).backward()
+            rows, token_mask = logits.flatten(0, -2), call_masks[-1].decoder
+            places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
+            # -log p(y) of all real tokens, summed up, with y drawn from the predictions
+            each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
+            if token_mask is not None and token_mask.numel() == len(each):
+                each = each[token_mask.flatten().to(each.device, torch.bool)]
+            each.sum().backward()
 
     with ExitStack() as hooks:
         hooks.enter_context(only_these_require_grad(run.model, {}))
@@ -144,7 +156,7 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             hooks.enter_context(block.register_forward_hook(after_block))
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
-        replace(data, calls=_first_calls(data)).run_model(call_masks.append)
+        data.run_model(call_masks.append, numbers=numbers)
     blocks = [block for block in run.plan.blocks if block in sums]
     run.processes.all_reduce("the Fisher information of blocks", [sums[block] for block in blocks])
     return {block: sums[block] for block in blocks}
@@ -160,34 +172,14 @@ def metric(fisher: Tensor) -> Tensor:
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
-def _first_of_the_users(data: CalibrationData) -> int:
-    """The first of this process's calls that is not text of the model's own."""
-    return -(-max(0, data.own - data.run.processes.rank) // data.run.processes.size)
-
-
-def _first_calls(data: CalibrationData) -> list[Any]:
-    """The first calls of the user's own, about SAMPLES rows in all processes."""
+def _first_of_the_users(data: CalibrationData) -> list[int]:
+    """The numbers of this process's first calls that are not text of the model's own, about SAMPLES rows in all
+    processes."""
     assert data.calls is not None
-    chosen, rows = [], 0
-    for call in data.calls[_first_of_the_users(data) :]:
-        if rows * data.run.processes.size >= SAMPLES:
+    processes, rows, numbers = data.run.processes, 0, []
+    for number in range(-(-max(0, data.own - processes.rank) // processes.size), len(data.calls)):
+        if rows * processes.size >= SAMPLES:
             break
-        chosen.append(call)
-        rows += samples(call.args, call.kwargs)
-    return chosen
-
-
-def _add(sums: dict[nn.Module, Tensor], block: nn.Module, gradient: Tensor) -> None:
-    rows = gradient.detach().flatten(0, -2).float()
-    product = rows.T @ rows
-    sums[block] = sums[block] + product if block in sums else product
-
-
-def _loss(logits: Tensor, token_mask: Tensor | None, labels: torch.Generator) -> Tensor:
-    """-log p(y) of all real tokens, summed up, with y drawn from the predictions."""
-    rows = logits.flatten(0, -2)
-    places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
-    each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-    if token_mask is not None and token_mask.numel() == len(each):
-        each = each[token_mask.flatten().to(each.device, torch.bool)]
-    return each.sum()
+        numbers.append(number)
+        rows += samples(data.calls[number].args, data.calls[number].kwargs)
+    return numbers

@@ -9,7 +9,6 @@ belong together is not told by names: it is tried, and a block that puts out som
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,7 +21,6 @@ from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.methods.channel_order import channel_order, kept_share
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
 from modelopt_sparse.model.devices import stored
@@ -33,6 +31,8 @@ from modelopt_sparse.plan.plan import LayerPlan
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the
 # taker's output, and in the block's, where the residual stream's rounding weighs more
 SAME = (0.02, 0.25)
+
+Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,10 @@ class Fold:
     head: int | None = None
 
 
-@dataclass(frozen=True)
-class Permuted:
-    """The share of a layer's squared score that its pattern would keep, before and after its channels moved."""
-
-    before: float
-    after: float
-
-    def __str__(self) -> str:
-        return f"channels reordered: the pattern keeps {self.after:.1%} of the score, not {self.before:.1%}"
-
-
 @torch.no_grad()
-def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict[str, Permuted]:
+def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict[str, str]:
     """Reorder channels of a block, in place, where the pattern keeps more of the score and the block computes the same
-    -> layer name -> what it gained. ``undo`` gets what puts the old orders back.
+    -> layer name -> what the report says of it. ``undo`` gets what puts the old orders back.
 
     The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken. A block that cannot be
     run by itself stays as it is; the report says so.
@@ -75,7 +64,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     sums = sum_up(takers, inputs, collector, run)
     stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never takers
 
-    permuted: dict[str, Permuted] = {}
+    permuted: dict[str, str] = {}
     with forward_context(run):
         for fold in folds:
             taker = fold.taker
@@ -84,11 +73,13 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
             score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
-            columns, rows = _orders(fold, score, pattern)
-            before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, columns]))
-            if after > before and _fold(fold, columns, rows, inputs, run):
-                undo.callback(partial(_reorder, fold, columns.argsort(), [order.argsort() for order in rows]))
-                permuted[taker.name] = Permuted(before, after)
+            moves = _moves(fold, score, pattern)
+            before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
+            if after > before and _moved(moves, inputs, run):
+                undo.callback(_reorder, [(layer, dim, order.argsort()) for layer, dim, order in moves])
+                permuted[taker.name] = (
+                    f"channels reordered: the pattern keeps {after:.1%} of the score, not {before:.1%}"
+                )
     return permuted
 
 
@@ -120,42 +111,43 @@ def _movable(layer: Layer) -> bool:
     return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
 
 
-def _orders(fold: Fold, score: Tensor, pattern: NM) -> tuple[Tensor, list[Tensor]]:
-    """The taker's columns and each maker's rows in their new order."""
+def _moves(fold: Fold, score: Tensor, pattern: NM) -> list[Move]:
+    """The new order of the taker's columns, and of each maker's rows."""
     made = [layer.matrix(layer.parameter).shape[0] for layer in fold.makers]
     if fold.head is None:
-        order = channel_order(score, pattern.n, pattern.m)
-        return order, [torch.cat([order + start for start in range(0, size, len(order))]) for size in made]
-    (heads,) = (size // fold.head for size in made)
-    by_head = score.unflatten(-1, (heads, -1, fold.head))  # [R, maker's heads, taker's heads on each, channels]
-    orders = [channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m) for k in range(heads)]
-    rows = torch.cat([order + k * fold.head for k, order in enumerate(orders)])
-    taken = [order for order in orders for _ in range(by_head.shape[2])]
-    return torch.cat([order + k * fold.head for k, order in enumerate(taken)]), [rows]
+        columns = channel_order(score, pattern.n, pattern.m)
+        rows = [torch.cat([columns + start for start in range(0, size, len(columns))]) for size in made]
+    else:
+        (heads,) = (size // fold.head for size in made)
+        by_head = score.unflatten(-1, (heads, -1, fold.head))  # [R, maker's heads, taker's heads on each, channels]
+        orders = [channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m) for k in range(heads)]
+        rows = [torch.cat([order + k * fold.head for k, order in enumerate(orders)])]
+        taken = [order for order in orders for _ in range(by_head.shape[2])]
+        columns = torch.cat([order + k * fold.head for k, order in enumerate(taken)])
+    return [(fold.taker.layer, 1, columns), *((maker, 0, order) for maker, order in zip(fold.makers, rows))]
 
 
-def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: AtBlock, run: Run) -> bool:
+def _moved(moves: list[Move], inputs: AtBlock, run: Run) -> bool:
     """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
     not, everything is as before.
 
-    Reordering the columns alone has to change the output, else the batch does not reach the layer and shows nothing.
+    Reordering the columns alone, which is the first move, has to change the output, else the batch does not reach the
+    layer and shows nothing.
     """
-    layer = fold.taker.layer
 
     def outputs() -> list[Tensor]:
-        return inputs.outputs_of([layer.owner, inputs.block], 0) if inputs.calls else []
+        return inputs.outputs_of([moves[0][0].owner, inputs.block], 0) if inputs.calls else []
 
     def changes() -> list[float]:
         return [float((now.float() - then.float()).norm()) for now, then in zip(outputs(), dense)]
 
-    before = [values.clone() for values in _values(fold)]
+    before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
     same = False
     try:
         dense = outputs()
-        _reorder_columns(layer, columns)
+        _reorder(moves[:1])
         torn = changes()
-        for maker, order in zip(fold.makers, rows):
-            _reorder_rows(maker, order)
+        _reorder(moves[1:])
         here = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
         # the first process that has a batch decides
         same = next(
@@ -163,37 +155,104 @@ def _fold(fold: Fold, columns: Tensor, rows: list[Tensor], inputs: AtBlock, run:
         )
     finally:
         if not same:  # or interrupted half way
-            for values, old in zip(_values(fold), before):
+            for values, old in before:
                 values.copy_(old)
     return same
 
 
-def _values(fold: Fold) -> list[Tensor]:
-    """Everything that is reordered."""
-    weights = [layer.values for layer in (fold.taker.layer, *fold.makers)]
-    return weights + [bias for layer in fold.makers if (bias := _bias(layer)) is not None]
-
-
-def _bias(layer: Layer) -> Tensor | None:
-    return None if getattr(layer.owner, "bias", None) is None else stored(layer.owner, "bias").detach()
-
-
 @torch.no_grad()
-def _reorder(fold: Fold, columns: Tensor, rows: list[Tensor]) -> None:
-    _reorder_columns(fold.taker.layer, columns)
-    for maker, order in zip(fold.makers, rows):
-        _reorder_rows(maker, order)
+def _reorder(moves: list[Move]) -> None:
+    for layer, dim, order in moves:
+        weight, *bias = _reordered(layer, dim)
+        weight.copy_(layer.unmatrix(layer.matrix(weight).index_select(dim, order.to(weight.device))))
+        for values in bias:
+            values.copy_(values[order.to(values.device)])
 
 
-def _reorder_columns(layer: Layer, order: Tensor) -> None:
-    values = layer.values
-    matrix = layer.matrix(values.clone())
-    values.copy_(layer.unmatrix(matrix[:, order.to(matrix.device)]))
+def _reordered(layer: Layer, dim: int) -> list[Tensor]:
+    """What is reordered of a layer: its weight and, along with rows, the bias."""
+    has_bias = dim == 0 and getattr(layer.owner, "bias", None) is not None
+    return [layer.values, *([stored(layer.owner, "bias").detach()] if has_bias else [])]
 
 
-def _reorder_rows(layer: Layer, order: Tensor) -> None:
-    values = layer.values
-    matrix = layer.matrix(values.clone())
-    values.copy_(layer.unmatrix(matrix[order.to(matrix.device)]))
-    if (bias := _bias(layer)) is not None:
-        bias.copy_(bias.clone()[order.to(bias.device)])
+# orders ---------------------------------------------------------------------------------------------------------------
+# How much of a score n:m keeps depends on which input channels share a group of m.
+# Shape letters: R rows (out features), C columns (input channels), G groups of m consecutive columns.
+
+
+SMALL = 1e-4  # a swap must add at least this share of the score that an average group keeps
+
+
+def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
+    """Score ``[R, C]`` (larger = keep, additive) -> order ``[C]``: ``score[:, order]`` keeps more under n:m.
+
+    ``order[i]`` is the channel that moves to place i. It is found in two steps:
+
+    1. Channels sorted by their total score are dealt out in serpentine order, so that every group gets one of each
+       quantile (RIA's heuristic, Zhang et al. 2024).
+    2. Channels of different groups swap places as long as that raises the kept score, among about ``block`` columns at
+       a time. That bounds the work to O(C * block * R) per sweep.
+
+    Raises ValueError if C is not a multiple of m.
+    """
+    columns = score.shape[-1]
+    if columns % m:
+        raise ValueError(f"a score of shape {list(score.shape)}: {columns} channels are not a multiple of {m}")
+    if n >= m:
+        return torch.arange(columns, device=score.device)
+    score = score.float()
+    chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
+    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1).cpu()
+    parts = -(-columns // block)
+    for part in range(parts):  # every parts-th group, so that each part spans all quantiles
+        groups[part::parts] = _swap(score, groups[part::parts].clone(), n)
+    return groups.flatten().to(score.device)
+
+
+def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
+    """Swap channels between groups ``[G, m]`` (on the CPU) until no swap of two raises the kept score noticeably.
+
+    A sweep makes the best swap, then the best one among the groups not yet touched, and so on: swaps of disjoint
+    groups add up exactly.
+    """
+    size, m = groups.shape
+    while True:
+        ordered = score[:, groups.flatten()]
+        kept_score = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
+        gain = _swap_gains(ordered, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
+        # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
+        best, which = (tensor.cpu() for tensor in gain.max(-1))
+        best.fill_diagonal_(0)  # within a group nothing changes
+        floor = float(SMALL * kept_score / size)
+        if not best.max() > floor:
+            return groups
+        while best.max() > floor:
+            g, h = divmod(int(best.argmax()), size)
+            i, j = divmod(int(which[g, h]), m)
+            groups[g, i], groups[h, j] = groups[h, j].clone(), groups[g, i].clone()
+            best[[g, h]] = 0
+            best[:, [g, h]] = 0
+
+
+def _swap_gains(score: Tensor, n: int, m: int) -> Tensor:
+    """``[R, C]`` in groups of m -> ``[C, C]``: what the kept score gains if columns i and j swap places.
+
+    Take a row in which column i leaves its group and another column comes, with the scores x_i and y. Then the group
+    keeps max(y, rival) in place of max(x_i, cut), where cut is the n-th largest score of the group, and rival the n-th
+    largest without x_i. Summed over the rows, max(u, v) is half of sum u + sum v + sum |u - v|. The last of these sums
+    is a distance, which can be computed without a tensor [R, C, C].
+    """
+    grouped = score.unflatten(-1, (-1, m))
+    ranked = grouped.sort(-1, descending=True).values
+    cut = ranked[..., n - 1 : n]
+    rival = torch.where(grouped >= cut, ranked[..., n : n + 1], cut).flatten(1)
+    leaves = torch.maximum(grouped, cut).flatten(1).sum(0)
+    comes = (rival.sum(0)[:, None] + score.sum(0) + torch.cdist(rival.T, score.T, p=1)) / 2
+    change = comes - leaves[:, None]
+    return change + change.T
+
+
+def kept_share(score: Tensor, n: int, m: int) -> float:
+    """The share of a score ``[R, C]`` that n:m keeps: that of the n largest of every m consecutive columns."""
+    largest = score.unflatten(-1, (-1, m)).topk(n).values
+    return float(largest.sum(dtype=torch.float64) / score.sum(dtype=torch.float64))

@@ -5,22 +5,20 @@ the squared error of the block's output, as in EBFT (Guo et al. 2024, arXiv 2402
 3BASiL (arXiv 2603.01376).
 """
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.tuning import BatchNumbers, Movable, TunedWeights, only_these_require_grad, tunable
+from modelopt_sparse.accuracy.tuning import BatchNumbers, Movable, TunedWeights, only_these_require_grad, tunable, tune
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.distributed import Processes
-from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.reports.report import BlockReport
 
 
@@ -70,26 +68,24 @@ def reconstruct(
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
     (True = kept); those of ``movable`` move.
 
-    Never worse on the batches held back: the values from before count as an epoch. ``requires_grad`` and gradients are
-    as before afterwards, and an interruption leaves the best values so far. Where several processes work together, each
-    batch's gradient comes from the one that has the batch, and all take the same step.
+    Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
     options = run.config.reconstruct
     assert options is not None
     assert isinstance(inputs, AtBlock)
     outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in block.layer_plans}
     with forward_context(run):
-        batches = _Batches(inputs, _token_masks(block, inputs, tuned[-1].goals), run.processes)
+        token_masks = _token_masks(block, inputs, tuned[-1].goals)
+        batches = BatchNumbers.of(run.processes, len(token_masks), inputs.own)
         rest = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
         try:
             for part in tuned:
                 inside = set(part.module.parameters())
                 chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
                 if chosen:
-                    of_each = [outputs.get(parameter, 0) for parameter in chosen]
-                    weights = TunedWeights(chosen, of_each, options.learning_rate, movable)
+                    weights = TunedWeights(chosen, outputs, options.learning_rate, movable)
                     with only_these_require_grad(inputs.block, chosen, through=bool(movable)):
-                        tuned_part = _tune(part, batches, weights, options, run.config.seed)
+                        tuned_part = _tuned(part, inputs, token_masks, batches, weights)
                     run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
         except BaseException:
             run.report.notes.append(
@@ -106,78 +102,38 @@ def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list
         if mask is not None and goal.shape[:-1] != mask.shape:
             raise PaddingError(
                 f"block {block.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
-                f"{list(mask.shape)}: which of its rows are padding cannot be told; give batches without padding, or "
-                "set count_padding=True to let padding in"
+                f"{list(mask.shape)}: give batches without padding, or set count_padding=True to let padding in"
             )
     return [None if mask is None else mask.to(goal.device, torch.bool) for mask, goal in zip(masks, goals)]
 
 
-class _Batches:
-    """The calibration batches of all processes, and what is measured on them."""
+def _tuned(
+    part: TunedModule,
+    inputs: AtBlock,
+    token_masks: list[Tensor | None],
+    batches: BatchNumbers,
+    weights: TunedWeights,
+) -> BlockReport:
+    config, began = inputs.data.run.config, time.perf_counter()
+    assert config.reconstruct is not None
 
-    def __init__(self, inputs: AtBlock, token_masks: list[Tensor | None], processes: Processes) -> None:
-        self._inputs, self._token_masks = inputs, token_masks
-        self.numbers = BatchNumbers.of(processes, len(token_masks), inputs.own)
-
-    def error(self, part: TunedModule, number: int) -> Tensor:
-        """The squared error of a batch of this process."""
-        place = self.numbers.own[number]
-        output = self._inputs.outputs_of([part.module], place)[0]
-        return self._squared(output.float() - part.goals[place].float(), part, place)
-
-    def energies(self, part: TunedModule) -> dict[int, float]:
-        """The squared norm of the goals of all batches."""
-        own = {number: float(self._squared(part.goals[i].float(), part, i)) for number, i in self.numbers.own.items()}
-        return self.numbers.of_all(f"batches of {part.name!r}", own)
-
-    def judge(self, part: TunedModule, energies: Mapping[int, float]) -> float:
-        """The relative squared error on the batches held back."""
-        held_back = self.numbers.held_back
-        own = {number: float(self.error(part, number)) for number in held_back if number in self.numbers.own}
-        errors = self.numbers.of_all(f"batches of {part.name!r}", own)
-        least = torch.finfo(torch.float32).tiny
-        return sum(errors[i] for i in held_back) / max(sum(energies[i] for i in held_back), least)
-
-    def _squared(self, values: Tensor, part: TunedModule, place: int) -> Tensor:
-        """The squared norm of the values of real tokens, in the metric of a module."""
-        token_mask = self._token_masks[place]
+    def squared(values: Tensor, place: int) -> Tensor:
+        """The squared norm of the values of real tokens, in the metric of the module."""
+        token_mask = token_masks[place]
         real = values if token_mask is None else values[token_mask]
         return (real if part.metric is None else real @ part.metric.to(real.device)).square().sum()
 
+    def error(place: int) -> Tensor:
+        output = inputs.outputs_of([part.module], place)[0]
+        return squared(output.float() - part.goals[place].float(), place)
 
-def _tune(part: TunedModule, batches: _Batches, weights: TunedWeights, options: Reconstruct, seed: int) -> BlockReport:
-    began = time.perf_counter()
-    energies = batches.energies(part)
-    before = best = batches.judge(part, energies)
+    def loss(place: int) -> Tensor:
+        # scaled so that neither its gradients nor those inside of the block leave float16's range
+        return error(place) / max(energies[place], 1e-30) * part.goals[place].numel() ** 0.5
+
+    energies = [float(squared(goal.float(), place)) for place, goal in enumerate(part.goals)]
+    judge = partial(batches.judged, lambda place: (float(error(place)), energies[place]))
+    before = judge()
     weights.slow_down(before)
-    solved = best_values = weights.copy()
-    best_epoch, notes, tuned_on = 0, [], batches.numbers.tuned_on
-    order, step = torch.Generator().manual_seed(seed), 0
-    try:
-        for epoch in range(1, options.epochs + 1):
-            for number in torch.randperm(tuned_on, generator=order).tolist():
-                weights.step(_gradients(part, number, batches, energies, weights), step, options.epochs * tuned_on)
-                step += 1
-            error = batches.judge(part, energies)
-            if not math.isfinite(error):
-                notes.append(f"stopped in epoch {epoch}: its output was no longer finite")
-                break
-            if error < best:
-                best, best_epoch, best_values = error, epoch, weights.copy()
-    finally:
-        weights.write(best_values)
-    if (share := weights.moved(best_values, solved)) is not None:
-        notes.append(f"{share:.1%} of the places that are kept are others than those of the solution")
-    return BlockReport(part.name, before, best, best_epoch, round(time.perf_counter() - began, 3), notes)
-
-
-def _gradients(
-    part: TunedModule, number: int, batches: _Batches, energies: dict[int, float], weights: TunedWeights
-) -> list[Tensor | None]:
-    """The gradients of one batch, in all processes."""
-    if number in batches.numbers.own:
-        with torch.enable_grad():
-            # scaled so that neither its gradients nor those inside of the block leave float16's range
-            scale = part.goals[batches.numbers.own[number]].numel() ** 0.5
-            (batches.error(part, number) / max(energies[number], 1e-30) * scale).backward()
-    return batches.numbers.shared(number, weights.taken_gradients(), [weight.values for weight in weights.each])
+    best, epoch, notes = tune(weights, batches, config.reconstruct.epochs, config.seed, loss, judge, before)
+    return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)

@@ -1,8 +1,8 @@
 """What reconstruction and distillation share: the numbers of batches, masks that move, and values tuned by Adam."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from modelopt_sparse.methods.base import written
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import dense_gradient, let_gradients_through, named_masks, update_mask
+from modelopt_sparse.reports.progress import Progress
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
 
@@ -48,16 +49,17 @@ class BatchNumbers:
         """How many batches, the first ones, are tuned on."""
         return self.held_back.start
 
-    def of_all(self, what: str, own: Mapping[int, float]) -> dict[int, float]:
-        """Numbers of all processes' batches, from those of this one's."""
-        of_ranks = self.processes.all_gather(what, dict(own))
-        return {number: value for of_rank in of_ranks for number, value in of_rank.items()}
+    def judged(self, measure: Callable[[int], tuple[float, float]]) -> float:
+        """What is measured on the batches held back, as a sum relative to another. ``measure``: place -> its shares."""
+        own = {number: measure(self.own[number]) for number in self.held_back if number in self.own}
+        of_ranks = self.processes.all_gather("the batches held back", own)
+        shares = {number: share for of_rank in of_ranks for number, share in of_rank.items()}
+        total, size = (sum(shares[number][i] for number in self.held_back) for i in (0, 1))
+        return total / max(size, torch.finfo(torch.float32).tiny)
 
     def shared(self, number: int, own: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of one batch, in all processes, from the one that has it; ``like`` has their shapes."""
         processes, rank = self.processes, self.ranks[number]
-        if processes.size == 1:
-            return list(own)
         there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
         if rank != processes.rank:
             own = [torch.empty_like(values) if has else None for values, has in zip(like, there)]
@@ -150,7 +152,6 @@ Masks = Mapping[nn.Parameter, Tensor | None]  # of what is tuned; None: all of i
 Values = list[tuple[Tensor, Tensor | None]]  # of each weight that is tuned, with its mask
 
 
-@dataclass
 class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
@@ -159,28 +160,20 @@ class TunedWeight:
     moments: the dtype that Adam's two moments are held in between two steps.
     """
 
-    parameter: nn.Parameter
-    mask: Tensor | None
-    movable: Movable | None
-    values: Tensor
-    rate: float
-    adam: torch.optim.Adam
-    moments: torch.dtype
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         parameter: nn.Parameter,
         mask: Tensor | None,
         movable: Movable | None,
         rate: float,
         moments: torch.dtype | None,
-    ) -> "TunedWeight":
+    ) -> None:
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         if mask is not None:
             values = values[mask] if movable is None else movable.start(values, mask)
-        adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON)
-        return cls(parameter, mask, movable, values, rate, adam, moments or values.dtype)
+        self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
+        self.moments = moments or values.dtype
+        self.adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON)
 
     def taken_gradient(self) -> Tensor | None:
         """The gradient of `values`; the parameter has none afterwards."""
@@ -227,16 +220,17 @@ class TunedWeights:
     def __init__(
         self,
         masks: Masks,
-        outputs: Sequence[int],
+        outputs: Mapping[nn.Parameter, int],
         learning_rate: float,
         movable: Mapping[nn.Parameter, Movable] | None = None,
         moments: torch.dtype | None = None,
     ) -> None:
-        """``outputs``: how many outputs each parameter has (of all of its experts); 0 for vectors. ``moments``: the
-        dtype of Adam's; None: that of the values."""
-        rates = learning_rates([*masks], [*masks.values()], outputs, learning_rate)
+        """``outputs``: how many outputs a matrix has (of all of its experts). ``moments``: the dtype of Adam's; None:
+        that of the values."""
+        of_each = [outputs.get(parameter, 0) for parameter in masks]
+        rates = learning_rates([*masks], [*masks.values()], of_each, learning_rate)
         self.each = [
-            TunedWeight.of(parameter, mask, (movable or {}).get(parameter), rate, moments)
+            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments)
             for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 
@@ -249,19 +243,8 @@ class TunedWeights:
         for weight in self.each:
             weight.rate *= min(1.0, math.sqrt(error / FULL_RATE))
 
-    def step(self, gradients: Sequence[Tensor | None], step: int, steps: int) -> None:
-        for weight, gradient in zip(self.each, gradients):
-            weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
-
-    def taken_gradients(self) -> list[Tensor | None]:
-        return [weight.taken_gradient() for weight in self.each]
-
     def copy(self) -> Values:
-        """Values and masks as they are now."""
-        return [(weight.values.clone(), weight.mask) for weight in self.each]
-
-    def copy_on_host(self) -> Values:
-        """The same on the host, in the precision that the model holds them in."""
+        """Values, on the host and in the precision that the model holds them in, and masks as they are now."""
         return [(weight.values.to("cpu", weight.parameter.dtype, copy=True), weight.mask) for weight in self.each]
 
     def write(self, values: Values) -> None:
@@ -274,6 +257,73 @@ class TunedWeights:
         different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
         count = sum(int(a.sum()) for a, _ in pairs if a is not None)
         return different / count if count else None
+
+
+def tune(
+    weights: TunedWeights,
+    batches: BatchNumbers,
+    epochs: int,
+    seed: int,
+    loss: Callable[[int], Tensor],
+    judge: Callable[[], float],
+    before: float,
+    bar: Progress | None = None,
+) -> tuple[float, int, list[str]]:
+    """Tune on the ``loss`` of a batch, given by its place in this process, for some epochs -> what ``judge`` says of
+    the best values, their epoch, and notes.
+
+    Never worse on the batches held back: the values from before, with what was judged ``before``, count as an epoch. An
+    interruption leaves the best values so far. Where several processes work together, each batch's gradient comes from
+    the one that has the batch, and all take the same step.
+    """
+    best, best_epoch, notes = before, 0, []
+    first = best_values = weights.copy()
+    order, step, steps = torch.Generator().manual_seed(seed), 0, epochs * batches.tuned_on
+    try:
+        for epoch in range(1, epochs + 1):
+            for number in torch.randperm(batches.tuned_on, generator=order).tolist():
+                _take_step(weights, batches, number, loss, step, steps)
+                step += 1
+                if bar is not None:
+                    bar.update()
+            error = judge()
+            if not math.isfinite(error):
+                notes.append(f"stopped in epoch {epoch}: its output was no longer finite")
+                break
+            if error < best:
+                best, best_epoch, best_values = error, epoch, weights.copy()
+    finally:
+        weights.write(best_values)
+    if (share := weights.moved(best_values, first)) is not None:
+        notes.append(f"{share:.1%} of the places that are kept are others than those of the solution")
+    return best, best_epoch, notes
+
+
+def _take_step(
+    weights: TunedWeights, batches: BatchNumbers, number: int, loss: Callable[[int], Tensor], step: int, steps: int
+) -> None:
+    """One batch. Alone, and where masks stay, a process takes each weight's step as soon as its gradient is there, in
+    the backward pass, and drops the gradient: all of them together would take as much memory as the model."""
+
+    def move(weight: TunedWeight, gradient: Tensor | None) -> None:
+        weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
+
+    early = batches.processes.size == 1 and all(weight.movable is None for weight in weights.each)
+    with ExitStack() as hooks:
+        for weight in weights.each if early else ():
+            hooks.enter_context(
+                weight.parameter.register_post_accumulate_grad_hook(
+                    lambda _, weight=weight: move(weight, weight.taken_gradient())
+                )
+            )
+        if number in batches.own:
+            with torch.enable_grad():
+                loss(batches.own[number]).backward()
+    if not early:
+        own = [weight.taken_gradient() for weight in weights.each]
+        gradients = batches.shared(number, own, [weight.values for weight in weights.each])
+        for weight, gradient in zip(weights.each, gradients):
+            move(weight, gradient)
 
 
 def learning_rates(

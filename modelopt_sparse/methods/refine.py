@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from modelopt_sparse.methods.alps import squared_error
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, keep_largest
 
@@ -47,13 +48,13 @@ def refine(weight: Tensor, mask: Tensor, stats: Stats, pattern: Pattern, sweeps:
         gram = gram + damping * gram.diagonal(dim1=-2, dim2=-1).diag_embed()
     # a weight that another mask prunes already is not restored
     may_stay = torch.ones_like(mask) if pattern.within is None else pattern.within
-    error = _objective(dense, mask, gram)
+    error = squared_error(dense, dense.masked_fill(~mask, 0), gram)
     for _ in range(sweeps):
         if isinstance(pattern, NM):
             swapped = _sweep_groups(dense, mask, gram, pattern.m, may_stay)
         else:
             swapped = _sweep_rows(dense, mask, gram, may_stay)
-        error_after = _objective(dense, swapped, gram)
+        error_after = squared_error(dense, dense.masked_fill(~swapped, 0), gram)
         # because of rounding a swap can seem to lower the error: a row whose error did not fall keeps its old mask
         better = error_after < error
         mask, error = torch.where(better, swapped, mask), torch.where(better, error_after, error)
@@ -145,9 +146,3 @@ def _coupling(values: Tensor, gram: Tensor) -> Tensor:
 def _flips(before: Tensor, after: Tensor, dtype: torch.dtype) -> Tensor:
     """1 where a column was pruned, -1 where one was restored, else 0."""
     return before.to(dtype) - after.to(dtype)
-
-
-def _objective(dense: Tensor, mask: Tensor, gram: Tensor) -> Tensor:
-    """z H z^T of every row, ``[..., R, 1]``, summed in float64."""
-    pruned = dense.masked_fill(mask, 0)
-    return ((pruned @ gram) * pruned).sum(-1, keepdim=True, dtype=torch.float64)

@@ -79,3 +79,7 @@ class GivenMask(Method):
     def solve(self, weight: Tensor, state: Stats | None, pattern: Pattern, options: Mapping[str, Any]) -> Solution:
         assert self.mask is not None
         return masked_solution(weight, self.mask.to(weight.device), state)
+
+    def cut(self, place: Any) -> "GivenMask":
+        """The same for a part of the layer."""
+        return GivenMask(None if self.mask is None else self.mask[place])

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.permute import Permuted
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import PERMUTED, LayerReport
-from modelopt_sparse.solving.solve import WRITTEN, Solved, errors_name_layer
+from modelopt_sparse.solving.solve import Solved, errors_name_layer
 
 # what became of experts with fewer tokens than min_tokens, by the option ``experts``
 FEW_TOKENS = {
@@ -24,7 +23,7 @@ FEW_TOKENS = {
 
 
 @torch.no_grad()
-def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Parameter, Tensor]:
+def attach(solved: Solved, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
     """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
@@ -38,7 +37,7 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Param
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
-    with errors_name_layer(solved.layer_plan, when=WRITTEN), _uninterrupted():
+    with errors_name_layer(solved.layer_plan, "while its solution was written into the model"), _uninterrupted():
         # what takes memory comes before the first write, so that a layer is never left half written
         new, pruned = layer.unmatrix(solved.solution.weight), ~mask.to(values.device)
         for name in (layer.parameter_name, *tied) if enforce else ():
@@ -49,9 +48,9 @@ def attach(solved: Solved, permuted: Permuted | None, run: Run) -> dict[nn.Param
     return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
-def layer_report(solved: Solved, permuted: Permuted | None, config: SparsifyConfig) -> LayerReport:
+def layer_report(solved: Solved, permuted: str | None, config: SparsifyConfig) -> LayerReport:
     plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
-    notes = [*solution.notes, *([str(permuted)] if permuted else []), *_few_tokens(solved, config)]
+    notes = [*solution.notes, *([permuted] if permuted else []), *_few_tokens(solved, config)]
     if dead := solved.input.dead:
         notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
     return LayerReport(

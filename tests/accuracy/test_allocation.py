@@ -149,7 +149,7 @@ def test_allocate_says_what_is_wrong():
     plan, _ = planned(tiny_llama())
     wanted = sparsities(plan)
     missing = wanted.popitem()[0]
-    with pytest.raises(ValueError, match=missing):
+    with pytest.raises(KeyError, match=missing):
         allocate(plan, wanted)
     plan, _ = planned(tiny_llama(), pattern=0.995)
     with pytest.raises(ValueError, match="prunes no layer by more than 99%"):

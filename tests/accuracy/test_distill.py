@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaModel, ViTConfig,
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import distill as distillation
 from modelopt_sparse.accuracy import fisher as recompute
+from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.run import calibrating
@@ -97,7 +98,7 @@ def test_steps_are_those_of_a_plain_loop():
 def test_moments_in_bfloat16_are_rounded_between_steps_alone():
     """Adam written out in float32, its moments rounded after each step; a mask holds values of kept weights alone."""
     weight, mask = nn.Parameter(torch.randn(6, 8)), torch.rand(6, 8) > 0.5
-    (tuned,) = TunedWeights({weight: mask}, [6], 0.4, moments=torch.bfloat16).each
+    (tuned,) = TunedWeights({weight: mask}, {weight: 6}, 0.4, moments=torch.bfloat16).each
     values, first, second = weight.detach()[mask], torch.zeros(int(mask.sum())), torch.zeros(int(mask.sum()))
     for step in range(1, 6):
         gradient = torch.randn(int(mask.sum())) * 10.0**-step
@@ -272,7 +273,7 @@ def test_a_rerun_has_the_same_bits():
 @pytest.mark.parametrize("stopped_in", [3, 12])
 def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     """In the first epoch those from before, later those of the best epoch."""
-    count, real = 0, distillation._step
+    count, real = 0, tuning._take_step
 
     def step(*arguments):
         nonlocal count
@@ -282,9 +283,9 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
         real(*arguments)
 
     judged = []
-    judge = distillation._judged
-    monkeypatch.setattr(distillation, "_judged", lambda *a: judged.append(judge(*a)) or judged[-1])
-    monkeypatch.setattr(distillation, "_step", step)
+    judge = tuning.BatchNumbers.judged
+    monkeypatch.setattr(tuning.BatchNumbers, "judged", lambda *a: judged.append(judge(*a)) or judged[-1])
+    monkeypatch.setattr(tuning, "_take_step", step)
     model, dense, held_back = tiny_llama(), tiny_llama(), token_batches(BATCHES)[-1]
     before = [type(layer) for layer in model.model.layers]
     with pytest.raises(KeyboardInterrupt):
@@ -310,14 +311,14 @@ def test_blocks_keep_no_activations(monkeypatch):
 def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
     """Of a model with many blocks no more than one block's gradients are there at a time."""
     model = tiny_llama(num_hidden_layers=6)
-    most, real = 0, distillation._moved
+    most, real = 0, tuning.TunedWeight.taken_gradient
 
-    def moved(weight, share):
+    def taken(weight):
         nonlocal most
         most = max(most, sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
-        real(weight, share)
+        return real(weight)
 
-    monkeypatch.setattr(distillation, "_moved", moved)
+    monkeypatch.setattr(tuning.TunedWeight, "taken_gradient", taken)
     sparsified(model, distill=1)
     assert 0 < most <= sum(p.numel() for p in model.model.layers[0].parameters())
 

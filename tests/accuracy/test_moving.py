@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import reconstruct as reconstruction
+from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, moves, shrunk
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import SparseModule
@@ -205,8 +205,8 @@ def test_an_interruption_leaves_masks_and_zeros_that_fit(monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    real = reconstruction._gradients
-    monkeypatch.setattr(reconstruction, "_gradients", stop)
+    real = tuning._take_step
+    monkeypatch.setattr(tuning, "_take_step", stop)
     model = tiny_llama()
     with pytest.raises(KeyboardInterrupt):
         sparsified(model)

@@ -445,7 +445,7 @@ def test_data_is_asked_for_even_if_the_method_needs_none():
 def test_small_errors_are_mended_in_small_steps(error, share):
     """By the root of the error over 0.01, for matrices and vectors alike."""
     weights = {nn.Parameter(torch.randn(6, 4)): None, nn.Parameter(torch.randn(6)): None}
-    tuned, plain = (TunedWeights(weights, [6, 0], 0.4) for _ in range(2))
+    tuned, plain = (TunedWeights(weights, dict(zip(weights, [6, 0])), 0.4) for _ in range(2))
     tuned.slow_down(error)
     assert [each.rate for each in tuned.each] == pytest.approx([each.rate * share for each in plain.each])
 

@@ -146,13 +146,13 @@ def test_prompts_come_from_what_does_not_judge():
 
 def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     seen = []
-    real = reconstruction._Batches.__init__
+    real = reconstruction._tuned
 
-    def watching(self, inputs, token_masks, processes):
-        real(self, inputs, token_masks, processes)
-        seen.append((self.numbers.held_back, len(token_masks), inputs.data.calls))
+    def watching(part, inputs, token_masks, batches, weights):
+        seen.append((batches.held_back, len(token_masks), inputs.data.calls))
+        return real(part, inputs, token_masks, batches, weights)
 
-    monkeypatch.setattr(reconstruction._Batches, "__init__", watching)
+    monkeypatch.setattr(reconstruction, "_tuned", watching)
     model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)
     held_back, count, calls = seen[0]
     assert held_back == range(count - 1, count)

@@ -18,7 +18,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.solve import WorkShares
+from modelopt_sparse.solving.solve import work_shares
 from tests.distributed import ranks
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches, trained_model
 
@@ -388,10 +388,10 @@ def test_checksums_tell_bits_and_rows_apart():
 # dealing out ----------------------------------------------------------------------------------------------------------
 
 
-def shares_of(groups: list[list[LayerPlan]], size: int, *, whole_layers: bool) -> WorkShares:
+def shares_of(groups: list[list[LayerPlan]], size: int, *, whole_layers: bool) -> dict[str, dict[range, int]]:
     model = tiny_llama()
     run, _ = calibrated_run(model, "wanda", data_loader=token_batches(1), deterministic=whole_layers)
-    return WorkShares.of(groups, replace(run, processes=Processes(0, size)))
+    return work_shares(groups, replace(run, processes=Processes(0, size)))
 
 
 def test_layers_are_dealt_out_by_cost():
@@ -405,21 +405,22 @@ def test_layers_are_dealt_out_by_cost():
     ]
     for size in (2, 3, 4, 8):
         shares = shares_of(groups, size, whole_layers=True)
-        assert {name for name, _ in shares.owners} == {layer.name for layer in layers.values()}
-        down, gate = (shares.owners[layers[name].name, 0] for name in ("down_proj", "gate_proj"))
+        owners = {name: owner for name, of_layer in shares.items() for owner in of_layer.values()}
+        assert owners.keys() == {layer.name for layer in layers.values()}
+        down, gate = (owners[layers[name].name] for name in ("down_proj", "gate_proj"))
         assert down != gate  # the two that cost most
-        assert shares.owners == shares_of(groups, size, whole_layers=True).owners
+        assert shares == shares_of(groups, size, whole_layers=True)
         if size >= 7:
-            assert len(set(shares.owners.values())) >= 4
-    assert set(shares_of(groups, 1, whole_layers=True).owners.values()) == {0}
+            assert len(set(owners.values())) >= 4
+    alone = shares_of(groups, 1, whole_layers=True)
+    assert {owner for of_layer in alone.values() for owner in of_layer.values()} == {0}
 
 
 def test_experts_are_dealt_out_in_ranges():
     plan = make_plan(ranks.mixtral(), "wanda")
     (layer,) = [layer for layer in plan.layers if layer.name == "model.layers.0.mlp.experts.down_proj"]
     shares = shares_of([[layer]], 3, whole_layers=False)
-    assert shares.pieces(layer) == [range(2), range(2, 4)]
-    assert sorted(shares.owners.values()) == [0, 1]
+    assert [*shares[layer.name]] == [range(2), range(2, 4)]
+    assert sorted(shares[layer.name].values()) == [0, 1]
     whole = shares_of([[layer]], 3, whole_layers=True)
-    assert whole.pieces(layer) == [range(4)]
-    assert whole.owners == {(layer.name, 0): 0}
+    assert whole == {layer.name: {range(4): 0}}

@@ -15,7 +15,6 @@ from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.solving import attach
-from modelopt_sparse.solving.solve import Piece
 from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
@@ -144,7 +143,7 @@ def test_layers_of_another_pattern_do_not():
     """The pieces of an N:M layer are none for one whose weights are compared all over the matrix."""
     method = Scarce(METHODS["sparsegpt"], 1024)
     rules = {"*.0.mlp.down_proj": {"pattern": "2:4"}, "*.1.mlp.down_proj": {"pattern": "50% per matrix"}}
-    with pytest.raises(MemoryError, match=r"1\.mlp\.down_proj'.* pattern 50% per matrix compares all weights"):
+    with pytest.raises(MemoryError, match=r"1\.mlp\.down_proj' \[32, 64\]: out of memory while it was solved"):
         mts.sparsify(tiny_llama(), method, data_loader=token_batches(), include="*.down_proj", rules=rules)
     assert method.tried == [(32, 64), (16, 64), (16, 64), (32, 64)]
 
@@ -168,11 +167,10 @@ def test_a_piece_of_a_layer_with_a_mask_of_ones_own_has_a_piece_of_the_mask():
     mask = torch.arange(64).view(-1, 1) % 4 != torch.arange(32) % 4
     mask &= torch.arange(64).view(-1, 1) % 4 != (torch.arange(32) + 1) % 4
     (target,) = mts.make_plan(tiny_llama(), masks={f"{name}.weight": mask}, pattern="2:4").layers
-    part = Piece(slice(None), slice(3, 9)).plan(target)
-    assert part.shape == (6, 32)
-    assert isinstance(part.method, GivenMask)
-    assert part.method.mask is not None
-    assert torch.equal(part.method.mask, mask[3:9])
+    assert isinstance(target.method, GivenMask)
+    part = target.method.cut((..., slice(3, 9), slice(None)))
+    assert part.mask is not None
+    assert torch.equal(part.mask, mask[3:9])
 
 
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 8), Unstructured(0.5, "row"), Unstructured(0.3, "row")], ids=str)
@@ -249,29 +247,22 @@ def stopped(method: Scarce, *parts: str, done: int = 0, make: Callable[[], nn.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern", "why"),
-    [
-        ("alps", "2:4", "method 'alps' solves the rows of a matrix together"),
-        ("ria", "2:4", "method 'ria' solves the rows of a matrix together"),
-        ("sparsegpt", 0.5, "pattern 50% per matrix compares all weights of the matrix"),
-        ("magnitude", 0.5, "pattern 50% per matrix compares all weights of the matrix"),
-    ],
+    ("name", "pattern"),
+    [("alps", "2:4"), ("ria", "2:4"), ("sparsegpt", 0.5), ("magnitude", 0.5)],
 )
-def test_what_has_no_pieces_is_an_error_that_says_why(name, pattern, why):
+def test_what_has_no_pieces_is_an_error(name, pattern):
     method = Scarce(METHODS[name], 600)
-    stopped(method, "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory", why, "device=", pattern=pattern)
+    stopped(method, "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory", "device=", pattern=pattern)
     assert method.tried[:2] == [(32, 32), (32, 32)]  # it was not tried in vain
 
 
 @pytest.mark.parametrize("failure", ["cuda", "python"])
 def test_not_even_the_smallest_piece(failure):
     method = Scarce(METHODS["sparsegpt"], 20, failure=failure)
-    amount = {"cuda": "(2.50 GiB more were asked for)", "python": ""}
     stopped(
         method,
-        f"layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory {amount[failure]}".strip(),
-        "even while no more than 1 rows of 32 were solved at once",
-        "a method without a Gram matrix (wanda, magnitude), for this layer through rules=",
+        "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory while it was solved",
+        "a method without a Gram matrix (wanda, magnitude)",
         "device= with more memory",
     )
     assert method.tried[:6] == [(32 // 2**i, 32) for i in range(6)]
@@ -286,8 +277,7 @@ def test_a_preparation_has_no_pieces():
     method = Scarce(METHODS["sparsegpt"], 2**30, prepared=32 * 32)
     stopped(
         method,
-        "layer 'model.layers.0.mlp.down_proj' [32, 64]: out of memory",
-        "out of memory (2.50 GiB more were asked for) while its solver was prepared",
+        "layer 'model.layers.0.mlp.down_proj' [32, 64]: out of memory while it was solved",
         "a method without a Gram matrix",
         done=6,
     )
@@ -305,7 +295,7 @@ def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
     monkeypatch.setattr(attach, "set_mask", scarce)
     model = tiny_llama()
     before = state_of(model)
-    with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory .* while its solution was written into"):
+    with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory while its solution was written into"):
         mts.sparsify(model, "magnitude")
     assert [layer.name.rpartition(".")[2] for layer in mts.report(model).layers] == ["q_proj", "k_proj"]
     for name, (cls, tensor) in state_of(model).items():
@@ -316,13 +306,7 @@ def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
 
 def test_one_expert_is_too_large():
     method = Scarce(METHODS["alps"], 100)
-    stopped(
-        method,
-        "out of memory (2.50 GiB more were asked for) even while no more than 1 of its 4 matrices, 48 rows of 32 were",
-        "memory_limit=, which holds the Gram matrices of a few experts at a time",
-        make=tiny_mixtral,
-        **EXPERTS,
-    )
+    stopped(method, "out of memory while it was solved", "memory_limit= for experts", make=tiny_mixtral, **EXPERTS)
 
 
 def test_an_error_of_another_kind_is_left_as_it_is():
