@@ -164,14 +164,14 @@ class Sparsity(ABC):
         finished = min(self._steps.values())
         if finished > self.step:
             self._set_step(finished)
-            due = [algorithm for algorithm in self._algorithms() if self.autoupdate and algorithm.is_due(self.step)]
+            due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
             if due:
                 self.check_processes()
 
     def _set_step(self, step: int) -> None:
-        for each in (self, *self._algorithms()):
+        for each in (self, *self.algorithms()):
             each.step = step
         self._let_gradients_through()
         report = None if self._model is None else attached_report(self._model)
@@ -183,12 +183,12 @@ class Sparsity(ABC):
         one flag, so that a compiled model has two graphs and not more."""
         if self._model is not None:
             wanted = any(
-                algorithm.needs_gradient and (not self.autoupdate or algorithm.is_due(self.step + 1))
-                for algorithm in self._algorithms()
+                algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
+                for algorithm in self.algorithms()
             )
             let_gradients_through(self._model, wanted)
 
-    def _algorithms(self) -> list[Any]:
+    def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
 
     def check_processes(self) -> None:

@@ -182,9 +182,9 @@ def test_a_rule_for_each_level_trains():
 @pytest.mark.parametrize(
     ("model", "level", "options", "match"),
     [
-        (tiny_llama, 1.0, {}, r"the level must be in \[0, 1\)"),
-        (tiny_llama, 0.5, {"member": "wider"}, "allowed are wide, parallel, factorized, doped"),
-        (tiny_llama, 0.5, {"iso": "flops"}, "allowed are layers, model"),
+        (tiny_llama, 1.0, {}, r"sparsity=1.0: must be a number in \[0, 1\)"),
+        (tiny_llama, 0.5, {"member": "wider"}, "allowed are 'wide', 'parallel', 'factorized', 'doped'"),
+        (tiny_llama, 0.5, {"iso": "flops"}, "allowed are 'layers', 'model'"),
         (tiny_llama, 0.6, {"member": "parallel"}, r"2.50 branches: the nearest levels that work are 0.5 and 0.666667"),
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),

@@ -16,9 +16,9 @@ from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
-from modelopt_sparse.training.schedules import check_choice, is_number
 from modelopt_sparse.training.sparse_ift.members import Activation, Doped, Factorized, Parallel, member_of, why_not
 from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.values import check_choice, check_number
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
@@ -195,8 +195,7 @@ def sparse_ift(
     Raises ValueError, with the model as it was, for a level or a model that does not work, and names the nearest levels
     that do.
     """
-    if not is_number(sparsity) or not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity={sparsity!r}: the level must be in [0, 1), for example 0.75; at 1 nothing is left")
+    check_number("sparsity", sparsity, "[0, 1)")
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
     level, model = float(sparsity), model_or_config
