@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
-from modelopt_sparse.training.planner import Filter, parse_filter
+from modelopt_sparse.training.planner import Filter, levels_at, parse_filter
 from modelopt_sparse.training.schedules import (
     AtSteps,
     Constant,
@@ -162,8 +162,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     @torch.no_grad()
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
-        shapes = {name: weight.kernel_shape() for name, weight in self.sparse_params.items()}
-        levels = self.levels(shapes, self.step)
+        levels = levels_at(self.step, self.sparse_params.values())
         for name, weight in self.sparse_params.items():
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:

@@ -15,7 +15,7 @@ from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import let_gradients_through, named_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
-from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, first_levels, plan_training
+from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
@@ -113,7 +113,7 @@ class Sparsity(ABC):
             if weight.name in masks:
                 values = weight.layer.values
                 values.masked_fill_(values.isnan(), 0)  # some of these places may grow again
-                for name in weight.names:
+                for name in weight.holders:
                     set_mask(model, name, masks[weight.name])
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
         self._model, self._description = model, description
@@ -167,8 +167,12 @@ class Sparsity(ABC):
             due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
-            if due:
-                self.check_processes()
+            if due and (difference := first_difference(self._digests())):
+                name, rank = difference
+                raise RuntimeError(
+                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: processes must "
+                    "start from the same weights and see reduced gradients (DistributedDataParallel or fully_shard)"
+                )
 
     def _set_step(self, step: int) -> None:
         for each in (self, *self.algorithms()):
@@ -190,15 +194,6 @@ class Sparsity(ABC):
 
     def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
-
-    def check_processes(self) -> None:
-        """Raise RuntimeError unless all processes of the default group have the same masks. All of them call this."""
-        if difference := first_difference(self._digests()):
-            name, rank = difference
-            raise RuntimeError(
-                f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: processes must "
-                "start from the same weights and see reduced gradients (DistributedDataParallel or fully_shard)"
-            )
 
     def _digests(self) -> dict[str, int]:
         return {name: digest(weight.mask) for name, weight in self.sparse_params.items()}
@@ -277,7 +272,7 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     NaN in a weight marks a pruned place (docs/sparse-training.md). Raises ValueError for inf, and for meta tensors.
     """
     masks = {}
-    levels = first_levels(chosen)
+    levels = levels_at(0, chosen)
     for weight in chosen:
         layer, algorithm, values = weight.layer, weight.algorithm, weight.data
         if values.is_meta:
@@ -322,8 +317,7 @@ def _entry(weight: Weight) -> LayerReport:
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's wrapper. Raises ValueError for one that cannot train sparse models."""
-    kinds = [f"{base.__module__}.{base.__name__}".lower() for base in type(optimizer).__mro__]
-    if any("deepspeed" in kind for kind in kinds):
+    if any("deepspeed" in base.__module__ for base in type(optimizer).__mro__):
         raise ValueError(
             "DeepSpeed keeps weights and gradients in buffers of its own: use DistributedDataParallel or fully_shard"
         )

@@ -521,7 +521,10 @@ Z = Zoo
         (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
         (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
         (lambda: training.RigL(0.5, balance_in_groups=0), "balance_in_groups=0: must be a positive whole number"),
-        (lambda: training.Static(0.5, init_method="magnitude"), "init_method='magnitude': allowed are 'random', 'topk'"),
+        (
+            lambda: training.Static(0.5, init_method="magnitude"),
+            "init_method='magnitude': allowed are 'random', 'topk'",
+        ),
         (lambda: training.Static(0.5, distribution="ERK"), "allowed are 'uniform', 'erk'"),
         (lambda: training.Static(pattern="2:4", distribution="erk"), "pattern 2:4 has its own"),
         (lambda: training.Static(pattern="50%"), "Static takes N:M here"),

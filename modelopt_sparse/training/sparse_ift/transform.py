@@ -369,7 +369,9 @@ def _plan(
 
 def _multiplies(weight: Weight) -> bool:
     """Whether a weight is multiplied with every token: heads are, tied ones too, and embeddings are looked up."""
-    looked_up_only = not any(isinstance(module, nn.Linear) for module, _ in weight.holders) and not weight.is_layer
+    looked_up_only = (
+        not any(isinstance(module, nn.Linear) for module in weight.holders.values()) and not weight.is_layer
+    )
     return len(weight.shape) > 1 and not looked_up_only
 
 
@@ -382,7 +384,7 @@ def _uses(model: nn.Module, weights: list[Weight], example: Any) -> dict[str, fl
     counts, root = counter.get_flop_counts(), type(model).__name__
     uses = {}
     for weight in weights:
-        modules = {".".join([root, *name.split(".")[:-1]]) for name in weight.names}
+        modules = {".".join([root, *name.split(".")[:-1]]) for name in weight.holders}
         flops = sum(sum(counts.get(module, {}).values()) for module in modules)
         # torch counts the products of all weights in a module as one
         in_module = sum(each.numel() for each in weight.layer.owner.parameters(recurse=False) if each.dim() > 1)
