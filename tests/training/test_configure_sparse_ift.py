@@ -77,9 +77,9 @@ def test_a_gradual_rule_ends_at_the_level_of_each_layer():
     ("content", "match"),
     [
         ({"sparsity": 0.5}, "holds no section 'sparse_ift'"),
-        ({"sparse_ift": 0.5}, "must be a mapping such as"),
-        ({"sparse_ift": {"member": "wide"}}, "needs sparsity, the level"),
-        ({"sparse_ift": {"sparsity": 0.5, "membre": "wide"}}, "no option 'membre', did you mean 'member'"),
+        ({"sparse_ift": 0.5}, "that is a mapping such as"),
+        ({"sparse_ift": {"member": "wide"}}, "sparsity=None: must be a number"),
+        ({"sparse_ift": {"sparsity": 0.5, "membre": "wide"}}, "option 'membre' is not known, did you mean 'member'"),
         ({"sparse_ift": {"sparsity": "much"}}, r"must be a number in \[0, 1\)"),
         ({"sparse_ift": {"sparsity": True}}, r"must be a number in \[0, 1\)"),
         (

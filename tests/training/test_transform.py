@@ -217,7 +217,7 @@ def test_sizes_that_no_level_fits_are_refused():
     assert widened(config, 1.0).hidden_size == 64
     with pytest.raises(ValueError, match=r"multiple=0: .* at least 1"):
         widened(GPT2Config(), 2**0.5, 0)
-    with pytest.raises(ValueError, match="does not say in architectures which class"):
+    with pytest.raises(ValueError, match="'llama' names no model class"):
         training.sparse_ift(LlamaConfig(), 0.5)
 
 
