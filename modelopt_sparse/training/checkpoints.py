@@ -50,10 +50,7 @@ class SparsityCallback(TrainerCallback):
         del control
         model = unwrapped(kwargs["model"])
         if is_fully_sharded(model) or args.deepspeed:
-            raise ValueError(
-                "SparsityCallback serves one device and DistributedDataParallel; for FSDP2 write the loop yourself "
-                "(docs/sparse-training.md)"
-            )
+            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/sparse-training.md)")
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
             _read_back(model, folder)
@@ -135,8 +132,7 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     for path in (source, destination):
         if path.suffix in PICKLES:
             raise ValueError(
-                f"{str(path)!r} looks like a pickle file, which this library neither reads nor writes: torch.load(it, "
-                "weights_only=True) in Python, and write its tensors with safetensors.torch.save_file"
+                f"{str(path)!r} looks like a pickle file: torch.load(it, weights_only=True), and write it as safetensors"
             )
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")

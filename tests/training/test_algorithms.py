@@ -566,7 +566,7 @@ def test_what_apply_refuses():
     sparsity.apply(model)
     with pytest.raises(ValueError, match="applied to a Zoo already"):
         sparsity.apply(model)
-    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the Zoo"):
+    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the model"):
         sparsity.apply(torch.optim.SGD(Zoo().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
         sparsity.apply(torch.optim.LBFGS(model.parameters()))
