@@ -33,6 +33,7 @@ from modelopt_sparse.training.updates import (
 from modelopt_sparse.values import check_choice, check_number, check_whole
 
 DISTRIBUTIONS = ("uniform", "erk")
+DESCRIBED = ("sparsity", "pattern", "scope", "init_method", "distribution", "include", "exclude", "seed")
 
 
 class SparsityAlgorithm(Sparsity):
@@ -97,7 +98,7 @@ class SparsityAlgorithm(Sparsity):
             raise ValueError(f"distribution={distribution!r} shares out levels, and pattern {self.pattern} has its own")
         self.distribution = distribution
         self.include = parse_filter(include)
-        self.exclude = parse_filter(exclude).globs if exclude else ()
+        self.exclude = list(parse_filter(exclude).globs) if exclude else []
         self.seed = seed
 
     def members(self) -> list[tuple[Filter, Any]]:
@@ -111,17 +112,7 @@ class SparsityAlgorithm(Sparsity):
 
     def describe(self) -> dict[str, Any]:
         """All options, as plain values: what a saved state is compared by."""
-        return {
-            "algorithm": type(self).__name__,
-            "sparsity": plain(self.sparsity),
-            "pattern": None if self.pattern is None else str(self.pattern),
-            "scope": str(self.scope),
-            "init_method": plain(self.init_method),
-            "distribution": self.distribution,
-            "include": str(self.include),
-            "exclude": list(self.exclude),
-            "seed": self.seed,
-        }
+        return {"algorithm": type(self).__name__, **{name: plain(getattr(self, name)) for name in DESCRIBED}}
 
 
 class Static(SparsityAlgorithm):
@@ -310,11 +301,11 @@ class Group(Sparsity):
 
 
 def plain(value: Any) -> Any:
-    """An option as text or a number that is the same in every run."""
-    if isinstance(value, (str, int, float)) or value is None:
+    """An option as text, number or list that is the same in every run."""
+    if isinstance(value, (str, int, float, list)) or value is None:
         return value
     function = getattr(value, "function", value)
-    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(value)
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else str(value)
 
 
 def _checked_scope(scope: str | None, in_groups: int | None, out_groups: int | None) -> Scope:

@@ -247,16 +247,12 @@ def sparse_ift_files(
     Of Sparse Wide config.json says all of the model, and the YAML file is one for ``training.configure``. Layers that
     the other members put in stand in no config: their YAML file holds both sections, for `configure_sparse_ift`.
     """
-    trained = None
-    if config is not None:
-        content = _read(config)
-        if SECTION not in content:
-            raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
-        trained = content[SECTION]
-    trained = _without_level(trained)
+    content = {SECTION: None} if config is None else _read(config)
+    if SECTION not in content:
+        raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
+    trained, member = _without_level(content[SECTION]), section.get("member", "wide")
     written: dict[str, Any] = {IFT: dict(section), SECTION: trained}
     ift = configure_sparse_ift(written, model)
-    member = section.get("member", "wide")
     how = "training.configure_sparse_ift(this file, model) puts the layers in, and says how they are trained"
     if member == "wide":
         how = "training.configure(this file) trains a model of the config beside it"

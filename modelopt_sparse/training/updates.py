@@ -195,22 +195,17 @@ def largest_magnitudes(
     ``level / pattern.sparsity`` of them, so that at its level the mask is N:M.
     """
     magnitude = torch.where(mask, weight.abs(), -1)
-    if pattern is not None:
-        return _towards(pattern, magnitude, level, scope)
     scores, masks = scope.within(magnitude), scope.within(mask)
-    count = keep_count(scores, level)
-    if (masks.sum(-1) < count).any():
+    count: int | Tensor = keep_count(scores, level)
+    if pattern is not None:
+        stays = scope.within(pattern.mask(magnitude))
+        share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
+        pruned = (~stays).sum(-1, keepdim=True)
+        zeros = (pruned.double() * share).round().to(pruned.dtype)
+        scores, count = torch.where(stays, torch.inf, scores), _as_number(stays.shape[-1] - zeros)
+    elif (masks.sum(-1) < count).any():
         scores = torch.where(masks, scores, -1 - scope.within(uniform(weight, generator)))
     return scope.back(keep_largest(scores, count), weight)
-
-
-def _towards(pattern: NM, magnitude: Tensor, level: float, scope: Scope) -> Tensor:
-    stays = scope.within(pattern.mask(magnitude))
-    share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
-    pruned = (~stays).sum(-1, keepdim=True)
-    zeros = (pruned.double() * share).round().to(pruned.dtype)
-    scores = torch.where(stays, torch.inf, scope.within(magnitude))
-    return scope.back(keep_largest(scores, _as_number(stays.shape[-1] - zeros)), magnitude)
 
 
 # levels over layers ---------------------------------------------------------------------------------------------------

@@ -109,14 +109,13 @@ def sides(layer: nn.Module) -> tuple[int, int]:
 def branches_for(level: float) -> int:
     """k = 1 / (1 - level). Raises ValueError, which names the nearest levels that work, unless k is whole."""
     count = 1 / (1 - level)
-    whole = max(1, round(count))
-    if abs(count - whole) > 1e-6 * count:
-        near = sorted({1 - 1 / n for n in (max(1, math.floor(count)), math.ceil(count))})
+    if abs(count - round(count)) > 1e-6 * count:
+        lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
         raise ValueError(
             f"Sparse Parallel at level {level:g} would have {count:.2f} branches: the nearest levels that work are "
-            + " and ".join(f"{each:.6g}" for each in near)
+            f"{lower:.6g} and {upper:.6g}"
         )
-    return whole
+    return round(count)
 
 
 def rank_of_factors(layer: nn.Module, level: float) -> int:

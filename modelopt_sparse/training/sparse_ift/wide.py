@@ -69,7 +69,6 @@ class Family:
 
 
 LLAMA = Family(head_size="head_dim", rotary=True)
-BERT = Family()
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3"), LLAMA),
     "gpt_neox": Family(rotary=True),
@@ -77,7 +76,7 @@ FAMILIES = {
     "opt": Family(mlp="ffn_dim", alike=("word_embed_proj_dim",)),
     "t5": Family("d_model", "num_heads", "d_ff", "d_kv"),
     "distilbert": Family("dim", "n_heads", "hidden_dim"),
-    **dict.fromkeys(("bert", "roberta", "vit", "deit"), BERT),
+    **dict.fromkeys(("bert", "roberta", "vit", "deit"), Family()),
 }
 STAGES = ("resnet", "swin")
 
@@ -101,19 +100,19 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
     check_whole("multiple", multiple)
     width, heads = getattr(config, family.width), getattr(config, family.heads)
-    own = getattr(config, family.head_size, None) if family.head_size else None
-    if own is None and width % heads:
+    own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
+    if not own and width % heads:
         raise ValueError(
             f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}, as "
             f"{rounded_up(width, heads)} would be"
         )
-    apart = own is not None and own * heads != width  # the sizes of heads do not add up to the width
+    apart = own and own * heads != width  # the sizes of heads do not add up to the width
     even = 1 + family.rotary
     new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
     size = rounded_up(own * factor, even) if apart else new // heads
     setattr(wide, family.width, new)
-    if own is not None:
-        setattr(wide, str(family.head_size), size)
+    if family.head_size and own:
+        setattr(wide, family.head_size, size)
     rope = getattr(config, "rope_parameters", None) or {}
     if size != (own or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
         raise ValueError(
@@ -238,15 +237,10 @@ def _ends(model: nn.Module, example: Any) -> dict[str, set[str]]:
     """READS and MAKES for each layer and norm whose sizes stay, by name: it reads memory that the model reads, or
     writes what the model gives. What runs before the first layer reads, what runs after the last one makes."""
     paths = {module: path for path, module in model.named_modules() if type(module) in SIZES}
-    calls, held = [], []
-
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
-        held.append((args, output))  # so that no memory is used twice
-        calls.append((module, _memory(args), _memory(output)))
-
+    calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
         for module in paths:
-            hooks.enter_context(module.register_forward_hook(after))
+            hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
         outputs = _memory(call(model, example))
     reached = {module for module, _, _ in calls}
     if missed := [path for module, path in paths.items() if module not in reached]:
@@ -255,9 +249,9 @@ def _ends(model: nn.Module, example: Any) -> dict[str, set[str]]:
     layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in LAYERS]
     ends: dict[str, set[str]] = {path: set() for path in paths.values()}
     for number, (module, read, made) in enumerate(calls):
-        if number <= layers[0] or read & inputs:
+        if number <= layers[0] or _memory(read) & inputs:
             ends[paths[module]].add(READS)
-        if number >= layers[-1] or made & outputs:
+        if number >= layers[-1] or _memory(made) & outputs:
             ends[paths[module]].add(MAKES)
     return ends
 
