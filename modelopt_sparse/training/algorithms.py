@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
-from modelopt_sparse.training.planner import Filter, parse_filter
+from modelopt_sparse.training.planner import Filter, levels_at, parse_filter
 from modelopt_sparse.training.schedules import (
+    AtSteps,
     Constant,
     Cycling,
-    check_choice,
-    is_count,
+    EveryFew,
+    UpdateSchedule,
     parse_schedule,
     parse_update,
 )
@@ -29,8 +30,10 @@ from modelopt_sparse.training.updates import (
     largest_magnitudes,
     uniform,
 )
+from modelopt_sparse.values import check_choice, check_number, check_whole
 
 DISTRIBUTIONS = ("uniform", "erk")
+DESCRIBED = ("sparsity", "pattern", "scope", "init_method", "distribution", "include", "exclude", "seed")
 
 
 class SparsityAlgorithm(Sparsity):
@@ -81,51 +84,35 @@ class SparsityAlgorithm(Sparsity):
                 raise ValueError(f"{type(self).__name__} needs a level such as 0.9, or a pattern such as '2:4'")
             sparsity = self.pattern.sparsity
         self.sparsity = parse_schedule(sparsity, "sparsity")
-        _check_levels(self.sparsity, type(self).__name__)
+        constant = (self.sparsity.value,) if isinstance(self.sparsity, Constant) else ()
+        for level in self.sparsity.values if isinstance(self.sparsity, Cycling) else constant:
+            check_number("sparsity", level, "[0, 1)")
+        self.when: UpdateSchedule = EveryFew()
         self.scope = _checked_scope(scope, balance_in_groups, balance_out_groups)
         self.scope_is_chosen = (scope, balance_in_groups, balance_out_groups, self.pattern) != (None,) * 4
         self.init_method = init_method or ("topk" if self.magnitude_first else "random")
         if not callable(self.init_method):
-            check_choice("init_method", self.init_method, INIT_METHODS, ", or a function of the weight and the level")
+            check_choice("init_method", self.init_method, INIT_METHODS)
         check_choice("distribution", distribution, DISTRIBUTIONS)
         if self.pattern is not None and distribution != "uniform":
             raise ValueError(f"distribution={distribution!r} shares out levels, and pattern {self.pattern} has its own")
         self.distribution = distribution
         self.include = parse_filter(include)
-        self.exclude = parse_filter(exclude).globs if exclude else ()
+        self.exclude = list(parse_filter(exclude).globs) if exclude else []
         self.seed = seed
 
     def members(self) -> list[tuple[Filter, Any]]:
         return [(self.include, self)]
 
-    def is_due(self, step: int) -> bool:
-        """Whether masks move after this step."""
-        del step
-        return True
-
-    def updates_before(self, step: int) -> int:
-        """How many updates there were before this step."""
-        return step
-
     def levels(self, shapes: Mapping[str, tuple[int, ...]], step: int) -> dict[str, float]:
         """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
-        level = self.sparsity(step, self.updates_before(step))
+        level = self.sparsity(step, self.when.before(step))
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
         return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
     def describe(self) -> dict[str, Any]:
         """All options, as plain values: what a saved state is compared by."""
-        return {
-            "algorithm": type(self).__name__,
-            "sparsity": plain(self.sparsity),
-            "pattern": None if self.pattern is None else str(self.pattern),
-            "scope": str(self.scope),
-            "init_method": plain(self.init_method),
-            "distribution": self.distribution,
-            "include": str(self.include),
-            "exclude": list(self.exclude),
-            "seed": self.seed,
-        }
+        return {"algorithm": type(self).__name__, **{name: plain(getattr(self, name)) for name in DESCRIBED}}
 
 
 class Static(SparsityAlgorithm):
@@ -138,10 +125,7 @@ class Static(SparsityAlgorithm):
         super().__init__(sparsity, **options)
         if not isinstance(self.sparsity, Constant):
             raise ValueError(f"Static keeps one level, and sparsity={sparsity!r} is a schedule: use GMP")
-
-    def is_due(self, step: int) -> bool:
-        del step
-        return False
+        self.when = AtSteps(())
 
     def update(self) -> None:
         """Nothing moves."""
@@ -166,20 +150,12 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         """The new mask of one weight. ``p`` (its values) and ``mask`` (bool, True = kept) are matrices ``[..., R, C]``;
         ``sparsity`` is the level. With ``needs_gradient``, ``p.grad`` is the gradient in all places."""
 
-    def is_due(self, step: int) -> bool:
-        return self.when.fires(step)
-
-    def updates_before(self, step: int) -> int:
-        return self.when.before(step)
-
     @torch.no_grad()
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
-        shapes = {name: weight.kernel_shape() for name, weight in self.sparse_params.items()}
-        levels = self.levels(shapes, self.step)
+        levels = levels_at(self.step, self.sparse_params.values())
         for name, weight in self.sparse_params.items():
             matrix = weight.layer.matrix(weight.data)
-            _refuse_non_finite(matrix, f"weight {name!r}", self.step)
             if self.needs_gradient:
                 gradient = weight.gradient
                 if gradient is None:
@@ -188,7 +164,9 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
                     )
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
-                _refuse_non_finite(matrix.grad, f"the gradient of {name!r}", self.step)
+            for what, values in (("weight", matrix), ("gradient of", matrix.grad)):
+                if values is not None and not values.isfinite().all():
+                    raise RuntimeError(f"{what} {name!r} holds NaN or inf after step {self.step}: training diverged")
             self.generator = generator_for(self.seed, name, self.step)
             mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
             weight.mask = weight.layer.unmatrix(mask).contiguous()
@@ -231,15 +209,15 @@ class DropAndGrow(DynamicSparsityAlgorithm):
     def __init__(self, sparsity: Any = None, *, drop_fraction: Any = 0.3, **options: Any) -> None:
         super().__init__(sparsity, **options)
         self.drop_fraction = parse_schedule(drop_fraction, "drop_fraction")
-        if isinstance(self.drop_fraction, Constant) and not 0 <= self.drop_fraction.value <= 1:
-            raise ValueError(f"drop_fraction={self.drop_fraction.value:g}: the share to drop is in [0, 1]")
+        if isinstance(self.drop_fraction, Constant):
+            check_number("drop_fraction", self.drop_fraction.value, "[0, 1]")
 
     @abstractmethod
     def score(self, p: Tensor) -> Tensor:
         """Where weights should grow, shaped like the matrix ``p``; larger = grow."""
 
     def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
-        share = min(max(self.drop_fraction(self.step, self.updates_before(self.step)), 0.0), 1.0)
+        share = min(max(self.drop_fraction(self.step, self.when.before(self.step)), 0.0), 1.0)
         return drop_and_grow(
             p, mask, self.score(p), drop_fraction=share, level=sparsity, scope=self.scope, pattern=self.pattern
         )
@@ -315,42 +293,28 @@ class Group(Sparsity):
 
     def update(self) -> None:
         """Move the masks of all algorithms in the group."""
-        for _, algorithm in self._groups:
-            if algorithm is not None:
-                algorithm.update()
+        for algorithm in self.algorithms():
+            algorithm.update()
 
 
 # checks of options ----------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
-    """An option as text or a number that is the same in every run."""
-    if isinstance(value, (str, int, float)) or value is None:
+    """An option as text, number or list that is the same in every run."""
+    if isinstance(value, (str, int, float, list)) or value is None:
         return value
     function = getattr(value, "function", value)
-    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(value)
-
-
-def _check_levels(schedule: Any, algorithm: str) -> None:
-    constant = (schedule.value,) if isinstance(schedule, Constant) else ()
-    for level in schedule.values if isinstance(schedule, Cycling) else constant:
-        if not 0 <= level < 1:
-            raise ValueError(f"{algorithm}: a level is the pruned fraction, in [0, 1), and {level:g} is not")
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else str(value)
 
 
 def _checked_scope(scope: str | None, in_groups: int | None, out_groups: int | None) -> Scope:
-    if sum(each is not None for each in (scope, in_groups, out_groups)) > 1:
+    if (scope, in_groups, out_groups).count(None) < 2:
         raise ValueError("give one of scope, balance_in_groups and balance_out_groups: each says what competes")
     for kind, groups in (("in_groups", in_groups), ("out_groups", out_groups)):
         if groups is not None:
-            if not is_count(groups, 1):
-                raise ValueError(f"balance_{kind}={groups!r}: must be a whole number of groups, at least 1")
+            check_whole(f"balance_{kind}", groups)
             return Scope(kind, groups)
-    if scope is not None:
-        check_choice("scope", scope, SCOPES)
-    return Scope(scope or "matrix")
-
-
-def _refuse_non_finite(tensor: Tensor, what: str, step: int) -> None:
-    if not torch.isfinite(tensor).all():
-        raise RuntimeError(f"{what} holds NaN or inf after step {step}, so that masks cannot move: training diverged")
+    scope = "matrix" if scope is None else scope
+    check_choice("scope", scope, SCOPES)
+    return Scope(scope)

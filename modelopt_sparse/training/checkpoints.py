@@ -50,10 +50,7 @@ class SparsityCallback(TrainerCallback):
         del control
         model = unwrapped(kwargs["model"])
         if is_fully_sharded(model) or args.deepspeed:
-            raise ValueError(
-                "SparsityCallback serves one device and DistributedDataParallel; for FSDP2 write the loop yourself "
-                "(docs/sparse-training.md)"
-            )
+            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/sparse-training.md)")
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
             _read_back(model, folder)
@@ -81,10 +78,7 @@ def _checkpoint(args: TrainingArguments, step: int) -> Path:
 def _read_back(model: nn.Module, folder: Path) -> None:
     """Weights, masks and report of a checkpoint; Trainer has loaded the weights, but under other masks."""
     if not (folder / DESCRIPTION).is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no masks ({DESCRIPTION}): train with SparsityCallback, or name the checkpoint with "
-            "SparsityCallback(sparsity, resume_from=folder)"
-        )
+        raise ValueError(f"{str(folder)!r} holds no masks ({DESCRIPTION}): name the checkpoint as resume_from=folder")
     restore(model, folder)
 
 
@@ -135,8 +129,7 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     for path in (source, destination):
         if path.suffix in PICKLES:
             raise ValueError(
-                f"{str(path)!r} looks like a pickle file, which this library neither reads nor writes: torch.load(it, "
-                "weights_only=True) in Python, and write its tensors with safetensors.torch.save_file"
+                f"{str(path)!r} looks like a pickle file: torch.load(it, weights_only=True), and save_file"
             )
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")
@@ -154,6 +147,8 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
 
 def _taken_masks(state: dict[str, Any]) -> dict[str, Tensor]:
     """The masks of a state dict, by the names of their weights, taken out of it."""
-    names = [name.removesuffix(SUFFIX) for name in state if name.endswith(SUFFIX)]
-    is_mask = {name: name in state and state[name + SUFFIX].dtype == torch.bool for name in names}
-    return {name: state.pop(name + SUFFIX) for name in names if is_mask[name]}
+    masks = {name: state[name + SUFFIX] for name in state if name + SUFFIX in state}
+    masks = {name: mask for name, mask in masks.items() if mask.dtype == torch.bool}
+    for name in masks:
+        del state[name + SUFFIX]
+    return masks

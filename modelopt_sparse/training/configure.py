@@ -23,7 +23,7 @@ schedule that ends at a level (cubic, exp) leaves ``final`` out. Without ``spars
 import fnmatch
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.reports.fold import nearest, unknown_option
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
@@ -59,21 +59,14 @@ def configure(config: Any) -> Sparsity:
     if isinstance(config, (str, Path)):
         content = _read(config)
         if IFT in content:
-            raise ValueError(
-                f"{str(config)!r} holds a section {IFT!r}: call training.configure_sparse_ift with it and the model"
-            )
+            raise ValueError(f"{str(config)!r} holds a section {IFT!r}: call training.configure_sparse_ift with it")
         if SECTION not in content:
-            raise ValueError(
-                f"{str(config)!r} holds no section {SECTION!r}, so nothing is trained sparse: a checkpoint with NaN "
-                "for pruned weights has to be finalized first (modelopt-sparse finalize)"
-            )
+            raise ValueError(f"{str(config)!r} holds no section {SECTION!r}, so nothing is trained sparse")
         return _of_section(content[SECTION])
-    if isinstance(config, Mapping):
-        inner = config.get(SECTION)
-        whole_file = isinstance(inner, Mapping) and "type" not in inner
-        whole_file |= isinstance(inner, list) and any(isinstance(each, Mapping) for each in inner)
-        return _of_section(inner if whole_file else config)
-    return _of_section(config)
+    inner = config.get(SECTION) if isinstance(config, Mapping) else None
+    whole_file = isinstance(inner, Mapping) and "type" not in inner
+    whole_file |= isinstance(inner, list) and any(isinstance(each, Mapping) for each in inner)
+    return _of_section(inner if whole_file else config)
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
@@ -91,95 +84,79 @@ def _read(path: str | Path) -> Mapping[str, Any]:
 
 def _of_section(section: Any) -> Sparsity:
     if isinstance(section, float):
-        return _algorithm({"sparsity": section}, SECTION)
-    group = Group()
-    if isinstance(section, Sequence) and not isinstance(section, str):
-        for number, entry in enumerate(section):
-            _add(group, entry, f"{SECTION}[{number}]")
-        group.members()  # raises for an empty one
-        return group
-    if not isinstance(section, Mapping):
+        section = {"sparsity": section}
+    if isinstance(section, (list, tuple)):
+        entries = {f"{SECTION}[{number}]": entry for number, entry in enumerate(section)}
+    elif not isinstance(section, Mapping):
         raise ValueError(f"{SECTION}: {section!r} is neither a level such as 0.9, a mapping, nor a list of mappings")
-    patterns = section.get("param_name_patterns")
-    if not isinstance(patterns, Mapping):
-        return _algorithm(section, SECTION)
-    around = {key: value for key, value in section.items() if key != "param_name_patterns"}
-    for pattern, options in patterns.items():
-        entry = {**around, **options, "param_name_patterns": pattern} if isinstance(options, Mapping) else options
-        _add(group, entry, f"{SECTION}: param_name_patterns[{pattern!r}]")
+    elif not isinstance(patterns := section.get("param_name_patterns"), Mapping):
+        return _algorithm(section, SECTION, include=_include(section, SECTION))
+    else:
+        entries = {
+            f"{SECTION}: param_name_patterns[{pattern!r}]": {**section, **options, "param_name_patterns": pattern}
+            if isinstance(options, Mapping)
+            else options
+            for pattern, options in patterns.items()
+        }
+    group = Group()
+    for where, entry in entries.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{where} is {entry!r}, and must be a mapping such as {{sparsity: 0.5}}")
+        dense = entry.get("sparsity", 0.0) is None
+        group.add(_include(entry, where), None if dense else _algorithm(entry, where))
+    group.members()  # raises for an empty one
     return group
 
 
-def _add(group: Group, entry: Any, where: str) -> None:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} is {entry!r}, and must be a mapping such as {{sparsity: 0.5}}")
-    options = {key: value for key, value in entry.items() if key not in NAMES}
-    dense = "sparsity" in options and options["sparsity"] is None
-    group.add(_include(entry, where), None if dense else _algorithm(options, where, in_group=True))
-
-
-def _algorithm(section: Mapping[str, Any], where: str, *, in_group: bool = False) -> SparsityAlgorithm:
-    """The algorithm that a mapping describes, for the parameters that it names; ``in_group``: the group names them."""
-    options = _present_spelling(section, where)
+def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityAlgorithm:
+    """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
+    options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
     cls = _class_of(options.pop("algorithm", "static"), where)
-    if not in_group:
-        options["include"] = _include(section, where)
-    for key in ("param_name_patterns", "param_filter"):
-        options.pop(key, None)
-    known = sorted({*_options_of(cls), "algorithm", *NAMES})
+    known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
     for key in options:
         if key not in known:
-            raise ValueError(
-                f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}; it takes {', '.join(known)}"
-            )
+            raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}")
     if isinstance(options.get("sparsity"), int):
         raise ValueError(f"{where}: sparsity is {options['sparsity']!r}, and must be a fraction such as 0.3")
     try:
-        return cls(**options)
+        return cls(**options, **more)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _present_spelling(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     options = dict(section)
-    if "type" in options:
-        _rename(options, "type", "algorithm", where)
     schedule = options.get("schedule")
-    if schedule is not None:
-        is_update = isinstance(schedule, Mapping) and not {"freq", "steps"}.isdisjoint(schedule)
-        _rename(options, "schedule", "update" if is_update else "sparsity", where)
+    is_update = isinstance(schedule, Mapping) and not {"freq", "steps"}.isdisjoint(schedule)
+    for old, new in (("type", "algorithm"), ("schedule", "update" if is_update else "sparsity")):
+        if old in options and new in options:
+            raise ValueError(f"{where}: {old} is another word for {new} here: give one of them")
+        if old in options:
+            options[new] = options.pop(old)
     if "sparsity_schedule" in options:
+        if not {"sparsity", "update"}.isdisjoint(options):
+            raise ValueError(f"{where}: give sparsity_schedule, or sparsity and update")
         pairs = options.pop("sparsity_schedule")
-        if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"{where}: sparsity_schedule is {pairs!r}, and must be a list of [step, level]")
-        for key, value in (("sparsity", [level for _, level in pairs]), ("update", {"steps": [s for s, _ in pairs]})):
-            if key in options:
-                raise ValueError(f"{where}: give sparsity_schedule or {key}, not both")
-            options[key] = value
+        try:
+            steps, levels = zip(*pairs, strict=True)
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: sparsity_schedule={pairs!r} must be a list of [step, level]") from None
+        options |= {"sparsity": levels, "update": {"steps": steps}}
     return options
 
 
-def _rename(options: dict[str, Any], old: str, new: str, where: str) -> None:
-    if new in options:
-        raise ValueError(f"{where}: {old} is another word for {new} here: give one of them")
-    options[new] = options.pop(old)
-
-
 def _include(section: Mapping[str, Any], where: str) -> Any:
-    named = [key for key in NAMES if section.get(key) is not None]
+    named = {key: section[key] for key in NAMES if section.get(key) is not None}
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}")
-    if not named:
-        return DEFAULT
-    value = section[named[0]]
-    if named[0] != "param_name_patterns":
-        return value
-    patterns = [value] if isinstance(value, str) else value
-    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(each, str) for each in patterns):
-        raise ValueError(f"{where}: param_name_patterns is {value!r}: give a regular expression, several, or a mapping")
+    patterns = named.get("param_name_patterns")
+    if patterns is None:
+        return next(iter(named.values()), DEFAULT)
+    if not isinstance(patterns, (str, list, tuple)):
+        raise ValueError(f"{where}: param_name_patterns={patterns!r}: give a regular expression, several, or a mapping")
     try:
-        return [re.compile(pattern) for pattern in patterns]
-    except re.error as error:
+        return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+    except (re.error, TypeError) as error:
         raise ValueError(f"{where}: param_name_patterns holds no regular expression: {error}") from None
 
 
@@ -192,18 +169,8 @@ def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
         if not inspect.isabstract(cls):
             known[cls.__name__.lower()] = cls
     if str(name).lower() not in known:
-        names = sorted(known)
-        raise ValueError(
-            f"{where}: algorithm {name!r} is not known{nearest(name, names)}; there are {', '.join(names)}"
-        )
+        raise ValueError(f"{where}: algorithm {name!r} is not known{nearest(name, known)}")
     return known[str(name).lower()]
-
-
-def _options_of(cls: type) -> set[str]:
-    """Names of all options of a class, those that it hands on included."""
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    options = [each for one in constructors for each in list(inspect.signature(one).parameters.values())[1:]]
-    return {each.name for each in options if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
 
 
 # Sparse-IFT -----------------------------------------------------------------------------------------------------------
@@ -220,41 +187,28 @@ def configure_sparse_ift(
 
     >>> ift = training.configure_sparse_ift("config.yaml", model)
     """
-    content, where = config, "the mapping"
-    if isinstance(config, (str, Path)):
-        content, where = _read(config), repr(str(config))
-    if not isinstance(content, Mapping) or IFT not in content:
-        raise ValueError(f"{where} holds no section {IFT!r}: write for example {IFT}: {{sparsity: 0.75}}")
-    section, where = content[IFT], f"{where}: {IFT}"
+    content = _read(config) if isinstance(config, (str, Path)) else config
+    section = content.get(IFT) if isinstance(content, Mapping) else None
     if not isinstance(section, Mapping):
-        raise ValueError(f"{where} is {section!r}, and must be a mapping such as {{sparsity: 0.75, member: wide}}")
-    for key in section:
-        if key not in IFT_OPTIONS:
-            raise ValueError(
-                f"{where}: no option {key!r}{nearest(key, IFT_OPTIONS)}; it takes {', '.join(IFT_OPTIONS)}"
-            )
-    if "sparsity" not in section:
-        raise ValueError(f"{where} needs sparsity, the level, for example 0.75")
+        raise ValueError(f"{config!r} holds no section {IFT!r} that is a mapping such as {{sparsity: 0.75}}")
     options = dict(section)
-    if "activation" in options:
-        options["activation"] = _activation(options["activation"], where)
+    for key in options:
+        if key not in IFT_OPTIONS:
+            raise ValueError(f"{IFT}: {unknown_option(key, IFT_OPTIONS)}")
+    if options.get("activation") is not None:
+        activation = getattr(nn, str(options["activation"]), None)
+        if not (inspect.isclass(activation) and issubclass(activation, nn.Module)):
+            raise ValueError(
+                f"{IFT}: activation={options['activation']!r}: give a class of torch.nn such as ReLU, or null"
+            )
+        options["activation"] = activation
     trained = _without_level(content.get(SECTION))
 
     def rule(level: float) -> SparsityAlgorithm:
-        return _algorithm(_at_level(trained, level), SECTION, in_group=True)
+        return _algorithm(_at_level(trained, level), SECTION)
 
-    return sparse_ift(
-        model, options.pop("sparsity"), options.pop("member", "wide"), rule=rule, example=example, **options
-    )
-
-
-def _activation(name: Any, where: str) -> type[nn.Module] | None:
-    if name is None:
-        return None
-    cls = getattr(nn, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
-        raise ValueError(f"{where}: activation is {name!r}, and must be a class of torch.nn such as ReLU, or null")
-    return cls
+    level, member = options.pop("sparsity", None), options.pop("member", "wide")
+    return sparse_ift(model, level, member, rule=rule, example=example, **options)
 
 
 def _without_level(section: Any) -> dict[str, Any]:
@@ -264,12 +218,10 @@ def _without_level(section: Any) -> dict[str, Any]:
         return {"algorithm": "static"}
     if not isinstance(section, Mapping):
         raise ValueError(f"{SECTION} is {section!r}, and must be a mapping beside {IFT}")
-    if named := [key for key in NAMES if key in section]:
-        raise ValueError(f"{SECTION}: leave {named[0]} out, {IFT} says which layers are sparse")
-    levels = [key for key in ("sparsity", "sparsity_schedule") if key in section and not _ends_open(section[key])]
-    if levels:
-        raise ValueError(f"{SECTION}: leave {levels[0]} out (of cubic and exp: final), {IFT} says the level")
-    _algorithm(_at_level(section, 0.5), SECTION, in_group=True)  # raises for options that are not known
+    for key in (*NAMES, "sparsity", "sparsity_schedule"):
+        if key in section and not _ends_open(section[key]):
+            raise ValueError(f"{SECTION}: leave {key} out: {IFT} says which layers are sparse, and the (final) level")
+    _algorithm(_at_level(section, 0.5), SECTION)  # raises for options that are not known
     return dict(section)
 
 
@@ -295,16 +247,12 @@ def sparse_ift_files(
     Of Sparse Wide config.json says all of the model, and the YAML file is one for ``training.configure``. Layers that
     the other members put in stand in no config: their YAML file holds both sections, for `configure_sparse_ift`.
     """
-    trained = None
-    if config is not None:
-        content = _read(config)
-        if SECTION not in content:
-            raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
-        trained = content[SECTION]
-    trained = _without_level(trained)
+    content = {SECTION: None} if config is None else _read(config)
+    if SECTION not in content:
+        raise ValueError(f"{str(config)!r} holds no section {SECTION!r}")
+    trained, member = _without_level(content[SECTION]), section.get("member", "wide")
     written: dict[str, Any] = {IFT: dict(section), SECTION: trained}
     ift = configure_sparse_ift(written, model)
-    member = section.get("member", "wide")
     how = "training.configure_sparse_ift(this file, model) puts the layers in, and says how they are trained"
     if member == "wide":
         how = "training.configure(this file) trains a model of the config beside it"

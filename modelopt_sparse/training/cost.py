@@ -4,6 +4,7 @@ FLOPs are counted as if multiplications with zeros were skipped, which takes har
 the products of a sparse module stay dense.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.wrappers import unwrapped
 from modelopt_sparse.reports.fold import table
+from modelopt_sparse.training.planner import Weight, find_weights
 
 INDEX = 4  # bytes of an index in CSR
 
@@ -65,27 +67,41 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     model = unwrapped(model)
     with FlopCounterMode(display=False) as counter:
         model(*args, **kwargs)
-    of_modules, dense = counter.get_flop_counts(), counter.get_total_flops()
-    skipped, seen = 0.0, set()
-    masked = live = plain_bytes = csr_bytes = 0
-    for name, mask in named_masks(model):
-        parameter = model.get_parameter(name)
-        count, size = int(mask.count_nonzero()), mask.numel()
-        if parameter.dim() > 1:
-            path = ".".join([type(model).__name__, *name.split(".")[:-1]])
-            skipped += sum(of_modules.get(path, {}).values()) * (1 - count / size)
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            masked, live = masked + size, live + count
-            plain_bytes += size * parameter.element_size()
-            rows = mask.flatten(0, -2).shape[0] if mask.dim() > 1 else 1
-            csr_bytes += count * (parameter.element_size() + INDEX) + (rows + 1) * INDEX
+    masks = dict(named_masks(model))
+    sparse_weights = [weight for weight in find_weights(model) if weight.name in masks]
+    uses = uses_of(model, sparse_weights, counter)
+    skipped, pruned, plain_bytes, csr_bytes = 0.0, 0, 0, 0
+    for weight in sparse_weights:
+        mask, number = masks[weight.name], weight.parameter.element_size()
+        live = int(mask.count_nonzero())
+        zeros = mask.numel() - live
+        pruned += zeros
+        plain_bytes += mask.numel() * number
+        rows = 1
+        if mask.dim() > 1:
+            skipped += 2 * uses[weight.name] * zeros
+            rows = mask.flatten(0, -2).shape[0]
+        csr_bytes += live * (number + INDEX) + (rows + 1) * INDEX
     weights = sum(parameter.numel() for parameter in model.parameters())
+    dense = counter.get_total_flops()
     sparse = round(dense - skipped)
     step = 3.0 * sparse
     if dense_every is not None:
         step = (3 * sparse * (dense_every - 1) + 2 * sparse + dense) / dense_every
     return Cost(
         Numbers(weights, dense, 3.0 * dense, plain_bytes),
-        Numbers(weights - masked + live, sparse, step, csr_bytes),
+        Numbers(weights - pruned, sparse, step, csr_bytes),
     )
+
+
+def uses_of(model: nn.Module, weights: Iterable[Weight], counter: FlopCounterMode) -> dict[str, float]:
+    """How often each weight was multiplied, by name, in forwards that torch has counted."""
+    counts, root = counter.get_flop_counts(), type(model).__name__
+    uses = {}
+    for weight in weights:
+        modules = {".".join([root, *name.split(".")[:-1]]) for name in weight.holders}
+        flops = sum(sum(counts.get(module, {}).values()) for module in modules)
+        # torch counts the products of all weights in a module as one
+        in_module = sum(each.numel() for each in weight.layer.owner.parameters(recurse=False) if each.dim() > 1)
+        uses[weight.name] = flops / 2 / max(1, in_module)
+    return uses

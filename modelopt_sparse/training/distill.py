@@ -5,10 +5,9 @@ language model, one for each sample of a classifier.
 """
 
 import inspect
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import flat_tensors, has_hook
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.wrappers import unwrapped
+from modelopt_sparse.values import check_number
 
 IGNORED = -100  # transformers' label of what is not to be predicted
 # what only a loss needs; the teacher computes none
@@ -45,11 +45,8 @@ class _Weights:
     temperature: float
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value}: give a number that is not negative")
-        if self.temperature == 0:
-            raise ValueError("temperature=0: give a number above 0; 1 compares the models' own probabilities")
+        for name, value in vars(self).items():
+            check_number(name, value, "(0, inf)" if name == "temperature" else "[0, inf)")
         if not (self.kl or self.task or self.square_head):
             raise ValueError("kl, task and square_head are all 0, so that there is no loss: give one of them a weight")
 
@@ -113,7 +110,7 @@ def _distilled(
     """The student's output with another loss; None in eval mode: its own."""
     if not student.training:
         return None
-    logits = _logits(output, f"the model, a {type(student).__name__},")
+    logits = _logits(output, "model")
     answer = _ask(teacher, student, args, kwargs)
     named = {**dict(zip(_positional(student), args)), **kwargs}
     loss = _loss(weights, student, named, output, logits, answer)
@@ -125,13 +122,13 @@ def _distilled(
 
 
 def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
-    why = "would change while it teaches: give a copy, copy.deepcopy(model), made before the model was made sparse"
-    if set(student.modules()) & set(teacher.modules()):
-        raise ValueError(f"the teacher is the model itself, or has parts of it, and {why}")
-    trained = {id(weight) for weight in student.parameters() if weight.requires_grad}
-    for name, weight in teacher.named_parameters():
-        if id(weight) in trained:
-            raise ValueError(f"the teacher's weight {name!r} is the model's as well, and {why}")
+    own = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
+    for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
+        if part in own:
+            raise ValueError(
+                f"{name or type(part).__name__!r} of the teacher is the model's as well, and would change while it "
+                "teaches: give a copy, copy.deepcopy(model), made before the model was made sparse"
+            )
 
 
 def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -150,11 +147,7 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
     weight, inputs = next(teacher.parameters(), None), flat_tensors((args, by_name))
     moves_inputs = has_hook(teacher) or (weight is not None and is_sharded(weight))
     if weight is not None and inputs and not moves_inputs and weight.device != inputs[0].device:
-        there = inputs[0].device
-        raise ValueError(
-            f"distill: the teacher is on {weight.device}, and the model is called on {there}: move it, "
-            f"teacher.to({str(there)!r})"
-        )
+        raise ValueError(f"distill: the teacher is on {weight.device}: move it to {inputs[0].device}, as the model is")
     with torch.no_grad():
         return teacher(*args, **by_name)
 
@@ -181,23 +174,20 @@ def _loss(
         problem = getattr(getattr(student, "config", None), "problem_type", None)
         if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
             raise ValueError(
-                f"distill: logits {list(logits.shape)} of a {type(student).__name__} with problem_type={problem!r} are "
-                "no choice among classes, and have no KL divergence: set kl=0"
+                f"distill: logits {list(logits.shape)}, problem_type={problem!r} are no choice among classes: set kl=0"
             )
-        taught = _logits(answer, "the teacher").to(logits.device)
+        taught = _logits(answer, "teacher").to(logits.device)
         if logits.shape != taught.shape:
             raise ValueError(
                 f"distill: the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}: give a "
-                "teacher with the same vocabulary that makes the same predictions (resize_token_embeddings pads one)"
+                "teacher with the same vocabulary (resize_token_embeddings pads one)"
             )
         rows = kl_divergence(taught.flatten(0, -2), logits.flatten(0, -2), temperature=weights.temperature)
         total = rows.where(counts.flatten(), 0).sum()
         loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
     if weights.task:
         if (own := output.get("loss")) is None:
-            raise ValueError(
-                f"distill(task={weights.task}): the {type(student).__name__} gives no loss of its own: give labels"
-            )
+            raise ValueError(f"distill(task={weights.task}): the model gives no loss of its own: give labels")
         loss = loss + weights.task * own
     if weights.square_head:
         share = 1.0 if items is None else counts.sum() / items
@@ -209,10 +199,9 @@ def _loss(
 def _logits(output: Any, who: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
-        what = f"logits {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
         raise ValueError(
-            f"distill: {who} gives {what}, and not a dict or ModelOutput with logits [batch, sequence, vocabulary] or "
-            "[batch, classes]: use a model with a head, and not return_dict=False"
+            f"distill: the {type(output).__name__} of the {who} has no logits [batch, sequence, vocabulary] or [batch, "
+            "classes]: use a model with a head, and not return_dict=False"
         )
     return logits
 
@@ -227,15 +216,12 @@ def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Ten
             return torch.ones(shape, dtype=torch.bool, device=logits.device)
         return (labels.flatten() != IGNORED).to(logits.device)
     if name is None:
-        name, counts = _token_mask(student, named, shape)
-    else:
-        counts = named[name] != IGNORED
-        if name == "labels" and _shifts(student):
-            counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
+        return _token_mask(student, named, shape).to(logits.device)
+    counts = named[name] != IGNORED
+    if name == "labels" and _shifts(student):
+        counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
-        raise ValueError(
-            f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions: give one number for each"
-        )
+        raise ValueError(f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions")
     return counts.to(logits.device)
 
 
@@ -246,16 +232,16 @@ def _shifts(student: nn.Module) -> bool:
     return loss is ForCausalLMLoss and not is_encoder_decoder(student)
 
 
-def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> tuple[str, Tensor]:
-    """Which tokens ``[B, S]`` are no padding, and the argument that says so."""
+def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
+    """Which tokens ``[B, S]`` are no padding."""
     name = "decoder_attention_mask" if is_encoder_decoder(student) else "attention_mask"
     mask = named.get(name)
     if mask is None:
-        return name, torch.ones(shape, dtype=torch.bool)
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
-        raise ValueError(f"distill: {name} {what} does not say which tokens are padding: give one [batch, sequence]")
-    return name, mask != 0
+        return torch.ones(shape, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"distill: {name} {what} does not say which of {list(shape)} tokens are padding")
+    return mask != 0
 
 
 # SquareHead -----------------------------------------------------------------------------------------------------------
@@ -264,9 +250,7 @@ def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size)
 def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
     states = output.get("hidden_states") if isinstance(output, Mapping) else None
     if not states:
-        raise ValueError(
-            f"distill: the {who} gives no hidden_states with output_hidden_states=True: leave square_head out"
-        )
+        raise ValueError(f"distill: the {who} gives no hidden_states: leave square_head out")
     return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
 
 
@@ -274,17 +258,12 @@ def _square_head(
     states: tuple[Tensor, ...], taught: tuple[Tensor, ...], student: nn.Module, named: Mapping[str, Any]
 ) -> Tensor:
     """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
-    shape = list(states[0].shape)
     if [x.shape for x in states] != [x.shape for x in taught]:
         raise ValueError(
-            f"distill(square_head=...): the model has {len(states)} layers with hidden states {shape}, the teacher "
-            f"{len(taught)} with {list(taught[0].shape)}: give a teacher of the same shape, or leave square_head out"
+            f"distill: the model has {len(states)} layers with hidden states {list(states[0].shape)}, the teacher "
+            f"{len(taught)} with {list(taught[0].shape)}: leave square_head out"
         )
-    name, real = _token_mask(student, named, states[0].shape[:-1])
-    if real.shape != states[0].shape[:-1]:
-        raise ValueError(
-            f"distill: {name} {list(real.shape)} does not fit hidden states {shape}: give one number for each token"
-        )
+    real = _token_mask(student, named, states[0].shape[:-1])
     return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
 
 

@@ -4,10 +4,8 @@
 work, and changes nothing.
 """
 
-import fnmatch
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import full
-from modelopt_sparse.methods.patterns import Unstructured
+from modelopt_sparse.methods.patterns import Unstructured, count_zeros
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RowAdapter
 from modelopt_sparse.model.experts import RoutedAdapter
@@ -30,12 +28,13 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
-from modelopt_sparse.plan.names import check_globs
+from modelopt_sparse.model.wrappers import full_name
+from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph, rows_of
+from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped, attach_report, attached_report
-from modelopt_sparse.training.updates import Scope, keep_count
+from modelopt_sparse.training.updates import Scope
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -47,23 +46,21 @@ DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those o
 class Weight:
     """One parameter of a model. The model holds its values, its mask and its gradient.
 
-    names: all its names in ``model.named_parameters()``; ``name`` is the first.
-    holders: (module, name in it) of everything that holds it.
+    holders: every module that holds it, by the name that it has there in ``model``; ``name`` is the first.
     layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
     """
 
     model: nn.Module
-    names: tuple[str, ...]
-    holders: tuple[tuple[nn.Module, str], ...]
+    holders: Mapping[str, nn.Module]
     layer: Layer
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return self.names[0]
+        return next(iter(self.holders))
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -105,8 +102,8 @@ class Weight:
 
     @mask.setter
     def mask(self, mask: Tensor) -> None:
-        for module, name in self.holders:
-            update_mask(module, name, mask)
+        for name in self.holders:
+            update_mask(self.model, name, mask)
         self._zero_states()
         self.write_report()
 
@@ -118,7 +115,7 @@ class Weight:
 
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
-        for module, _ in self.holders:
+        for module in self.holders.values():
             apply_masks(module, recurse=False)
         self._zero_states()
 
@@ -150,15 +147,14 @@ class Weight:
 def find_weights(model: nn.Module) -> list[Weight]:
     """Every parameter of a model once, in model order."""
     layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
-    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    holders: dict[int, dict[str, nn.Module]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append((f"{path}.{name}".removeprefix("."), module, name))
+            holders.setdefault(id(parameter), {})[full_name(path, name)] = module
     weights = []
     for held in holders.values():
-        names = tuple(full_name for full_name, _, _ in held)
-        layer = layers.get(names[0]) or as_row(model, names[0])
-        weights.append(Weight(model, names, tuple((module, name) for _, module, name in held), layer))
+        name = next(iter(held))
+        weights.append(Weight(model, held, layers.get(name) or as_row(model, name)))
     return weights
 
 
@@ -184,7 +180,7 @@ class Filter:
         """Whether a filter without ``choice`` takes a name."""
         if self.regexes:
             return any(re.search(regex, name) for regex in self.regexes)
-        return not self.globs or any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
+        return not self.globs or first_match(name, self.globs) is not None
 
 
 def parse_filter(include: Any) -> Filter:
@@ -232,7 +228,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
 def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
     if len(weight.shape) < 2:
         return "one dimension"
-    if role := next((protected[module] for module, _ in weight.holders if module in protected), ""):
+    if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
     if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
         return reason
@@ -262,7 +258,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(Printed):
     """What ``sparsity.apply(model)`` would make sparse, and why the rest stays dense. ``print`` shows it with
     equal rows folded, ``text(all_rows=True)`` all rows.
 
@@ -277,12 +273,6 @@ class TrainingPlan:
         """In plain values that JSON takes."""
         rows = [{**vars(row), "shape": list(row.shape)} for row in self.rows]
         return {"rows": rows, "skipped": [each.as_dict() for each in self.skipped], "notes": list(self.notes)}
-
-    def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=2)
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -312,7 +302,12 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tu
     members: (filter, algorithm for what it takes). None leaves it dense. The first that takes a parameter counts.
     """
     weights = find_weights(model)
-    _check_names(model, weights, members)
+    names = [weight.name for weight in weights]
+    for include, algorithm in members:
+        globs = (*include.globs, *(() if algorithm is None else algorithm.exclude))
+        check_globs(globs, names, f"parameter of this {type(model).__name__}")
+        if include.regexes and not any(map(include.matches, names)):
+            raise ValueError(f"{include} matches no parameter of this {type(model).__name__}, such as {names[0]}")
     choices = {include.choice for include, _ in members} | {DEFAULT}
     by_choice = {choice: reasons(model, weights, choice) for choice in choices if choice}
     skipped = []
@@ -327,26 +322,16 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tu
     if not chosen:
         why = first_few(sorted({each.reason for each in skipped})) or "it has no parameters"
         raise ValueError(f"nothing to make sparse in this {type(model).__name__}: {why}")
-    notes = _notes(model, chosen, members, by_choice[DEFAULT])
-    return TrainingPlan(_rows(chosen), tuple(skipped), notes), chosen
-
-
-def _check_names(model: nn.Module, weights: Sequence[Weight], members: Sequence[tuple[Filter, Any]]) -> None:
-    names = [weight.name for weight in weights]
-    for include, algorithm in members:
-        globs = (*include.globs, *(() if algorithm is None else algorithm.exclude))
-        check_globs(globs, names, f"parameter of this {type(model).__name__}")
-        if include.regexes and not any(map(include.matches, names)):
-            raise ValueError(
-                f"{include} matches no parameter of this {type(model).__name__}; names look like {', '.join(names[:3])}"
-            )
+    levels = levels_at(0, chosen)
+    rows = tuple(_row(weight, levels[weight.name]) for weight in chosen)
+    return TrainingPlan(rows, tuple(skipped), _notes(model, chosen, members, by_choice[DEFAULT])), chosen
 
 
 def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Mapping[str, dict[str, str]]) -> Any:
     """A parameter's algorithm; or, as a string, why it stays dense."""
     if getattr(weight.parameter, "requires_dense", False):
         return "requires_dense"
-    if any(getattr(module, "requires_dense", False) for module, _ in weight.holders):
+    if any(getattr(module, "requires_dense", False) for module in weight.holders.values()):
         return "requires_dense of its module"
     why = "no glob matches its name"
     for include, algorithm in members:
@@ -357,7 +342,7 @@ def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Ma
             continue
         if algorithm is None:
             return f"left dense by {include}"
-        glob = next((glob for glob in algorithm.exclude if fnmatch.fnmatchcase(weight.name, glob)), None)
+        glob = first_match(weight.name, algorithm.exclude)
         return f"excluded by {glob!r}" if glob is not None else _misfit(weight, algorithm) or algorithm
     return why
 
@@ -369,14 +354,11 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         return f"{str(parameter.dtype).removeprefix('torch.')} values are no weights to prune"
     if parameter.numel() == 0:
         return "it is empty"
-    if any(isinstance(module, nn.Embedding) and module.sparse for module, _ in weight.holders):
-        raise ValueError(
-            f"{weight.name!r} is of an Embedding(sparse=True), whose gradients take no mask: build it with sparse=False"
-        )
+    if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
+        raise ValueError(f"{weight.name!r} is of an Embedding(sparse=True): build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(
-            f"{weight.name!r} is float16, which cannot hold the faint gradients of {type(algorithm).__name__}: use "
-            "bfloat16, or float32 weights under autocast"
+            f"{weight.name!r} is float16, too coarse for {type(algorithm).__name__}: use float32 under autocast"
         )
     rows, columns = weight.empty_matrix().shape[-2:]
     if pattern is not None:
@@ -385,53 +367,35 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         if misfit := pattern.misfit(weight.layer.columns(torch.empty(weight.shape, device="meta"))):
             return misfit
         if scope.kind == "in_groups" and columns // scope.groups % pattern.m:
-            raise ValueError(
-                f"{weight.name!r}: {scope.groups} groups of columns cut through groups of {pattern.m}: choose fewer"
-            )
+            raise ValueError(f"{weight.name!r}: {scope.groups} groups of columns cut through groups of {pattern.m}")
     if misfit := scope.misfit(rows, columns):
-        raise ValueError(f"{weight.name!r}: {misfit}; choose another number, or leave it out with include or exclude")
+        raise ValueError(f"{weight.name!r}: {misfit}; choose another number, or leave it out with exclude")
     return None
 
 
-def first_levels(chosen: Sequence[Weight]) -> dict[str, float]:
-    """The level of each parameter at step 0, by name."""
+def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
+    """The level of each sparse parameter at a step, by name."""
     levels: dict[str, float] = {}
-    for algorithm in dict.fromkeys(weight.algorithm for weight in chosen):
-        shapes = {weight.name: weight.kernel_shape() for weight in chosen if weight.algorithm is algorithm}
-        levels.update(algorithm.levels(shapes, 0))
+    for algorithm in dict.fromkeys(weight.algorithm for weight in weights):
+        shapes = {weight.name: weight.kernel_shape() for weight in weights if weight.algorithm is algorithm}
+        levels.update(algorithm.levels(shapes, step))
     return levels
 
 
-def _rows(chosen: Sequence[Weight]) -> tuple[Row, ...]:
-    levels = first_levels(chosen)
-    rows = []
-    for weight in chosen:
-        algorithm = weight.algorithm
-        options, pattern = algorithm.describe(), algorithm.pattern
-        rows.append(
-            Row(
-                weight.name,
-                weight.type,
-                weight.shape,
-                options["algorithm"],
-                str(getattr(algorithm.sparsity, "value", options["sparsity"])),
-                str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}",
-                _zeros_at(weight, levels[weight.name]),
-                weight.parameter.numel(),
-            )
-        )
-    return tuple(rows)
-
-
-def _zeros_at(weight: Weight, level: float) -> int:
-    """How many zeros a parameter has at a level, if its mask goes by the level (not by "from_zeros" or a function)."""
-    pattern, matrix = weight.algorithm.pattern, weight.empty_matrix()
-    if pattern is not None and not weight.algorithm.magnitude_first:
-        return pattern.zeros_in(matrix.shape)
-    if pattern is not None:
-        level = min(level, pattern.sparsity)
-    scopes = weight.algorithm.scope.within(matrix)
-    return matrix.numel() // scopes.shape[-1] * (scopes.shape[-1] - keep_count(scopes, level))
+def _row(weight: Weight, level: float) -> Row:
+    algorithm, pattern = weight.algorithm, weight.algorithm.pattern
+    options, matrix = algorithm.describe(), weight.empty_matrix()
+    if pattern is not None and not algorithm.magnitude_first:
+        zeros = pattern.zeros_in(matrix.shape)
+    else:  # as the mask goes by the level (not by "from_zeros" or a function)
+        size = algorithm.scope.within(matrix).shape[-1]
+        reached = level if pattern is None else min(level, pattern.sparsity)
+        zeros = matrix.numel() // size * count_zeros(reached, size)
+    schedule = str(getattr(algorithm.sparsity, "value", options["sparsity"]))
+    scope = str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}"
+    return Row(
+        weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, weight.parameter.numel()
+    )
 
 
 def _notes(

@@ -6,29 +6,13 @@ cerebras.pytorch.sparse; `Cubic` is equation 1 of Zhu and Gupta (arXiv 1710.0187
 states, which are compared by it.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from modelopt_sparse.reports.fold import nearest
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether a value is a whole number, and at least this one."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
-    """Raise ValueError unless a value is one of those allowed. ``more``: what else is allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}{more}{nearest(value, allowed)}")
-
+from modelopt_sparse.values import check_whole, is_number, is_whole
 
 # values ---------------------------------------------------------------------------------------------------------------
 
@@ -127,22 +111,15 @@ class Cycling:
 class Custom:
     """A function of the step."""
 
-    function: Callable[[int], float]
+    function: Callable[[int], Any]
 
     def __call__(self, step: int, updates: int = 0) -> float:
         return float(self.function(step))
 
 
 Schedule = Constant | Linear | Exp | Power | Cosine | Cubic | Cycling | Custom
-KINDS: dict[str, Any] = {
-    "constant": Constant,
-    "linear": Linear,
-    "exp": Exp,
-    "exponential": Exp,
-    "power": Power,
-    "cosine": Cosine,
-    "cubic": Cubic,
-}
+KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in (Constant, Linear, Exp, Power, Cosine, Cubic)}
+KINDS["exponential"] = Exp
 
 
 def parse_schedule(value: Any, what: str) -> Schedule:
@@ -161,8 +138,7 @@ def parse_schedule(value: Any, what: str) -> Schedule:
             raise ValueError(f"{what}={value!r}: a list of levels holds numbers, at least one")
         return Cycling(tuple(map(float, value)))
     if callable(value):
-        function: Any = value
-        return Custom(function)
+        return Custom(value)
     raise ValueError(
         f"{what}={value!r} is no schedule: give a number, a list of numbers, a function of the step, or one of "
         f"{', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
@@ -178,11 +154,10 @@ def _from_mapping(value: Mapping[str, Any], what: str) -> Schedule:
         if not is_number(number):
             raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
     try:
-        inspect.signature(KINDS[kind]).bind(**rest)
+        return KINDS[kind](**rest)
     except TypeError as error:
         allowed = ", ".join(field.name for field in fields(KINDS[kind]))
         raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
-    return KINDS[kind](**rest)
 
 
 # steps ----------------------------------------------------------------------------------------------------------------
@@ -197,8 +172,10 @@ class EveryFew:
     stop: int | None = None
 
     def __post_init__(self) -> None:
-        if self.freq < 1:
-            raise ValueError(f"update: freq is {self.freq}, and must be at least 1")
+        check_whole("update: freq", self.freq)
+        check_whole("update: start", self.start, 0)
+        if self.stop is not None:
+            check_whole("update: stop", self.stop, 0)
 
     def fires(self, step: int) -> bool:
         return self.start <= step and (self.stop is None or step < self.stop) and (step - self.start) % self.freq == 0
@@ -227,7 +204,7 @@ class AtSteps:
 class When:
     """Updates at the steps for which a function returns True."""
 
-    function: Callable[[int], bool]
+    function: Callable[[int], Any]
 
     def fires(self, step: int) -> bool:
         return bool(self.function(step))
@@ -247,29 +224,20 @@ def parse_update(value: Any) -> UpdateSchedule:
         return value
     if value is None:
         return EveryFew()
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_whole(value):
         return EveryFew(value)
+    if isinstance(value, Mapping) and list(value) == ["steps"]:
+        steps = value["steps"]
+        if not isinstance(steps, Sequence) or not steps or not all(is_whole(step, 0) for step in steps):
+            raise ValueError(f"update: steps is {steps!r}, and must be a list of whole numbers")
+        return AtSteps(tuple(sorted(set(steps))))
     if isinstance(value, Mapping):
-        return _update_from_mapping(value)
+        if others := [key for key in value if key not in ("freq", "start", "stop")]:
+            raise ValueError(f"update takes freq, start and stop, or steps alone, not {others[0]!r}")
+        return EveryFew(**value)
     if callable(value):
-        function: Any = value
-        return When(function)
+        return When(value)
     raise ValueError(
         f"update={value!r}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}}, {{'steps': [...]}}, a "
         "function of the step, or None for every step"
     )
-
-
-def _update_from_mapping(value: Mapping[str, Any]) -> UpdateSchedule:
-    if list(value) == ["steps"]:
-        steps = value["steps"]
-        if not isinstance(steps, Sequence) or not steps or not all(is_count(step, 0) for step in steps):
-            raise ValueError(f"update: steps is {steps!r}, and must be a list of whole numbers")
-        return AtSteps(tuple(sorted(set(steps))))
-    allowed = ("freq", "start", "stop")
-    for key, number in value.items():
-        if key not in allowed:
-            raise ValueError(f"update takes freq, start and stop, or steps alone, not {key!r}{nearest(key, allowed)}")
-        if not is_count(number, 0) and not (key == "stop" and number is None):
-            raise ValueError(f"update: {key} is {number!r}, and must be a whole number of steps")
-    return EveryFew(**value)

@@ -15,7 +15,7 @@ from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import let_gradients_through, named_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
-from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, first_levels, plan_training
+from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
@@ -39,7 +39,6 @@ class Sparsity(ABC):
         self.step = 0
         self._autoupdate = True
         self._model: nn.Module | None = None
-        self._description: dict[str, Any] | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
 
     @abstractmethod
@@ -94,16 +93,13 @@ class Sparsity(ABC):
 
     def _apply_to_model(self, model: nn.Module) -> None:
         if self._model is not None:
-            raise ValueError(
-                f"this {type(self).__name__} is applied to a {type(self._model).__name__} already: make another"
-            )
+            raise ValueError(f"this is applied to a {type(self._model).__name__} already: make another")
         refuse_no_model(model)
         model = unwrapped(model)
         refuse_packed(model, "trained sparse")
         refuse_wrapped_parts(model, "trained sparse")
         plan, chosen = plan_training(model, self.members())
-        description = self._describe_members()
-        step = finished_steps(model, chosen, description)
+        step = self._finished_steps(model, chosen)
         masks = first_masks(chosen) if step is None else {}  # else the model has the masks of that step
         for note in plan.notes:
             warnings.warn(note, stacklevel=3)
@@ -113,12 +109,12 @@ class Sparsity(ABC):
             if weight.name in masks:
                 values = weight.layer.values
                 values.masked_fill_(values.isnan(), 0)  # some of these places may grow again
-                for name in weight.names:
+                for name in weight.holders:
                     set_mask(model, name, masks[weight.name])
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
-        self._model, self._description = model, description
+        self._model = model
         before = attached_report(model)
-        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **description}})
+        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **self._describe_members()}})
         own.layers = [_entry(weight) for weight in chosen]
         attach_report(model, own if before is None else merged_report(before, own))
         self._set_step(step or 0)
@@ -127,6 +123,13 @@ class Sparsity(ABC):
         """The algorithms in plain values, by which saved states are compared."""
         described = [[str(include), None if each is None else each.describe()] for include, each in self.members()]
         return {"algorithms": described}
+
+    def _finished_steps(self, model: nn.Module, chosen: Sequence[Weight]) -> int | None:
+        """How many steps the same algorithm has trained the model before, by its report and its masks; else None."""
+        report, masked = attached_report(model), dict(named_masks(model))
+        record = {} if report is None else report.settings.get(SETTING, {})
+        same = record == {**self._describe_members(), "step": record.get("step")}
+        return int(record["step"]) if same and all(weight.name in masked for weight in chosen) else None
 
     # optimizers -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Sparsity(ABC):
         if not trained:
             raise ValueError(
                 f"this {type(optimizer).__name__} holds none of the {len(self.sparse_params)} sparse parameters of the "
-                f"{type(self._model).__name__}: build it from model.parameters() of that model"
+                "model: build it from model.parameters()"
             )
         self._steps[optimizer] = self.step
         for weight in trained:
@@ -164,14 +167,18 @@ class Sparsity(ABC):
         finished = min(self._steps.values())
         if finished > self.step:
             self._set_step(finished)
-            due = [algorithm for algorithm in self._algorithms() if self.autoupdate and algorithm.is_due(self.step)]
+            due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
-            if due:
-                self.check_processes()
+            if due and (difference := first_difference(self._digests())):
+                name, rank = difference
+                raise RuntimeError(
+                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use "
+                    "DistributedDataParallel or fully_shard, so that processes see the same weights and gradients"
+                )
 
     def _set_step(self, step: int) -> None:
-        for each in (self, *self._algorithms()):
+        for each in (self, *self.algorithms()):
             each.step = step
         self._let_gradients_through()
         report = None if self._model is None else attached_report(self._model)
@@ -183,22 +190,13 @@ class Sparsity(ABC):
         one flag, so that a compiled model has two graphs and not more."""
         if self._model is not None:
             wanted = any(
-                algorithm.needs_gradient and (not self.autoupdate or algorithm.is_due(self.step + 1))
-                for algorithm in self._algorithms()
+                algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
+                for algorithm in self.algorithms()
             )
             let_gradients_through(self._model, wanted)
 
-    def _algorithms(self) -> list[Any]:
+    def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
-
-    def check_processes(self) -> None:
-        """Raise RuntimeError unless all processes of the default group have the same masks. All of them call this."""
-        if difference := first_difference(self._digests()):
-            name, rank = difference
-            raise RuntimeError(
-                f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: processes must "
-                "start from the same weights and see reduced gradients (DistributedDataParallel or fully_shard)"
-            )
 
     def _digests(self) -> dict[str, int]:
         return {name: digest(weight.mask) for name, weight in self.sparse_params.items()}
@@ -221,7 +219,7 @@ class Sparsity(ABC):
         Raises ValueError, which names it, unless this algorithm wrote that report, at that step.
         """
         _, chosen = plan_training(model, self.members())
-        finished = finished_steps(model, chosen, self._describe_members())
+        finished = self._finished_steps(model, chosen)
         if finished is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
         if finished != step:
@@ -233,22 +231,18 @@ class Sparsity(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved beside the model's state dict, which holds the masks, and the optimizers': the step, and
         what to compare when it is loaded. Random choices come from the seed, names and the step."""
-        return {"step": self.step, "algorithm": self._description, "masks": self._digests()}
+        return {"step": self.step, "algorithm": self._describe_members(), "masks": self._digests()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Load the model's state dict, with its masks, before.
 
         Raises ValueError if the algorithm is another one, or if the model's masks are not those of the state.
         """
-        if self._description is None:
+        if self._model is None:
             raise ValueError(f"apply this {type(self).__name__} to the model, load the model's state dict, then this")
-        if state["algorithm"] != self._description:
-            raise ValueError(
-                f"this {self._description} is not {state['algorithm']}: make the algorithm with the options that the "
-                "state was saved with"
-            )
-        wrong = [name for name, number in self._digests().items() if state["masks"].get(name) != number]
-        if wrong:
+        if state["algorithm"] != self._describe_members():
+            raise ValueError(f"make the algorithm with the options that the state was saved with: {state['algorithm']}")
+        if wrong := [name for name, number in self._digests().items() if state["masks"].get(name) != number]:
             raise ValueError(
                 f"{len(wrong)} masks of the model are not those that this state was saved with, such as {wrong[0]!r}: "
                 "load the model's state dict of the same checkpoint first"
@@ -261,15 +255,6 @@ class Sparsity(ABC):
         self._set_step(step)
 
 
-def finished_steps(model: nn.Module, chosen: Sequence[Weight], description: Mapping[str, Any]) -> int | None:
-    """How many steps the same algorithm has trained the model before, by its report and its masks; else None."""
-    report = attached_report(model)
-    record = {} if report is None else report.settings.get(SETTING, {})
-    masked = dict(named_masks(model))
-    same = {key: record.get(key) for key in description} == description
-    return int(record["step"]) if same and all(weight.name in masked for weight in chosen) else None
-
-
 @torch.no_grad()
 def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     """The masks of all chosen parameters at step 0, by name, shaped like the parameters.
@@ -277,7 +262,7 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     NaN in a weight marks a pruned place (docs/sparse-training.md). Raises ValueError for inf, and for meta tensors.
     """
     masks = {}
-    levels = first_levels(chosen)
+    levels = levels_at(0, chosen)
     for weight in chosen:
         layer, algorithm, values = weight.layer, weight.algorithm, weight.data
         if values.is_meta:
@@ -322,8 +307,7 @@ def _entry(weight: Weight) -> LayerReport:
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's wrapper. Raises ValueError for one that cannot train sparse models."""
-    kinds = [f"{base.__module__}.{base.__name__}".lower() for base in type(optimizer).__mro__]
-    if any("deepspeed" in kind for kind in kinds):
+    if any("deepspeed" in base.__module__ for base in type(optimizer).__mro__):
         raise ValueError(
             "DeepSpeed keeps weights and gradients in buffers of its own: use DistributedDataParallel or fully_shard"
         )

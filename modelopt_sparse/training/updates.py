@@ -83,8 +83,7 @@ def initial_mask(
         mask = method(weight, level)
         if mask.dtype != torch.bool or mask.shape != weight.shape:
             raise ValueError(
-                f"init_method returned {mask.dtype} {list(mask.shape)} for a weight of shape {list(weight.shape)}: it "
-                "must return a bool mask of that shape, True = kept"
+                f"init_method returned {mask.dtype} {list(mask.shape)}: it must be a bool mask {list(weight.shape)}"
             )
         return mask
     if method == "from_zeros":
@@ -104,7 +103,7 @@ def initial_mask(
 def _spread(scopes: Tensor, level: float) -> Tensor:
     """The checkerboard of each scope ``[..., S, n]``: of n places, kept ones as far from each other as can be."""
     *leading, count, size = scopes.shape
-    live = size - count_zeros(level, size)
+    live = keep_count(scopes, level)
     place = torch.arange(size, dtype=torch.int64)
     row = ((place + 1) * live).div(size, rounding_mode="floor") > (place * live).div(size, rounding_mode="floor")
     rows = torch.stack([row.roll(shift) for shift in range(count)])
@@ -144,25 +143,6 @@ def _as_number(counts: Tensor) -> int | Tensor:
 # drop and grow --------------------------------------------------------------------------------------------------------
 
 
-def drop_smallest(magnitude: Tensor, mask: Tensor, fraction: float, most: int | None = None) -> Tensor:
-    """The mask ``[..., S, n]`` without the smallest of each scope's live entries -> what is kept.
-
-    round-half-even(fraction * live) are dropped, and more where more than ``most`` would be left. Of equal ones the
-    lower index stays.
-    """
-    live = mask.sum(-1, keepdim=True)
-    left = live - (live.double() * fraction).round().to(live.dtype)  # torch rounds half to even
-    if most is not None:
-        left = left.clamp_max(most)
-    return keep_largest(torch.where(mask, magnitude, -1), _as_number(left)) & mask
-
-
-def grow_largest(score: Tensor, live: Tensor, count: int) -> Tensor:
-    """The mask ``[..., S, n]`` that keeps all of ``live``, and of the others those with the largest score, until
-    ``count`` entries of each scope are live. Of equal scores the lower index grows."""
-    return keep_largest(torch.where(live, torch.inf, score), count) | live
-
-
 def drop_and_grow(
     weight: Tensor,
     mask: Tensor,
@@ -175,21 +155,24 @@ def drop_and_grow(
 ) -> Tensor:
     """One update of SET or RigL (arXiv 1911.11134, algorithm 1): the new mask of a weight ``[..., R, C]``.
 
-    In each scope the smallest live weights are dropped; then those grow that are not kept and have the largest
-    ``score``, just-dropped ones included, until the level is reached. With N:M, growth fills each group of M up to N.
+    In each scope the smallest live weights are dropped: round-half-even(drop_fraction * live) of them, more where more
+    would be left than the level keeps, and of equal ones the higher indices. Then those grow that are not kept and have
+    the largest ``score``, just-dropped ones included, until the level is reached. With N:M, growth fills each group of
+    M up to N.
     A scope (of N:M: a matrix) whose scores are all zero at places not kept stays as it is: they say nothing.
     """
     masks, scores = scope.within(mask), scope.within(score)
-    most = keep_count(masks, level) if pattern is None else None
-    left = drop_smallest(scope.within(weight).abs(), masks, drop_fraction, most)
+    count, live = keep_count(masks, level), masks.sum(-1, keepdim=True)
+    left = live - (live.double() * drop_fraction).round().to(live.dtype)  # torch rounds half to even
     if pattern is None:
-        assert most is not None
-        new = scope.back(grow_largest(scores, left, most), mask)
+        left = left.clamp_max(count)
+    stays = keep_largest(torch.where(masks, scope.within(weight).abs(), -1), _as_number(left)) & masks
+    silent = ~((scores != 0) & ~stays).any(-1, keepdim=True)
+    if pattern is None:
+        new = scope.back(keep_largest(torch.where(stays, torch.inf, scores), count) | stays, mask)
+        silent &= live == count
     else:
-        new = pattern.mask(torch.where(scope.back(left, mask), torch.inf, score))
-    silent = ~((scores != 0) & ~left).any(-1, keepdim=True)
-    if most is not None:
-        silent &= masks.sum(-1, keepdim=True) == most
+        new = pattern.mask(torch.where(scope.back(stays, mask), torch.inf, score))
     return torch.where(scope.back(silent.expand_as(masks), mask), mask, new)
 
 
@@ -212,22 +195,17 @@ def largest_magnitudes(
     ``level / pattern.sparsity`` of them, so that at its level the mask is N:M.
     """
     magnitude = torch.where(mask, weight.abs(), -1)
-    if pattern is not None:
-        return _towards(pattern, magnitude, level, scope)
     scores, masks = scope.within(magnitude), scope.within(mask)
-    count = keep_count(scores, level)
-    if (masks.sum(-1) < count).any():
+    count: int | Tensor = keep_count(scores, level)
+    if pattern is not None:
+        stays = scope.within(pattern.mask(magnitude))
+        share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
+        pruned = (~stays).sum(-1, keepdim=True)
+        zeros = (pruned.double() * share).round().to(pruned.dtype)
+        scores, count = torch.where(stays, torch.inf, scores), _as_number(stays.shape[-1] - zeros)
+    elif (masks.sum(-1) < count).any():
         scores = torch.where(masks, scores, -1 - scope.within(uniform(weight, generator)))
     return scope.back(keep_largest(scores, count), weight)
-
-
-def _towards(pattern: NM, magnitude: Tensor, level: float, scope: Scope) -> Tensor:
-    stays = scope.within(pattern.mask(magnitude))
-    share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
-    pruned = (~stays).sum(-1, keepdim=True)
-    zeros = (pruned.double() * share).round().to(pruned.dtype)
-    scores = torch.where(stays, torch.inf, scope.within(magnitude))
-    return scope.back(keep_largest(scores, _as_number(stays.shape[-1] - zeros)), magnitude)
 
 
 # levels over layers ---------------------------------------------------------------------------------------------------

@@ -514,15 +514,18 @@ Z = Zoo
     ("build", "match"),
     [
         (lambda: training.Static(), "Static needs a level"),
-        (lambda: training.Static(1.0), r"a level is the pruned fraction, in \[0, 1\), and 1 is not"),
-        (lambda: training.SET(-0.1), "and -0.1 is not"),
+        (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
+        (lambda: training.SET(-0.1), "sparsity=-0.1"),
         (lambda: training.GMP(0.5), "GMP prunes by a schedule, and sparsity=0.5 is one level.*use Static"),
         (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
-        (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are row, matrix"),
+        (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
         (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
-        (lambda: training.RigL(0.5, balance_in_groups=0), "must be a whole number of groups"),
-        (lambda: training.Static(0.5, init_method="magnitude"), "init_method='magnitude': allowed are random, topk"),
-        (lambda: training.Static(0.5, distribution="ERK"), "allowed are uniform, erk"),
+        (lambda: training.RigL(0.5, balance_in_groups=0), "balance_in_groups=0: must be a positive whole number"),
+        (
+            lambda: training.Static(0.5, init_method="magnitude"),
+            "init_method='magnitude': allowed are 'random', 'topk'",
+        ),
+        (lambda: training.Static(0.5, distribution="ERK"), "allowed are 'uniform', 'erk'"),
         (lambda: training.Static(pattern="2:4", distribution="erk"), "pattern 2:4 has its own"),
         (lambda: training.Static(pattern="50%"), "Static takes N:M here"),
         (lambda: training.SET(0.5, drop_fraction=1.5), "drop_fraction=1.5"),
@@ -563,7 +566,7 @@ def test_what_apply_refuses():
     sparsity.apply(model)
     with pytest.raises(ValueError, match="applied to a Zoo already"):
         sparsity.apply(model)
-    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the Zoo"):
+    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the model"):
         sparsity.apply(torch.optim.SGD(Zoo().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
         sparsity.apply(torch.optim.LBFGS(model.parameters()))

@@ -77,11 +77,11 @@ def test_a_gradual_rule_ends_at_the_level_of_each_layer():
     ("content", "match"),
     [
         ({"sparsity": 0.5}, "holds no section 'sparse_ift'"),
-        ({"sparse_ift": 0.5}, "must be a mapping such as"),
-        ({"sparse_ift": {"member": "wide"}}, "needs sparsity, the level"),
-        ({"sparse_ift": {"sparsity": 0.5, "membre": "wide"}}, "no option 'membre', did you mean 'member'"),
-        ({"sparse_ift": {"sparsity": "much"}}, r"the level must be in \[0, 1\)"),
-        ({"sparse_ift": {"sparsity": True}}, r"the level must be in \[0, 1\)"),
+        ({"sparse_ift": 0.5}, "that is a mapping such as"),
+        ({"sparse_ift": {"member": "wide"}}, "sparsity=None: must be a number"),
+        ({"sparse_ift": {"sparsity": 0.5, "membre": "wide"}}, "option 'membre' is not known, did you mean 'member'"),
+        ({"sparse_ift": {"sparsity": "much"}}, r"must be a number in \[0, 1\)"),
+        ({"sparse_ift": {"sparsity": True}}, r"must be a number in \[0, 1\)"),
         (
             {"sparse_ift": {"sparsity": 0.5, "member": "doped", "activation": "Relu"}},
             "a class of torch.nn such as ReLU",
@@ -170,7 +170,7 @@ def test_the_plan_as_json(command, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sparsity", "1"], "the level must be in [0, 1)"),
+        (["--sparsity", "1"], "must be a number in [0, 1)"),
         (["--sparsity", "0.6", "--member", "parallel"], "the nearest levels that work are 0.5 and 0.666667"),
         (["--sparsity", "0.5", "--recipe", "nothing.yaml"], "cannot be read as YAML"),
     ],

@@ -6,6 +6,7 @@ from torch import nn
 
 from modelopt_sparse import training
 from tests.helpers import tiny_llama, token_batches
+from tests.training.cases import Zoo, batch
 
 
 def test_two_layers_by_hand():
@@ -39,6 +40,17 @@ def test_a_language_model_counts_attention_and_head_as_dense():
     assert after.dense.inference == before.dense.inference
     assert before.dense.inference - after.sparse.inference == 2 * ids.numel() * blocks // 2
     assert after.dense.weights - after.sparse.weights == blocks // 2
+
+
+def test_experts_are_counted_by_both_of_their_weights():
+    """Of fused experts two weights lie in one module, and torch counts its FLOPs as one."""
+    model, tokens = Zoo(), batch(0)
+    dense = training.cost(model, tokens).dense.inference
+    training.Static(0.5, include="experts.experts.*").apply(model)
+    cost = training.cost(model, tokens)
+    experts = 2 * 2 * tokens.numel() * (16 * 8 + 8 * 8)
+    assert cost.dense.inference == dense
+    assert dense - cost.sparse.inference == experts // 2
 
 
 def test_convolutions_and_tied_weights_are_counted_once():

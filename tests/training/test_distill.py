@@ -428,9 +428,9 @@ def test_a_copy_of_the_model_copies_no_teacher():
     ("weights", "message"),
     [
         ({"kl": 0}, "kl, task and square_head are all 0, so that there is no loss: give one of them a weight"),
-        ({"task": -1.0}, "task=-1.0: give a number that is not negative"),
-        ({"square_head": float("nan")}, "square_head=nan: give a number that is not negative"),
-        ({"temperature": 0.0}, "temperature=0: give a number above 0; 1 compares the models' own probabilities"),
+        ({"task": -1.0}, "task=-1.0: must be a number in [0, inf)"),
+        ({"square_head": float("nan")}, "square_head=nan: must be a number in [0, inf)"),
+        ({"temperature": 0.0}, "temperature=0.0: must be a number in (0, inf)"),
     ],
 )
 def test_weights_that_are_none(weights, message):
@@ -440,11 +440,11 @@ def test_weights_that_are_none(weights, message):
 
 def test_a_teacher_that_is_the_model():
     model, teacher = pair()
-    itself = "the teacher is the model itself, or has parts of it, and would change while it teaches: give a copy"
+    itself = "'LlamaForCausalLM' of the teacher is the model's as well, and would change while it teaches: give a copy"
     refused(distill, model, model, parts=[itself])
     refused(distill, nn.DataParallel(model), model, parts=[itself])
     teacher.model.norm.weight = model.model.norm.weight
-    refused(distill, model, teacher, parts=["'model.norm.weight' is the model's as well", "give a copy"])
+    refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's as well", "give a copy"])
     model.model.norm.weight.requires_grad_(False)  # frozen, it is the same for both, and stays it
     distill(model, teacher).remove()
 
@@ -484,7 +484,7 @@ def test_a_model_without_logits():
     call_refused(
         model.model,
         teacher.model,
-        "the model, a LlamaModel, gives a BaseModelOutputWithPast",
+        "the BaseModelOutputWithPast of the model has no logits",
         "use a model with a head",
         **padded(),
     )
@@ -492,24 +492,28 @@ def test_a_model_without_logits():
 
 def test_a_tuple_and_logits_of_other_dimensions():
     model, teacher = pair()
-    call_refused(model, teacher, "gives a tuple", "not return_dict=False", return_dict=False, **padded())
+    call_refused(
+        model, teacher, "the tuple of the model has no logits", "not return_dict=False", return_dict=False, **padded()
+    )
 
     class Image(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"logits": x}
 
-    call_refused(Image(), Image(), "a Image, gives logits [2, 3, 4, 5]", x=torch.zeros(2, 3, 4, 5))
+    call_refused(
+        Image(), Image(), "the dict of the model has no logits [batch, sequence, vocabulary]", x=torch.zeros(2, 3, 4, 5)
+    )
 
 
 def test_labels_that_do_not_fit():
     model, teacher = pair()
     batch = padded()
     del batch["labels"]
-    call_refused(model, teacher, "attention_mask [4, 10]", "[4, 1] predictions", logits_to_keep=1, **batch)
-    mask = torch.ones(4, 1, 10, 10, dtype=torch.bool).tril()
     call_refused(
-        model, teacher, "attention_mask of shape [4, 1, 10, 10]", input_ids=batch["input_ids"], attention_mask=mask
+        model, teacher, "attention_mask [4, 10] does not say which of [4, 1] tokens", logits_to_keep=1, **batch
     )
+    mask = torch.ones(4, 1, 10, 10, dtype=torch.bool).tril()
+    call_refused(model, teacher, "attention_mask [4, 1, 10, 10]", input_ids=batch["input_ids"], attention_mask=mask)
 
 
 def test_no_labels_for_the_models_own_loss():
@@ -517,7 +521,7 @@ def test_no_labels_for_the_models_own_loss():
     call_refused(
         model,
         teacher,
-        "distill(task=0.5): the LlamaForCausalLM gives no loss of its own: give labels",
+        "distill(task=0.5): the model gives no loss of its own: give labels",
         weights={"task": 0.5},
         input_ids=padded()["input_ids"],
     )
@@ -539,7 +543,7 @@ def test_hidden_states_that_the_attention_mask_does_not_fit():
         def forward(self, x: Tensor, attention_mask: Tensor, output_hidden_states: bool) -> dict[str, Any]:
             return {"logits": x[:, 2:], "hidden_states": (x,)}
 
-    message = "attention_mask [2, 4] does not fit hidden states [2, 6, 3]"
+    message = "attention_mask [2, 4] does not say which of [2, 6] tokens are padding"
     batch = {"x": torch.ones(2, 6, 3), "attention_mask": torch.ones(2, 4)}
     call_refused(Prompted(), Prompted(), message, weights={"square_head": 1.0}, **batch)
 

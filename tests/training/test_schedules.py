@@ -65,7 +65,7 @@ def test_a_function_of_the_step():
         ([0.5, "x"], "holds numbers"),
         ({"type": "cosin", "init": 1}, "did you mean 'cosine'"),
         ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
-        ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: missing .*'half_period'"),
+        ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: .*missing .*'half_period'"),
         ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
         ({"type": "cubic", "init": 0, "final": 1, "start": 5, "stop": 5}, "start 5 must be before stop 5"),
     ],
@@ -98,10 +98,10 @@ def test_the_steps_of_updates(update, fires):
 @pytest.mark.parametrize(
     ("update", "match"),
     [
-        (0, "freq is 0, and must be at least 1"),
+        (0, "freq=0: must be a positive whole number"),
         ("100", "give a number of steps"),
         ({"freq": 10, "begin": 5}, "takes freq, start and stop, or steps alone, not 'begin'"),
-        ({"freq": 1.5}, "freq is 1.5, and must be a whole number"),
+        ({"freq": 1.5}, "freq=1.5: must be a positive whole number"),
         ({"steps": []}, "must be a list of whole numbers"),
         ({"steps": [1], "freq": 2}, "or steps alone, not 'steps'"),
     ],

@@ -70,13 +70,11 @@ def factors_of(layer: nn.Module, rank: int, *, bias: bool) -> tuple[Any, Any]:
     return rebuilt(layer, out_channels=rank, bias=False), rebuilt(layer, in_channels=rank, bias=bias, **one)
 
 
-def why_not(layer: nn.Module) -> str | None:
-    """Why a layer cannot be replaced by a member, or None if it can."""
+def why_not(layer: nn.Module) -> str:
+    """Why a layer cannot be replaced by a member, or "" if it can."""
     if type(layer) not in KINDS:
         return f"{type(layer).__name__} is no Linear or convolution of torch's own"
-    if isinstance(layer, Convolution) and layer.groups > 1:
-        return "a grouped convolution"
-    return None
+    return "a grouped convolution" if isinstance(layer, Convolution) and layer.groups > 1 else ""
 
 
 # sizes ----------------------------------------------------------------------------------------------------------------
@@ -84,22 +82,22 @@ def why_not(layer: nn.Module) -> str | None:
 
 def member_of(
     layer: nn.Module, member: str, level: float, activation: Activation
-) -> tuple[nn.Module, list[str], float]:
-    """(what replaces a layer, its parts that carry masks, their level). At level 0 a layer may stay as it is."""
+) -> tuple[nn.Module, str, list[str], float]:
+    """(what replaces a layer, the same in words, its parts that carry masks, their level). At level 0 a layer may stay
+    as it is."""
     inputs, outputs = sides(layer)
     dense = inputs * outputs
     if member == "parallel":
         count = branches_for(level)
-        return Parallel(layer, count, activation), [f"branches.{i}" for i in range(count)], 1 - 1 / count
+        parts = [f"branches.{i}" for i in range(count)]
+        return Parallel(layer, count, activation), f"{count} in parallel", parts, 1 - 1 / count
+    rank = rank_of_factors(layer, level) if member == "factorized" else rank_of_doping(layer, level)
+    if level == 0 or rank == 0:
+        return layer, "itself", [], 0.0
     if member == "factorized":
-        if level == 0:
-            return layer, [], 0.0
-        rank = rank_of_factors(layer, level)
-        return Factorized(layer, rank, activation), ["first", "second"], 1 - dense / (rank * (inputs + outputs))
-    rank = rank_of_doping(layer, level)
-    if rank == 0:
-        return layer, [], 0.0
-    return Doped(layer, rank), ["sparse"], rank * (inputs + outputs) / dense
+        new_level = 1 - dense / (rank * (inputs + outputs))
+        return Factorized(layer, rank, activation), f"factors of rank {rank}", ["first", "second"], new_level
+    return Doped(layer, rank), f"itself and rank {rank}", ["sparse"], rank * (inputs + outputs) / dense
 
 
 def sides(layer: nn.Module) -> tuple[int, int]:
@@ -111,14 +109,13 @@ def sides(layer: nn.Module) -> tuple[int, int]:
 def branches_for(level: float) -> int:
     """k = 1 / (1 - level). Raises ValueError, which names the nearest levels that work, unless k is whole."""
     count = 1 / (1 - level)
-    whole = max(1, round(count))
-    if abs(count - whole) > 1e-6 * count:
-        near = sorted({1 - 1 / n for n in (max(1, math.floor(count)), math.ceil(count))})
+    if abs(count - round(count)) > 1e-6 * count:
+        lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
         raise ValueError(
             f"Sparse Parallel at level {level:g} would have {count:.2f} branches: the nearest levels that work are "
-            + " and ".join(f"{each:.6g}" for each in near)
+            f"{lower:.6g} and {upper:.6g}"
         )
-    return whole
+    return round(count)
 
 
 def rank_of_factors(layer: nn.Module, level: float) -> int:

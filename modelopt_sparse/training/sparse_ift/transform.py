@@ -1,6 +1,5 @@
 """Sparse-IFT (arXiv 2303.11525): larger, sparser layers at the FLOPs of the dense ones, from one number, the level."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +11,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.hf import model_class
-from modelopt_sparse.reports.fold import Column, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
+from modelopt_sparse.training.cost import uses_of
 from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
-from modelopt_sparse.training.schedules import check_choice, is_number
-from modelopt_sparse.training.sparse_ift.members import Activation, Doped, Factorized, Parallel, member_of, why_not
+from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
 from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.values import check_choice, check_number
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
 ATTENTION = ("attn", "attention")  # in the names of modules that stay as they are unless they are asked for
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Replaced:
 
 
 @dataclass(frozen=True)
-class IsoPlan:
+class IsoPlan(Printed):
     """What Sparse-IFT makes of a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all rows.
 
     layers: those that are wider or replaced, and sparse.
@@ -104,12 +103,6 @@ class IsoPlan:
             "model_ratio": self.model_ratio,
             "flops": self.flops,
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=2)
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -195,8 +188,7 @@ def sparse_ift(
     Raises ValueError, with the model as it was, for a level or a model that does not work, and names the nearest levels
     that do.
     """
-    if not is_number(sparsity) or not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity={sparsity!r}: the level must be in [0, 1), for example 0.75; at 1 nothing is left")
+    check_number("sparsity", sparsity, "[0, 1)")
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
     level, model = float(sparsity), model_or_config
@@ -238,33 +230,21 @@ def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
 def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) -> tuple[nn.Module, IsoPlan]:
     """(the wider model, what becomes of the layers)."""
     if isinstance(model, PretrainedConfig):
-        if not model.architectures:
-            raise ValueError(
-                f"this {type(model).__name__} does not say in architectures which class it is for: give a model"
-            )
         with torch.device("meta"):
             model = model_class(model, model.model_type)(model)
     unit = _unit(model, example)
     if iso == "model" and unit is None:
-        raise ValueError(
-            f"iso='model' needs example=: FLOPs of the convolutions in this {type(model).__name__} depend on images"
-        )
+        raise ValueError(f"iso='model' needs example= for the convolutions in this {type(model).__name__}")
     wide, why = wider(model, (1 / (1 - level)) ** 0.5, multiple, example)
-    before, after = find_weights(model), find_weights(wide)
-    uses = _uses(model, before, example)
-    sizes = {weight.name: weight.parameter.numel() for weight in before}
+    weights, dense = find_weights(wide), find_weights(model)
+    sizes, uses = _sizes(dense), _uses(model, dense, example)
     rows = []
-    for weight in after:
+    for weight in weights:
         if not why[weight.name]:
             old, new = sizes[weight.name], weight.parameter.numel()
             own, shape = 1 - old / new, " x ".join(map(str, weight.shape))
             rows.append(Replaced(weight.name, old, shape, new, own, _live(new, own), uses[weight.name]))
-    if not rows:
-        raise ValueError(
-            f"no layer of this {type(model).__name__} would be sparse: {first_few(sorted(set(why.values())))}"
-        )
-    rest = [weight for weight in after if why[weight.name]]
-    plan = _plan(rows, before, rest, why, uses, _total(after), unit)
+    plan = _plan(model, rows, sizes, weights, why, uses, sum(_sizes(weights).values()), unit)
     if iso == "model":
         for_sparse = plan.multiplications("weights") + plan.other - plan.new_other
         one = 1 - for_sparse / plan.multiplications("new_weights")
@@ -289,27 +269,24 @@ def _replaced(
     """
     weights = find_weights(model)
     why = _why_dense(model, weights, include)
-    chosen = [weight for weight in weights if not why[weight.name]]
-    if not chosen:
-        kinds = first_few(sorted(set(why.values())))
-        raise ValueError(f"no layer of this {type(model).__name__} is to be replaced: {kinds}")
-    uses = _uses(model, weights, example)
+    sizes, uses = _sizes(weights), _uses(model, weights, example)
     modules, levels, rows = {}, {}, []
-    parameters = _total(weights)
-    for weight in chosen:
+    parameters = sum(sizes.values())
+    for weight in weights:
+        if why[weight.name]:
+            continue
         name, layer = weight.name.removesuffix(".weight"), weight.layer.owner
-        new, parts, own = member_of(layer, member, level, activation)
+        new, words, parts, own = member_of(layer, member, level, activation)
         levels.update({f"{name}.{part}.weight": own for part in parts})
         masked = [new.get_submodule(part).get_parameter("weight").numel() for part in parts]
         size = sum(each.numel() for each in new.parameters() if each.dim() > 1)
-        live = size - sum(masked) + sum(_live(each, own) for each in masked)
-        rows.append(Replaced(name, weight.parameter.numel(), _described(new), size, own, live, uses[weight.name]))
+        live = size - sum(each - _live(each, own) for each in masked)
+        rows.append(Replaced(name, sizes[weight.name], words, size, own, live, uses[weight.name]))
         if new is not layer:
             modules[name] = new
             parameters += sum(each.numel() for each in new.parameters())
             parameters -= sum(each.numel() for each in layer.parameters())
-    rest = [weight for weight in weights if why[weight.name]]
-    return modules, levels, _plan(rows, weights, rest, why, uses, parameters, _unit(model, example))
+    return modules, levels, _plan(model, rows, sizes, weights, why, uses, parameters, _unit(model, example))
 
 
 def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[str, str]:
@@ -321,86 +298,73 @@ def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[st
     if asked is not None and not any(asked.matches(weight.name.removesuffix(".weight")) for weight in layers):
         raise ValueError(f"{asked} matches no layer of this {type(model).__name__}")
     for weight in weights:
-        name, module = weight.name.removesuffix(".weight"), weight.layer.owner
+        name, misfit = weight.name.removesuffix(".weight"), why_not(weight.layer.owner)
         if not weight.is_layer or not weight.name.endswith("weight"):
             why[weight.name] = why[weight.name] or "not a layer of its own"
         elif len(weight.holders) > 1:
             why[weight.name] = "tied"
         elif asked is not None:
-            why[weight.name] = (why_not(module) or "") if asked.matches(name) else "not in include"
+            why[weight.name] = misfit if asked.matches(name) else "not in include"
         elif not why[weight.name]:
             if any(word in name.lower() for word in ATTENTION):
-                why[weight.name] = "a projection of attention"
+                misfit = "a projection of attention"
             elif not isinstance(model, PreTrainedModel) and weight.name in ends:
-                why[weight.name] = "the first or the last layer"
-            else:
-                why[weight.name] = why_not(module) or ""
+                misfit = "the first or the last layer"
+            why[weight.name] = misfit
     return why
-
-
-def _described(module: nn.Module) -> str:
-    if isinstance(module, Parallel):
-        return f"{len(module.branches)} in parallel"
-    if isinstance(module, (Factorized, Doped)):
-        what = "factors of" if isinstance(module, Factorized) else "itself and"
-        return f"{what} rank {module.first.get_parameter('weight').shape[0]}"
-    return "itself"
 
 
 # counts ---------------------------------------------------------------------------------------------------------------
 
 
 def _plan(
+    model: nn.Module,
     rows: list[Replaced],
-    before: list[Weight],
-    rest: list[Weight],
+    sizes: Mapping[str, int],
+    weights: list[Weight],
     why: Mapping[str, str],
     uses: Mapping[str, float],
     parameters: int,
     unit: str | None,
 ) -> IsoPlan:
-    """``before``: all weights of the model as it was. ``rest``: those of the new one that stay dense."""
-    sizes = {weight.name: weight.parameter.numel() for weight in before}
+    """``sizes``: of all weights before. ``weights``: those of the new model, or of the old one where others stay.
+    ``parameters``: how many there are afterwards."""
+    if not rows:
+        kinds = first_few(sorted(set(why.values())))
+        raise ValueError(f"no layer of this {type(model).__name__} would be sparse: {kinds}")
+    rest = [weight for weight in weights if why[weight.name]]
     fixed = [weight for weight in rest if _multiplies(weight)]
     other = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
     new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
     skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
-    return IsoPlan(tuple(rows), skipped, _total(before), parameters, other, new_other, unit)
+    return IsoPlan(tuple(rows), skipped, sum(sizes.values()), parameters, other, new_other, unit)
 
 
 def _multiplies(weight: Weight) -> bool:
     """Whether a weight is multiplied with every token: heads are, tied ones too, and embeddings are looked up."""
-    looked_up_only = not any(isinstance(module, nn.Linear) for module, _ in weight.holders) and not weight.is_layer
-    return len(weight.shape) > 1 and not looked_up_only
+    in_linear = any(isinstance(module, nn.Linear) for module in weight.holders.values())
+    return len(weight.shape) > 1 and (weight.is_layer or in_linear)
 
 
 def _uses(model: nn.Module, weights: list[Weight], example: Any) -> dict[str, float]:
-    """How often each weight is multiplied in a forward of the example, by torch's counter; 1 without an example."""
+    """How often each weight is multiplied in a forward of the example; 1 without an example."""
     if example is None:
         return {weight.name: 1.0 for weight in weights}
     with calibrating(model), FlopCounterMode(display=False) as counter:
         call(model, example)
-    counts, root = counter.get_flop_counts(), type(model).__name__
-    uses = {}
-    for weight in weights:
-        modules = {".".join([root, *name.split(".")[:-1]]) for name in weight.names}
-        flops = sum(sum(counts.get(module, {}).values()) for module in modules)
-        # torch counts the products of all weights in a module as one
-        in_module = sum(each.numel() for each in weight.layer.owner.parameters(recurse=False) if each.dim() > 1)
-        uses[weight.name] = flops / 2 / max(1, in_module)
-    return uses
+    return uses_of(model, weights, counter)
 
 
 def _unit(model: nn.Module, example: Any) -> str | None:
     """What multiplications in a model can be counted for, see `IsoPlan`."""
     if example is not None:
         return "the example"
-    return None if any(isinstance(module, CONVOLUTIONS) for module in model.modules()) else "a token"
+    return None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
 
 
 def _live(size: int, level: float) -> int:
     return round(size * (1 - level))
 
 
-def _total(weights: list[Weight]) -> int:
-    return sum(weight.parameter.numel() for weight in weights)
+def _sizes(weights: list[Weight]) -> dict[str, int]:
+    return {weight.name: weight.parameter.numel() for weight in weights}

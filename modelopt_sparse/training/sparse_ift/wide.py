@@ -21,21 +21,21 @@ from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.reports.fold import first_few, nearest
 from modelopt_sparse.training.planner import BLOCKS, find_weights, reasons
+from modelopt_sparse.values import check_whole
 
 
 def wider(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple[nn.Module, dict[str, str]]:
     """(the wider model with random weights, why each of its weights stays dense or "")."""
+    ends: dict[str, str] = {}
     if isinstance(model, PreTrainedModel):
         config = widened(model.config, factor, multiple)
         with torch.device(next(model.parameters()).device):
             wide: Any = type(model)(config)
         wide.tie_weights()  # older versions of transformers do not do so on the meta device
-        return wide, reasons(wide, find_weights(wide), BLOCKS)
-    if example is None:
-        raise ValueError(
-            f"Sparse Wide runs a {type(model).__name__}, which is no model of transformers: give example=, an input"
-        )
-    wide, ends = widened_layers(model, factor, multiple, example)
+    elif example is None:
+        raise ValueError(f"this {type(model).__name__} is no model of transformers: give example=, an input")
+    else:
+        wide, ends = widened_layers(model, factor, multiple, example)
     why = reasons(wide, find_weights(wide), BLOCKS)
     return wide, {name: ends.get(name.rpartition(".")[0]) or reason for name, reason in why.items()}
 
@@ -69,7 +69,6 @@ class Family:
 
 
 LLAMA = Family(head_size="head_dim", rotary=True)
-BERT = Family()
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3"), LLAMA),
     "gpt_neox": Family(rotary=True),
@@ -77,7 +76,7 @@ FAMILIES = {
     "opt": Family(mlp="ffn_dim", alike=("word_embed_proj_dim",)),
     "t5": Family("d_model", "num_heads", "d_ff", "d_kv"),
     "distilbert": Family("dim", "n_heads", "hidden_dim"),
-    **dict.fromkeys(("bert", "roberta", "vit", "deit"), BERT),
+    **dict.fromkeys(("bert", "roberta", "vit", "deit"), Family()),
 }
 STAGES = ("resnet", "swin")
 
@@ -97,27 +96,29 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         return wide
     family = FAMILIES.get(config.model_type)
     if family is None:
-        known = sorted([*FAMILIES, *STAGES])
-        raise ValueError(
-            f"the sizes of {config.model_type!r} are not known{nearest(config.model_type, known)}: Sparse Wide knows "
-            f"those of {', '.join(known)}; the other members replace layers anywhere"
-        )
-    if multiple < 1:
-        raise ValueError(f"multiple={multiple}: widths are rounded up to a multiple of it, so it is at least 1")
+        close = nearest(config.model_type, [*FAMILIES, *STAGES])
+        raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
+    check_whole("multiple", multiple)
     width, heads = getattr(config, family.width), getattr(config, family.heads)
-    own = getattr(config, family.head_size, None) if family.head_size else None
-    if own is None and width % heads:
+    own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
+    if not own and width % heads:
         raise ValueError(
-            f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}: the "
-            f"nearest widths that work are {width // heads * heads} and {rounded_up(width, heads)}"
+            f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}, as "
+            f"{rounded_up(width, heads)} would be"
         )
-    step = multiple if own is not None and own * heads != width else math.lcm(multiple, heads * (1 + family.rotary))
-    new = rounded_up(width * factor, step)
+    apart = own and own * heads != width  # the sizes of heads do not add up to the width
+    even = 1 + family.rotary
+    new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
+    size = rounded_up(own * factor, even) if apart else new // heads
     setattr(wide, family.width, new)
-    size = new // heads if own is None or own * heads == width else rounded_up(own * factor, 1 + family.rotary)
-    if own is not None and family.head_size is not None:
+    if family.head_size and own:
         setattr(wide, family.head_size, size)
-    _refuse_sized_rope(config, own or width // heads, size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if size != (own or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
+        raise ValueError(
+            f"rope_parameters of this {config.model_type!r} holds a list that fits its heads, and not heads of {size}: "
+            "choose another member, which keeps heads as they are"
+        )
     mlp = getattr(config, family.mlp)
     if mlp is not None:
         setattr(wide, family.mlp, rounded_up(mlp * new / width, multiple))
@@ -125,16 +126,6 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         if getattr(config, name) == width:
             setattr(wide, name, new)
     return wide
-
-
-def _refuse_sized_rope(config: PretrainedConfig, old: int, new: int) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    sized = [name for name, value in rope.items() if isinstance(value, (list, tuple))]
-    if sized and old != new:
-        raise ValueError(
-            f"rope_parameters of this {config.model_type!r} holds a list, {sized[0]!r}, that fits heads of {old} and "
-            f"not of {new}: the nearest level that works is 0. The other members keep heads as they are"
-        )
 
 
 def _widen_stages(wide: Any, factor: float, multiple: int) -> None:
@@ -158,20 +149,20 @@ def rounded_up(size: float, step: int) -> int:
 # layers ---------------------------------------------------------------------------------------------------------------
 
 
-CHANNELS = ("in_channels", "out_channels")
-SIZES: dict[type[nn.Module], tuple[str, str]] = {  # names of a layer's inputs and outputs; "": it has none
-    nn.Linear: ("in_features", "out_features"),
-    nn.Embedding: ("", "embedding_dim"),
+READS, MAKES = "reads what the model reads", "makes what the model gives"
+CHANNELS = {"in_channels": {READS}, "out_channels": {MAKES}}
+FEATURES, SHAPE = {"num_features": {READS, MAKES}}, {"normalized_shape": {READS, MAKES}}
+SIZES: dict[type[nn.Module], dict[str, set[str]]] = {  # a module's sizes -> the ends of a model where they stay
+    nn.Linear: {"in_features": {READS}, "out_features": {MAKES}},
+    nn.Embedding: {"embedding_dim": {MAKES}},
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), CHANNELS),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), CHANNELS),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), FEATURES),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), FEATURES),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), SHAPE),
+    nn.GroupNorm: {"num_channels": {READS, MAKES}},
 }
-NORMS: dict[type[nn.Module], str] = {
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "num_features"),
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "num_features"),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), "normalized_shape"),
-    nn.GroupNorm: "num_channels",
-}
-READS, MAKES = "reads what the model reads", "makes what the model gives"
+LAYERS = [kind for kind, sizes in SIZES.items() if {READS, MAKES} not in sizes.values()]  # the others are norms
 
 
 def rebuilt(module: nn.Module, **changes: Any) -> Any:
@@ -179,7 +170,7 @@ def rebuilt(module: nn.Module, **changes: Any) -> Any:
 
     torch's layers and norms keep the arguments of their constructors under the same names.
     """
-    kind = next(kind for kind in (*SIZES, *NORMS) if isinstance(module, kind))
+    kind = next(kind for kind in SIZES if isinstance(module, kind))
     settings: dict[str, Any] = {}
     for name in inspect.signature(kind).parameters:
         if name == "bias":
@@ -203,7 +194,7 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
     """
     _refuse_unknown(model)
     ends = _ends(model, example)
-    sizes = {name: dict(_inner_sizes(model.get_submodule(name), own)) for name, own in ends.items()}
+    sizes = {name: _inner_sizes(model.get_submodule(name), own) for name, own in ends.items()}
     inner = [size for own in sizes.values() for size in own.values()]
     if not inner:
         raise ValueError(f"this {type(model).__name__} has no width of its own: its first layer is its last")
@@ -214,56 +205,53 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
     new_modules = {}
     for name, own in sizes.items():
         module = model.get_submodule(name)
-        new_modules[module] = _wider_module(module, {side: size // unit * new for side, size in own.items()})
+        changes = {side: size // unit * new for side, size in own.items()}
+        if _depthwise(module, own):
+            changes["groups"] = changes["in_channels"]
+        new_modules[module] = rebuilt(module, **changes)
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in new_modules:
             wide.set_submodule(name, new_modules[module])
     _tie(model, wide)
     _check(model, wide, example)
-    layers = [name for name in ends if type(model.get_submodule(name)) in SIZES]
+    layers = [name for name in ends if type(model.get_submodule(name)) in LAYERS]
     return wide, {name: next((end for end in (READS, MAKES) if end in ends[name]), "") for name in layers}
 
 
 def _refuse_unknown(model: nn.Module) -> None:
     name = type(model).__name__
     for path, module in model.named_modules():
-        known = type(module) in SIZES or type(module) in NORMS
-        own = [each for each, _ in module.named_parameters(recurse=False)]
-        if own and not known and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
+        own = dict(module.named_parameters(recurse=False))
+        if own and type(module) not in SIZES and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
             raise ValueError(
-                f"Sparse Wide does not know which sizes of {path or name!r} ({type(module).__name__} with {own[0]!r}) "
-                "are widths: the other members replace layers anywhere"
+                f"Sparse Wide does not know which sizes of {path or name!r} ({type(module).__name__} with "
+                f"{next(iter(own))!r}) are widths: choose another member"
             )
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
             raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        if any(parameter.is_meta for parameter in own.values()):
             raise ValueError(f"this {name} is on the meta device: build it, so that it can be run on the example")
 
 
 def _ends(model: nn.Module, example: Any) -> dict[str, set[str]]:
     """READS and MAKES for each layer and norm whose sizes stay, by name: it reads memory that the model reads, or
     writes what the model gives. What runs before the first layer reads, what runs after the last one makes."""
-    paths = {module: path for path, module in model.named_modules() if type(module) in SIZES or type(module) in NORMS}
-    calls, held = [], []
-
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
-        held.append((args, output))  # so that no memory is used twice
-        calls.append((module, _memory(args), _memory(output)))
-
+    paths = {module: path for path, module in model.named_modules() if type(module) in SIZES}
+    calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
         for module in paths:
-            hooks.enter_context(module.register_forward_hook(after))
+            hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
         outputs = _memory(call(model, example))
     reached = {module for module, _, _ in calls}
     if missed := [path for module, path in paths.items() if module not in reached]:
         raise ValueError(f"the example does not reach {first_few(missed)}: whether its sizes may change is not known")
     inputs = _memory(example)
-    layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in SIZES]
+    layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in LAYERS]
     ends: dict[str, set[str]] = {path: set() for path in paths.values()}
     for number, (module, read, made) in enumerate(calls):
-        if number <= layers[0] or read & inputs:
+        if number <= layers[0] or _memory(read) & inputs:
             ends[paths[module]].add(READS)
-        if number >= layers[-1] or made & outputs:
+        if number >= layers[-1] or _memory(made) & outputs:
             ends[paths[module]].add(MAKES)
     return ends
 
@@ -272,17 +260,10 @@ def _memory(value: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in flat_tensors(value)}
 
 
-def _inner_sizes(module: nn.Module, ends: set[str]) -> Iterator[tuple[str, int]]:
+def _inner_sizes(module: nn.Module, ends: set[str]) -> dict[str, int]:
     """The sizes of a module that are widths of the model, by the name of the setting."""
-    if type(module) in NORMS:
-        name = NORMS[type(module)]
-        value = getattr(module, name)
-        if not ends:
-            yield name, value[0] if isinstance(value, tuple) else value
-        return
-    for name, end in zip(SIZES[type(module)], (READS, MAKES)):
-        if name and end not in ends:
-            yield name, getattr(module, name)
+    inner = {name: getattr(module, name) for name, fixed in SIZES[type(module)].items() if not ends & fixed}
+    return {name: size[0] if isinstance(size, tuple) else size for name, size in inner.items()}
 
 
 def _steps(model: nn.Module, name: str, own: Mapping[str, int], unit: int) -> Iterator[int]:
@@ -296,15 +277,6 @@ def _steps(model: nn.Module, name: str, own: Mapping[str, int], unit: int) -> It
 
 def _depthwise(module: nn.Module, own: Mapping[str, int]) -> bool:
     return len(own) == 2 and getattr(module, "groups", 1) == getattr(module, "in_channels", 0) > 1
-
-
-def _wider_module(module: nn.Module, sizes: Mapping[str, int]) -> nn.Module:
-    changes: dict[str, Any] = dict(sizes)
-    if "normalized_shape" in changes:
-        changes["normalized_shape"] = (changes["normalized_shape"],)
-    if _depthwise(module, sizes):
-        changes["groups"] = changes["in_channels"]
-    return rebuilt(module, **changes)
 
 
 def _tie(model: nn.Module, wide: nn.Module) -> None:
@@ -329,12 +301,6 @@ def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
     try:
         now = shapes(wide)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"this {type(model).__name__} does not run when its layers are wider: its forward holds a size of its own. "
-            f"The other members keep sizes ({error})"
-        ) from error
+        raise ValueError(f"this {type(model).__name__} does not run when its layers are wider: {error}") from error
     if dense != now:
-        raise ValueError(
-            f"this {type(model).__name__} gives {now} instead of {dense} when its layers are wider: what it gives is "
-            "not the output of one of its layers. The other members keep sizes"
-        )
+        raise ValueError(f"this {type(model).__name__} gives {now} instead of {dense} when its layers are wider")
