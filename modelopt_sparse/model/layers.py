@@ -19,10 +19,12 @@ from modelopt_sparse.model.adapters import (
     OUT_PROJ,
     SEPARATE_PROJ,
     Adapter,
+    Mixture,
     RowAdapter,
+    expert_adapter,
+    find_mixtures,
 )
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.masking import dense_class, named_masks
 from modelopt_sparse.model.wrappers import full_name
 

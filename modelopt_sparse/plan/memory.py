@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modelopt_sparse.model.adapters import UP, RoutedAdapter
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.experts import UP, RoutedAdapter
 from modelopt_sparse.model.hf import default_seq_len, writes_text
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig

@@ -13,7 +13,7 @@ from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.hf import FLOATS, codes_in, holds_codes, quantization_of, refuse_longer_windows
 from modelopt_sparse.model.layers import (
     OUTSIDE,
