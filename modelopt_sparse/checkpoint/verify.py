@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, read_description, read_masks, weight_reader
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
@@ -162,18 +162,13 @@ def _problem(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern
         if misfit := pattern.misfit(layer.columns(weight)):
             return misfit
         if count := pattern.count_nonzero_wrong(layer.matrix(occupied)):
-            signs = "" if pattern.count_nonzero_wrong(layer.matrix(weight)) else ", with -0.0 counted as one"
-            return f"more nonzeros than {pattern} allows{signs} ({_scopes(pattern)}: {count})"
+            return f"more nonzeros than {pattern} allows, where -0.0 counts as one ({count} times)"
     if mask is not None:
         if count := int(occupied[~mask.to(occupied.device)].sum()):
             return f"not +0.0 where the mask is False (entries: {count})"
         if pattern is not None and (count := pattern.count_nonzero_wrong(layer.matrix(mask))):
-            return f"more entries kept by the mask than {pattern} allows ({_scopes(pattern)}: {count})"
+            return f"more entries kept by the mask than {pattern} allows ({count} times)"
     return ""
-
-
-def _scopes(pattern: Pattern) -> str:
-    return f"groups of {pattern.m}" if isinstance(pattern, NM) else "rows" if pattern.scope == "row" else "matrices"
 
 
 def _open(
@@ -238,10 +233,8 @@ def _codes(layer: Layer, names: Collection[str], read: Read, quantization: Mappi
     packed, shape, offset = (read(f"{name}_{what}") for what in ("packed", "shape", "zero_point"))
     bits = _bits(quantization)
     if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
-        raise ValueError(
-            f"layer {layer.name!r}: its codes ({quantization.get('quant_method')}) are in a form that is not read; "
-            "those of 8 bits are, and compressed-tensors' packed integers"
-        )
+        method = quantization.get("quant_method")
+        raise ValueError(f"layer {layer.name!r}: its codes ({method}) are in a form that is not read: dequantize them")
     try:
         from compressed_tensors.compressors import unpack_from_int32  # only where a folder is packed
     except ImportError:
