@@ -288,13 +288,13 @@ class WorkFolder:
         folder.mkdir(parents=True)
         return folder
 
-    def place(self, file: Path, name: str) -> dict[str, Any]:
-        """Move a written file to its place in the work folder, where it appears whole -> its size and hash."""
-        size_and_sha256 = size_and_hash(file)
+    def place(self, file: Path, name: str) -> dict[str, dict[str, Any]]:
+        """Move a written file to its place in the work folder, where it appears whole -> {name: its size and hash}."""
+        described = {name: size_and_hash(file)}
         sync(file)
         file.replace(self.path / name)
         sync((self.path / name).parent)
-        return size_and_sha256
+        return described
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file of the work folder."""
