@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of, table
+from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped, library_versions
 
 # plan -----------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """What `sparsify` will do to a model. ``print(plan)`` shows it with equal rows folded, ``text(all_rows=True)`` all
     rows; ``as_dict`` and ``to_json`` are for machines.
 
@@ -137,13 +137,6 @@ class Plan:
             "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
             "notes": list(self.notes),
         }
-
-    def to_json(self) -> str:
-        """`as_dict` as indented JSON."""
-        return json.dumps(self.as_dict(), indent=2, default=str)
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
