@@ -239,14 +239,16 @@ class Streamed(Storage):
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._let_pass(None)
+        self._drop_passing()
 
     # Storage ----------------------------------------------------------------------------------------------------------
 
     def load(self, module: nn.Module) -> None:
         block = self._home.get(module)
         if block is not None and block is not self._open and block is not self._passing:
-            self._let_pass(block)
+            self._drop_passing()
+            self._fill(block)
+            self._passing = block
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
@@ -280,13 +282,10 @@ class Streamed(Storage):
 
     # reading ----------------------------------------------------------------------------------------------------------
 
-    def _let_pass(self, block: nn.Module | None) -> None:
+    def _drop_passing(self) -> None:
         if self._passing is not None:
             self._drop(self._passing)
         self._passing = None
-        if block is not None:
-            self._fill(block)
-            self._passing = block
 
     @torch.no_grad()
     def _fill(self, block: nn.Module) -> None:

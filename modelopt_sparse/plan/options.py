@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
-from modelopt_sparse.reports.fold import check_options, nearest
+from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole
 
 # quality --------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning 
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={value!r}: give True, False, a number of epochs, or a mapping of its options")
-    check_options(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
+    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
     return make(**value)
 
 
@@ -328,7 +328,7 @@ class SparsifyConfig:
             options = {**quality.options_for(pattern), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
-        check_options(options, [*known, *method.options])
+        refuse_unknown(options, [*known, *method.options])
         return cls(**options, options=of_method)
 
     @classmethod

@@ -14,6 +14,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.wrappers import full_name
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped, library_versions
@@ -227,17 +228,17 @@ def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) ->
     for layer in planned["layers"]:
         facts.update({f"the {key} of layer {layer['name']!r}": str(layer[key]) for key in COMPARED})
     facts["what stays dense"] = json.dumps(planned["skipped"], default=str)
-    facts.update({f"option {name!r}": str(value) for name, value in config.settings().items()})
+    options = {**config.settings(), "split_data": config.split_data, "max_batches": config.max_batches}
+    facts.update({f"option {name!r}": str(value) for name, value in options.items()})
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
-    facts.update({f"option {name!r}": str(getattr(config, name)) for name in ("split_data", "max_batches")})
     types = sorted({parameter.device.type for parameter in model.parameters()})
     facts["the kind of device"] = config.device.type if config.device is not None else types
     facts.update({f"masks[{name!r}]": _hash(mask) for name, mask in (config.masks or {}).items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
-            facts[f"parameter {f'{path}.{name}'.removeprefix('.')!r}"] = checksum(stored(module, name))
+            facts[f"parameter {full_name(path, name)!r}"] = checksum(stored(module, name))
         for name, buffer in module.named_buffers(recurse=False):
-            facts[f"buffer {f'{path}.{name}'.removeprefix('.')!r}"] = checksum(buffer)
+            facts[f"buffer {full_name(path, name)!r}"] = checksum(buffer)
     return facts
 
 

@@ -30,7 +30,7 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import check_options, nearest
+from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.report import Skipped
 
 
@@ -208,7 +208,7 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
     taken = ["method", "pattern", *layer_method.options]  # the first two are not left among the rule's
-    check_options(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
+    refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
     layer_method.check(options)
     return layer_method, pattern, options
 
@@ -299,13 +299,13 @@ def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
     """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose."""
-    whole = config.explicit() if isinstance(config, SparsifyConfig) else config if isinstance(config, Mapping) else {}
-    masks, quality = (options.get(key, whole.get(key)) for key in ("masks", "quality"))
-    if masks is not None:
+    all_options = _written(config, options)
+    if all_options.get("masks") is not None:
         if method is not None:
             raise ValueError(f"masks= takes the place of a method, and method={method!r} is given; keep one")
         method = GivenMask()
     elif method is None:
+        quality = all_options.get("quality")
         method = DEFAULT_METHOD if quality is None else quality_of(quality).method
     resolved, config = resolve_method(method, config)
     return resolved, SparsifyConfig.make(resolved, config, **options)
@@ -313,8 +313,13 @@ def resolve(
 
 def distributed_in(config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Any:
     """The option ``distributed``, read before all others: processes tell each other what is wrong with those."""
-    whole = {"distributed": config.distributed} if isinstance(config, SparsifyConfig) else config
-    return options.get("distributed", whole.get("distributed") if isinstance(whole, Mapping) else None)
+    return _written(config, options).get("distributed")
+
+
+def _written(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the user gave, unchecked: those of the config, and keywords, which win."""
+    config = config.explicit() if isinstance(config, SparsifyConfig) else config
+    return {**(config if isinstance(config, Mapping) else {}), **options}
 
 
 def resolve_method(method: object, config: Any) -> tuple[Method, Any]:

@@ -54,7 +54,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def check_options(names: Iterable[str], known: Sequence[str], where: str = "") -> None:
+def refuse_unknown(names: Iterable[str], known: Sequence[str], where: str = "") -> None:
     """Raise ValueError for the name of an option that is not among the known ones. ``where`` begins the text."""
     for name in names:
         if name not in known:

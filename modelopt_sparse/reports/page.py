@@ -11,7 +11,6 @@ point: the mean.
 import base64
 import gzip
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -203,8 +202,7 @@ def _said(value: object) -> str:
 def cost_of(report: Report) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
-    pruned = sum(layer.size for layer in layers)
-    total = pruned + sum(math.prod(weight.shape) for weight in report.skipped)
+    pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
     cost = {"zeros": (f"{report.sparsity:.2%}", f"of {pruned:,} weights in pruned layers{whole}")}
     cost["layers"] = (f"{len(layers):,} pruned", f"{len(report.skipped):,} stay dense")

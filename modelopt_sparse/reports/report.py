@@ -210,8 +210,14 @@ class Report(Printed):
     @property
     def sparsity(self) -> float:
         """Fraction pruned, over the pruned layers."""
-        size = sum(layer.size for layer in self.layers)
-        return sum(layer.zeros for layer in self.layers) / size if size else 0.0
+        pruned, _ = self.weights
+        return sum(layer.zeros for layer in self.layers) / pruned if pruned else 0.0
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """(weights of the pruned layers, weights of all matrices)."""
+        pruned = sum(layer.size for layer in self.layers)
+        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
@@ -307,8 +313,7 @@ class Report(Printed):
         if "training" in self.settings:
             algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
             said[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {said[0]}"
-        pruned = sum(layer.size for layer in self.layers)
-        total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
+        pruned, total = self.weights
         if total > pruned:
             said.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
         spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]

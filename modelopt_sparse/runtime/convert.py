@@ -19,7 +19,7 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.reports.fold import by_reason, check_options, first_few, table
+from modelopt_sparse.reports.fold import by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
@@ -67,7 +67,7 @@ class Settings:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
         """Options as users write them: one glob or token count may stand for a tuple of them."""
-        check_options(options, [option.name for option in fields(cls)])
+        refuse_unknown(options, [option.name for option in fields(cls)])
         values = dict(options)
         for key in ("include", "exclude", "tune"):
             if (value := values.get(key)) is not None:
