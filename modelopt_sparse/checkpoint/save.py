@@ -38,7 +38,7 @@ from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remo
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
-from modelopt_sparse.runtime.convert import loading_place, pack_onto
+from modelopt_sparse.runtime.convert import convert, loading_place
 
 SHOWN = 20  # how many problems an error names
 
@@ -231,7 +231,9 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     _refuse(head, problems)
     if packing is not None:
         attach_report(model, description.report)
-        return pack_onto(model, *packing)
+        settings, place = packing
+        convert(model, settings, lambda _: place)  # layer by layer, and then the rest
+        return model.to(place.device)
     _attach(model, folder, masks, description)
     return model
 

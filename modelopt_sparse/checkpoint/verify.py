@@ -231,7 +231,9 @@ def _codes(layer: Layer, names: Collection[str], read: Read, quantization: Mappi
         if stored is not None and stored.shape == layer.parameter.shape:
             return _without_offset(stored.float(), read(f"{name}_zero_point"))
     packed, shape, offset = (read(f"{name}_{what}") for what in ("packed", "shape", "zero_point"))
-    bits = _bits(quantization)
+    groups = (quantization.get("config_groups") or {}).values()
+    widths = {(group.get("weights") or {}).get("num_bits") for group in groups if isinstance(group, Mapping)}
+    bits = widths.pop() if len(widths) == 1 else None  # they do not agree
     if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
         method = quantization.get("quant_method")
         raise ValueError(f"layer {layer.name!r}: its codes ({method}) are in a form that is not read: dequantize them")
@@ -254,10 +256,3 @@ def _without_offset(codes: Tensor, offset: Tensor | None) -> Tensor:
     if offset.dim() < 2:
         return codes - offset.view(-1, 1)
     return codes - offset.repeat_interleave(-(-codes.shape[-1] // offset.shape[-1]), -1)[:, : codes.shape[-1]]
-
-
-def _bits(quantization: Mapping[str, Any]) -> int | None:
-    """How many bits compressed-tensors' groups give a weight; None if they do not agree."""
-    groups = quantization.get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)}
-    return bits.pop() if len(bits) == 1 else None

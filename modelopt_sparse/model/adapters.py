@@ -8,6 +8,7 @@ experts).
 import inspect
 import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -460,8 +461,9 @@ class Mixture:
 
 
 def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
-    """Modules of fused experts whose rows cannot be read from their own arguments alone, each with its `Mixture`."""
-    mixtures: dict[nn.Module, Mixture] = {}
+    """Modules of fused experts whose rows cannot be read from their own arguments alone, each with its `Mixture`; an
+    empty one for any other module."""
+    mixtures: dict[nn.Module, Mixture] = defaultdict(Mixture)
     for parent in model.modules():
         router = getattr(parent, "router", None)
         if not isinstance(router, nn.Module):
@@ -476,7 +478,7 @@ def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
     return mixtures
 
 
-def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Adapter | str | None:
+def expert_adapter(module: nn.Module, param: str, mixture: Mixture) -> Adapter | str | None:
     """What a parameter of fused experts is: its adapter, or the reason why it cannot be pruned.
 
     None for a parameter that belongs to no fused experts.
@@ -489,9 +491,9 @@ def expert_adapter(module: nn.Module, param: str, mixture: Mixture | None) -> Ad
             return "bias of fused experts"
     if weight.dim() != 3:
         return None
-    if mixture is not None and mixture.hooked_module is not None and param in (FIRST[0], SECOND):
+    if mixture.hooked_module is not None and param in (FIRST[0], SECOND):
         return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
-    if mixture is not None and mixture.router is not None and param == "weight":
+    if mixture.router is not None and param == "weight":
         return PARALLEL
     if _is(module, "InklingSharedExperts"):
         return SHARED_DOWN if param == SECOND else SHARED_UP

@@ -151,12 +151,12 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     for held in holders.values():
         path, module, param = held[0]
         names = tuple(path if param == "weight" and path else full_name(path, param) for path, _, param in held)
-        classified = [_classify(owner, held_as, attention_out, mixtures.get(owner)) for _, owner, held_as in held]
+        classified = [_classify(owner, held_as, attention_out, mixtures[owner]) for _, owner, held_as in held]
         reasons = [reason for reason in classified if isinstance(reason, str)]
         adapters = [adapter for adapter in classified if isinstance(adapter, Adapter)]
         uses = {(adapter, held_as, adapter.signature(owner)) for adapter, (_, owner, held_as) in zip(adapters, held)}
         if not reasons and len(uses) == 1:
-            fused = mixtures.get(module, Mixture())
+            fused = mixtures[module]
             layers.append(
                 Layer(
                     names[0],
@@ -200,7 +200,7 @@ BY_CLASS: dict[Any, Adapter | str] = {
 
 
 def _classify(
-    module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture | None
+    module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture
 ) -> Adapter | str:
     """The adapter of a parameter, or the reason why it is not prunable."""
     if module.get_parameter(param).is_complex():

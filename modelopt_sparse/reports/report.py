@@ -286,8 +286,15 @@ class Report(Printed):
         reasons = {weight.name: weight.reason for weight in self.skipped}
         parts = [say(self.summary()), rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows)]
         if self.blocks:
+            errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]
+            columns = [
+                Column("error", errors, "range"),
+                Column("best epoch", [str(block.epoch) for block in self.blocks], "range"),
+                Column("seconds", [f"{block.seconds:.2f}" for block in self.blocks], "range", shared=False),
+                Column("notes", ["; ".join(block.notes) for block in self.blocks], "range", below=True),
+            ]
             blocks = [block.name for block in self.blocks]
-            parts.append(rows_of("reconstructed", blocks, _block_columns(self.blocks), all_rows=all_rows))
+            parts.append(rows_of("reconstructed", blocks, columns, all_rows=all_rows))
         if (tuned := self.distillation) is not None:
             divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} nats"
             said = f"distilled: KL from the dense model {divergences}, on calibration batches that it was not tuned on"
@@ -348,17 +355,6 @@ def _columns(layers: Sequence[LayerReport]) -> list[Column]:
         Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
         Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
         Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),
-    ]
-
-
-def _block_columns(blocks: Sequence[BlockReport]) -> list[Column]:
-    """The columns of the printed table of blocks, after the name."""
-    errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in blocks]
-    return [
-        Column("error", errors, "range"),
-        Column("best epoch", [str(block.epoch) for block in blocks], "range"),
-        Column("seconds", [f"{block.seconds:.2f}" for block in blocks], "range", shared=False),
-        Column("notes", ["; ".join(block.notes) for block in blocks], "range", below=True),
     ]
 
 

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -305,12 +305,6 @@ def semi_structured_report(model: nn.Module) -> SpeedReport:
     return speed_report
 
 
-def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
-    """Pack a model that is on the CPU for another device, layer by layer, and then move the rest of it there."""
-    convert(model, settings, lambda _: place)
-    return model.to(place.device)
-
-
 # packing a model ------------------------------------------------------------------------------------------------------
 
 PlaceOf = Callable[[torch.device], Place | None]  # device of a weight -> where it is packed for; None: it is not packed
@@ -324,7 +318,11 @@ def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedRep
     """
     weights = list(_weights(model, settings, place_of))
     layers = [layer for _, layer in weights]
-    _check_asked_for(model, layers, settings)
+    names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
+    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
+    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
+    if refused:
+        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
     report = SpeedReport(
         layers=[replace(module.record, name=name) for name, module in _packed(model)],
         settings={key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
@@ -412,15 +410,6 @@ def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_o
         return f"dtype: its bias is {dtype_name(bias.dtype)}, its weight {dtype_name(weight.dtype)}"
     packed_dtype = settings.packed_dtype or weight.dtype
     return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
-
-
-def _check_asked_for(model: nn.Module, layers: Sequence[LayerSpeed], settings: Settings) -> None:
-    """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
-    names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
-    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
-    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
-    if refused:
-        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:
