@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, read_description, read_masks, weight_reader
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
@@ -105,9 +105,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
         refuse_packed(model, "verified")
         refuse_wrapped_parts(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
-
-        def read(layer: Layer, /) -> Tensor:
-            return stored(layer.owner, layer.param).detach()
+        read: Callable[[Layer], Tensor] = attrgetter("values")
     else:
         model, read, masks, record = _open(Path(model), trust_remote_code)
     expected = [*_expected(model, masks, record, asked)]
