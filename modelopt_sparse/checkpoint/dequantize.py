@@ -177,40 +177,31 @@ def _refuse_what_goes_wrong(where: str, files: list[Path], quantization: Mapping
                 part = opened.get_slice(name)
                 tensors[name] = part.get_dtype(), tuple(part.get_shape())
     block = quantization.get("weight_block_size", (128, 128))
-    check = partial(_fp8_problem, block) if method_of(quantization) == "fp8" else _mxfp4_problem
-    codes = (name for name, (dtype, _) in tensors.items() if dtype not in DENSE)
-    if problems := sorted(f"{name!r} {problem}" for name in codes if (problem := check(name, tensors))):
-        shown = first_few(problems, SHOWN)
+    fits = partial(_is_fp8, block) if method_of(quantization) == "fp8" else _is_mxfp4
+    codes = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DENSE)
+    if wrong := [f"{name!r}, {tensors[name][0]} {list(tensors[name][1])}" for name in codes if not fits(name, tensors)]:
+        shown = first_few(wrong, SHOWN)
         raise ValueError(f"{where}, and {TRANSFORMERS} would not dequantize all of it rightly: {shown}; {INSTEAD}")
 
 
-def _fp8_problem(block: Sequence[int] | None, name: str, tensors: Headers) -> str:
-    """Why transformers does not dequantize an fp8 weight correctly, or "".
+def _is_fp8(block: Sequence[int] | None, name: str, tensors: Headers) -> bool:
+    """Whether transformers dequantizes an fp8 weight correctly: codes of its format, with scales that fit.
 
     If blocks do not divide the matrix evenly, transformers assumes another size of block, without an error.
     """
     dtype, shape = tensors[name]
-    if dtype != "F8_E4M3":
-        return f"is {dtype}, not float8_e4m3fn"
     kind, grid = tensors.get(f"{name}_scale_inv", ("", ()))
-    if kind not in DENSE:
-        return "has no floating point scales beside it"
+    if dtype != "F8_E4M3" or kind not in DENSE:
+        return False
     if block is None:
-        return "" if torch.Size(grid).numel() == 1 else f"has {list(grid)} scales where one for all is expected"
-    if any(size % part and size > part for size, part in zip(shape[-2:], block)):
-        return f"has shape {list(shape)}, no multiple of its blocks of {list(block)}"
+        return torch.Size(grid).numel() == 1
+    whole = all(size % part == 0 or size <= part for size, part in zip(shape[-2:], block))
     expected = (*shape[:-2], *(max(size // part, 1) for size, part in zip(shape[-2:], block)))
-    whole = len(shape) >= 2 and grid == expected
-    return "" if whole else f"has shape {list(shape)} and scales of shape {list(grid)}, not {list(expected)}"
+    return whole and len(shape) >= 2 and grid == expected
 
 
-def _mxfp4_problem(name: str, tensors: Headers) -> str:
-    """Why transformers does not dequantize an mxfp4 weight correctly, or ""."""
-    dtype, shape = tensors[name]
-    stem, _, part = name.rpartition("_")
-    if dtype != "U8" or part not in ("blocks", "scales"):
-        return f"is {dtype}, and neither blocks nor scales"
-    blocks, scales = (tensors.get(f"{stem}_{x}") for x in ("blocks", "scales"))
-    if blocks is None or scales is None:
-        return f"has no {'scales' if part == 'blocks' else 'blocks'} beside it"
-    return "" if blocks[1] == (*scales[1], 16) else f"has shape {list(shape)}, and blocks and scales do not fit"
+def _is_mxfp4(name: str, tensors: Headers) -> bool:
+    """Whether transformers dequantizes an mxfp4 weight correctly: blocks with the scales that belong to them."""
+    stem = name.removesuffix("_blocks").removesuffix("_scales")
+    blocks, scales = (tensors.get(f"{stem}_{part}", ("", ()))[1] for part in ("blocks", "scales"))
+    return tensors[name][0] == "U8" and blocks == (*scales, 16)

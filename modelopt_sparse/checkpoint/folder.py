@@ -44,10 +44,7 @@ def checked_path(folder: str | Path) -> Path:
     """The path of a folder to read or write. Raises ValueError for the name of a pickle file."""
     path = Path(folder)
     if path.suffix in PICKLES and not path.is_dir():
-        raise ValueError(
-            f"{str(path)!r} looks like a pickle file, which is neither written nor read: give a folder, for example "
-            f"{str(path.with_suffix(''))!r}"
-        )
+        raise ValueError(f"{str(path)!r} looks like a pickle file, which is neither written nor read: give a folder")
     return path
 
 
@@ -118,10 +115,8 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         make_durable(staging)
         if not renamed_if_absent(staging, folder):
             if is_occupied(folder) and not overwrite:
-                raise ValueError(
-                    f"{str(folder)!r} has come into being meanwhile, and is left as it is: give another path, or "
-                    "overwrite=True (--overwrite)"
-                )
+                advice = "give another path, or overwrite=True (--overwrite)"
+                raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
             left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
             move_in(staging, folder, [path.name for path in staging.iterdir()])
     except Exception as error:
@@ -247,16 +242,14 @@ def read_description(folder: str | Path) -> Description:
         raise ValueError(f"{str(folder)!r} holds no {DESCRIPTION}: modelopt_sparse.save did not write it to its end")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        version = data["format_version"] if data["format"] == "modelopt_sparse" else None
+        version = data["format_version"]
+        if data["format"] != "modelopt_sparse" or not isinstance(version, int):
+            raise ValueError("modelopt_sparse.save did not write it")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
-    if not isinstance(version, int):
-        raise ValueError(f"{str(path)!r} is not in the format of modelopt_sparse.save")
     if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{str(path)!r} has format version {version}, this library reads up to {FORMAT_VERSION}: "
-            "update modelopt_sparse"
-        )
+        advice = f"this library reads up to {FORMAT_VERSION}: update modelopt_sparse"
+        raise ValueError(f"{str(path)!r} has format version {version}, {advice}")
     if data.pop("checksum", None) != checksum(data):
         raise ValueError(f"{str(path)!r} has been edited since it was saved (its checksum differs): save it anew")
     try:

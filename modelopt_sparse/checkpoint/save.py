@@ -38,7 +38,7 @@ from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remo
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
-from modelopt_sparse.runtime.convert import loading_place, pack_onto
+from modelopt_sparse.runtime.convert import convert, loading_place
 
 SHOWN = 20  # how many problems an error names
 
@@ -82,10 +82,8 @@ def save(
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     if isinstance(model, PreTrainedModel) and rank() > 0:
-        raise ValueError(
-            f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}: call save "
-            "there, and torch.distributed.barrier() in all of them afterwards"
-        )
+        problem = f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}"
+        raise ValueError(f"{problem}: call save there, and torch.distributed.barrier() in all of them afterwards")
     state = _state(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
@@ -217,10 +215,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     head = f"{str(folder)!r} cannot be loaded"
     description, masks, _, problems = _masks_of(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds no config.json to build its {description.model_class} from: build the model "
-            "yourself and call restore(model, folder)"
-        )
+        problem = f"holds no config.json to build its {description.model_class} from"
+        raise ValueError(f"{str(folder)!r} {problem}: build the model yourself and call restore(model, folder)")
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
@@ -235,7 +231,9 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     _refuse(head, problems)
     if packing is not None:
         attach_report(model, description.report)
-        return pack_onto(model, *packing)
+        settings, place = packing
+        convert(model, settings, lambda _: place)  # layer by layer, and then the rest
+        return model.to(place.device)
     _attach(model, folder, masks, description)
     return model
 

@@ -134,10 +134,9 @@ def _full_disk_named(target: Path) -> Iterator[None]:
         left = "nothing is left of it"
         if any(work_path(target).glob("block-*.json")):
             left = f"the blocks that are done are kept in {str(work_path(target))!r}"
-        raise OSError(
-            f"{str(target)!r} could not be written, because the disk is full ({error}): free space and start the run "
-            f"again with the same arguments; {left}"
-        ) from error
+        problem = f"could not be written, because the disk is full ({error})"
+        advice = "free space and start the run again with the same arguments"
+        raise OSError(f"{str(target)!r} {problem}: {advice}; {left}") from error
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
@@ -146,10 +145,8 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 def _refuse_whole_model(config: SparsifyConfig) -> None:
     """Raise ValueError for options that need the whole model at once, and for several processes."""
     if (count := count_processes(config.distributed)) > 1:
-        raise ValueError(
-            f"checkpoints are streamed by one process, and this group has {count}: start one, or call it in one of "
-            "them with distributed=False"
-        )
+        advice = "start one, or call it in one of them with distributed=False"
+        raise ValueError(f"checkpoints are streamed by one process, and this group has {count}: {advice}")
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     options = [
@@ -166,10 +163,8 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
 def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
     """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
     if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
-        raise ValueError(
-            f"{str(folder)!r} is sparse: {len(masks)} of its layers carry masks, whose zeros stay, and streaming reads "
-            f"weights alone: {IN_MEMORY}, or give replace=True (--set replace=true), which drops the masks"
-        )
+        advice = f"{IN_MEMORY}, or give replace=True (--set replace=true), which drops the masks"
+        raise ValueError(f"{str(folder)!r} holds {len(masks)} masks, and streaming reads weights alone: {advice}")
 
 
 def _block_names(model: nn.Module, plan: Plan) -> list[str]:
@@ -182,13 +177,8 @@ def _block_names(model: nn.Module, plan: Plan) -> list[str]:
         layer = layer_plan.layer
         used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
         seen_in = {home.get(module) for module in layer.hooked_modules}
-        problem = ""
-        if len(used_in) > 1:
-            problem = f"is tied to {', '.join(sorted(str(name) for name in used_in))}"
-        elif layer_plan.calibrated and (None in seen_in or len(seen_in) > 1):
-            problem = "is not in one block, so its calibration takes a run of the whole model"
-        if problem:
-            raise ValueError(f"layer {layer.name!r} {problem}: exclude it, or {IN_MEMORY}")
+        if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
+            raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY}")
     return names
 
 
@@ -230,12 +220,12 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     remove_masks(model)
     shard = storage.saved(storage.outside())
     work.check_files()
-    known = {Path(name).name: facts for record in work.done.values() for name, facts in record.files.items()}
     first = f"model-{1:05d}-of-{len(storage.names) + 1:05d}.safetensors"
     for path in shard.parent.iterdir():
         if path != shard:
             path.replace(folder / path.name)
-    known[first] = work.place(shard, f"folder/{first}")
+    placed = [work.place(shard, f"folder/{first}"), *(record.files for record in work.done.values())]
+    known = {Path(name).name: facts for files in placed for name, facts in files.items()}
     described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
     file = work.scratch() / "masks.safetensors"
     described |= write_masks(masks, file)

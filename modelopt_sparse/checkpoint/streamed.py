@@ -81,10 +81,8 @@ class SourceFiles:
         for name in ("config.json", *weight_files(folder)):
             path = folder / name
             if not path.is_file():
-                raise ValueError(
-                    f"{str(folder)!r} lacks {name!r}: get the file again; if its weights are not in safetensors files, "
-                    "load the model and save it with save_pretrained"
-                )
+                advice = "get the file again, or save the model in safetensors files, with save_pretrained"
+                raise ValueError(f"{str(folder)!r} lacks {name!r}: {advice}")
             self._as_seen[path.resolve()] = _look(path)
             if name != "config.json":
                 try:
@@ -100,17 +98,9 @@ class SourceFiles:
         A change is told by its size, its time and its place on the disk. Nothing happens for other files.
         """
         before = self._as_seen.get(path.resolve())
-        if before is None:
-            return
-        try:
-            problem = "" if _look(path) == before else "has changed since the run started"
-        except OSError as error:
-            problem = f"has gone since the run started ({error})"
-        if problem:
-            raise Unreadable(
-                f"{str(path)!r} {problem}: put back the file that the run was started with, and start it again with "
-                "the same arguments; the blocks that are done are kept"
-            )
+        if before is not None and (not path.exists() or _look(path) != before):
+            advice = "put it back, and start the run again with the same arguments; the blocks that are done are kept"
+            raise Unreadable(f"{str(path)!r} has changed since the run started: {advice}")
 
     def check_all(self) -> None:
         """`check` all files of the source."""
@@ -236,7 +226,10 @@ class Streamed(Storage):
         self._passing: nn.Module | None = None
         self._handles: list[Any] = []
         self.reused = 0
-        self._load_what_is_shared()
+        self._owned = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        for name, parameter in model.named_parameters():  # those that a block shares, or that lie outside, stay
+            if name in places and parameter not in self._owned:
+                parameter.data = self._read(name, parameter)
 
     def __enter__(self) -> "Streamed":
         for block in self._blocks:
@@ -246,14 +239,16 @@ class Streamed(Storage):
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._let_pass(None)
+        self._drop_passing()
 
     # Storage ----------------------------------------------------------------------------------------------------------
 
     def load(self, module: nn.Module) -> None:
         block = self._home.get(module)
         if block is not None and block is not self._open and block is not self._passing:
-            self._let_pass(block)
+            self._drop_passing()
+            self._fill(block)
+            self._passing = block
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
@@ -287,13 +282,10 @@ class Streamed(Storage):
 
     # reading ----------------------------------------------------------------------------------------------------------
 
-    def _let_pass(self, block: nn.Module | None) -> None:
+    def _drop_passing(self) -> None:
         if self._passing is not None:
             self._drop(self._passing)
         self._passing = None
-        if block is not None:
-            self._fill(block)
-            self._passing = block
 
     @torch.no_grad()
     def _fill(self, block: nn.Module) -> None:
@@ -326,13 +318,6 @@ class Streamed(Storage):
             parameter.data = _nothing(parameter.shape, parameter.dtype)
         give_back_freed_memory()
 
-    def _load_what_is_shared(self) -> None:
-        """Parameters that a block shares with others, or that lie outside: they stay."""
-        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
-        for name, parameter in self.model.named_parameters():
-            if name in self._places and parameter not in own:
-                parameter.data = self._read(name, parameter)
-
     # writing ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> str:
@@ -342,24 +327,22 @@ class Streamed(Storage):
         block, name, work = self._blocks[index], self.names[index], self._work
         masks = {f"{name}.{key}": mask for key, mask in named_masks(block)}
         remove_masks(block)
-        own = set(self._own[block].values())
         state = {
             f"{name}.{key}": value.detach()
             for key, value in block.state_dict(keep_vars=True).items()
-            if value in own or not isinstance(value, nn.Parameter)
+            if value in self._owned or not isinstance(value, nn.Parameter)
         }
-        files: dict[str, dict[str, Any]] = {}
         shard = self.saved(state)
         with safe_open(shard, framework="pt") as opened:
             converted = not set(self._own[block]) <= set(opened.keys())
-        files[self._shard(index)] = work.place(shard, self._shard(index))
+        files = work.place(shard, self._shard(index))
         if converted:
             file = work.scratch() / "named.safetensors"
             save_file({key: value.detach().contiguous() for key, value in self._own[block].items()}, file)
-            files[f"named/{index:05d}.safetensors"] = work.place(file, f"named/{index:05d}.safetensors")
+            files |= work.place(file, f"named/{index:05d}.safetensors")
         file = work.scratch() / "masks.safetensors"
         described = write_masks(masks, file)
-        files[f"masks/{index:05d}.safetensors"] = work.place(file, f"masks/{index:05d}.safetensors")
+        files |= work.place(file, f"masks/{index:05d}.safetensors")
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(name, files, described, *parts))
 
@@ -380,8 +363,7 @@ class Streamed(Storage):
     def outside(self) -> dict[str, Tensor]:
         """The state dict without what the blocks' shards hold."""
         within = {f"{name}.{key}" for name, block in zip(self.names, self._blocks) for key in block.state_dict()}
-        own = {parameter for parameters in self._own.values() for parameter in parameters.values()}
-        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in own}
+        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in self._owned}
         return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
 
 

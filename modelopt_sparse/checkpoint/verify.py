@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, read_description, read_masks, weight_reader
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
@@ -105,9 +105,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
         refuse_packed(model, "verified")
         refuse_wrapped_parts(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
-
-        def read(layer: Layer, /) -> Tensor:
-            return stored(layer.owner, layer.param).detach()
+        read: Callable[[Layer], Tensor] = attrgetter("values")
     else:
         model, read, masks, record = _open(Path(model), trust_remote_code)
     expected = [*_expected(model, masks, record, asked)]
@@ -162,18 +160,13 @@ def _problem(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern
         if misfit := pattern.misfit(layer.columns(weight)):
             return misfit
         if count := pattern.count_nonzero_wrong(layer.matrix(occupied)):
-            signs = "" if pattern.count_nonzero_wrong(layer.matrix(weight)) else ", with -0.0 counted as one"
-            return f"more nonzeros than {pattern} allows{signs} ({_scopes(pattern)}: {count})"
+            return f"more nonzeros than {pattern} allows, where -0.0 counts as one ({count} times)"
     if mask is not None:
         if count := int(occupied[~mask.to(occupied.device)].sum()):
             return f"not +0.0 where the mask is False (entries: {count})"
         if pattern is not None and (count := pattern.count_nonzero_wrong(layer.matrix(mask))):
-            return f"more entries kept by the mask than {pattern} allows ({_scopes(pattern)}: {count})"
+            return f"more entries kept by the mask than {pattern} allows ({count} times)"
     return ""
-
-
-def _scopes(pattern: Pattern) -> str:
-    return f"groups of {pattern.m}" if isinstance(pattern, NM) else "rows" if pattern.scope == "row" else "matrices"
 
 
 def _open(
@@ -236,12 +229,12 @@ def _codes(layer: Layer, names: Collection[str], read: Read, quantization: Mappi
         if stored is not None and stored.shape == layer.parameter.shape:
             return _without_offset(stored.float(), read(f"{name}_zero_point"))
     packed, shape, offset = (read(f"{name}_{what}") for what in ("packed", "shape", "zero_point"))
-    bits = _bits(quantization)
+    groups = (quantization.get("config_groups") or {}).values()
+    widths = {(group.get("weights") or {}).get("num_bits") for group in groups if isinstance(group, Mapping)}
+    bits = widths.pop() if len(widths) == 1 else None  # they do not agree
     if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
-        raise ValueError(
-            f"layer {layer.name!r}: its codes ({quantization.get('quant_method')}) are in a form that is not read; "
-            "those of 8 bits are, and compressed-tensors' packed integers"
-        )
+        method = quantization.get("quant_method")
+        raise ValueError(f"layer {layer.name!r}: its codes ({method}) are in a form that is not read: dequantize them")
     try:
         from compressed_tensors.compressors import unpack_from_int32  # only where a folder is packed
     except ImportError:
@@ -261,10 +254,3 @@ def _without_offset(codes: Tensor, offset: Tensor | None) -> Tensor:
     if offset.dim() < 2:
         return codes - offset.view(-1, 1)
     return codes - offset.repeat_interleave(-(-codes.shape[-1] // offset.shape[-1]), -1)[:, : codes.shape[-1]]
-
-
-def _bits(quantization: Mapping[str, Any]) -> int | None:
-    """How many bits compressed-tensors' groups give a weight; None if they do not agree."""
-    groups = quantization.get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)}
-    return bits.pop() if len(bits) == 1 else None

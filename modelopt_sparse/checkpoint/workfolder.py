@@ -131,10 +131,8 @@ def _lock(file: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = _is_at(descriptor, file)
         except BlockingIOError:
-            place = str(file.parent)
-            raise ValueError(
-                f"{place!r} is being written to by another run: wait for it, or give another target"
-            ) from None
+            problem = "is being written to by another run: wait for it, or give another target"
+            raise ValueError(f"{str(file.parent)!r} {problem}") from None
         finally:
             if not held:
                 os.close(descriptor)
@@ -161,10 +159,7 @@ def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -
     of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
     there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
     if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
-        raise ValueError(
-            f"{str(work.path)!r} is where the unfinished target would be written, and something else is there: move "
-            "it, or give another target"
-        )
+        raise ValueError(f"{str(work.path)!r}: something else is there: move it, or give another target")
     with locked(final_folder):
         try:
             work.begin()
@@ -201,12 +196,14 @@ class WorkFolder:
     def begin(self) -> None:
         """Go on from what is there, or start anew."""
         if not self.has_blocks():
-            self._empty(LOCK)
+            self._empty()
         elif problem := self._problem():
-            self._throw_away(problem, LOCK)
+            self._throw_away(problem)
         for name in SCRATCH:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        self._make_folders()
+            (self.path / name).mkdir()
+        for name in FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
@@ -234,8 +231,7 @@ class WorkFolder:
         """
         difference = _difference({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
         if difference:
-            self._throw_away(difference, LOCK, *SCRATCH)
-            self._make_folders()
+            self._throw_away(difference)
             self.resumed = False
         if difference or DATA not in self._started:
             self._started[DATA] = sha256
@@ -254,11 +250,11 @@ class WorkFolder:
         """The report, if all blocks are done, else None."""
         return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
 
-    def _throw_away(self, problem: str, *but: str) -> None:
-        """Delete the run that is there, except for the names in ``but``. Without ``overwrite`` ValueError says why."""
+    def _throw_away(self, problem: str) -> None:
+        """Delete the run that is there. Without ``overwrite`` ValueError says why."""
         if not self._overwrite:
             raise self._error(problem)
-        self._empty(*but)
+        self._empty()
         self.done.clear()
 
     def _error(self, problem: str) -> ValueError:
@@ -273,23 +269,17 @@ class WorkFolder:
 
     # what is written --------------------------------------------------------------------------------------------------
 
-    def _empty(self, *but: str) -> None:
-        """Delete everything, except for the names in ``but``.
+    def _empty(self) -> None:
+        """Delete everything but the lock and what is being written, and make empty folders.
 
         Records of blocks are deleted first, and the file that says what the run was started with last. If this is
         killed in between, the folder is still a valid one.
         """
-        for path in sorted(self.path.iterdir(), key=lambda path: (path.name == STARTED, path.suffix != ".json")):
-            if path.name in but:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-
-    def _make_folders(self) -> None:
-        for name in (*FOLDERS, *SCRATCH):
-            (self.path / name).mkdir(exist_ok=True)
+        for path in sorted(self.path.glob("*.json"), key=lambda path: path.name == STARTED):
+            path.unlink()
+        for name in FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+            (self.path / name).mkdir()
 
     def scratch(self) -> Path:
         """An empty folder to write to."""
@@ -298,13 +288,13 @@ class WorkFolder:
         folder.mkdir(parents=True)
         return folder
 
-    def place(self, file: Path, name: str) -> dict[str, Any]:
-        """Move a written file to its place in the work folder, where it appears whole -> its size and hash."""
-        size_and_sha256 = size_and_hash(file)
+    def place(self, file: Path, name: str) -> dict[str, dict[str, Any]]:
+        """Move a written file to its place in the work folder, where it appears whole -> {name: its size and hash}."""
+        described = {name: size_and_hash(file)}
         sync(file)
         file.replace(self.path / name)
         sync((self.path / name).parent)
-        return size_and_sha256
+        return described
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file of the work folder."""
@@ -323,10 +313,8 @@ class WorkFolder:
         Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
         """
         if is_occupied(self.final_folder) and not self._overwrite:
-            raise ValueError(
-                f"{str(self.final_folder)!r} has come into being since the run started: move it and start again, or "
-                "give overwrite=True (--overwrite); nothing will be solved again"
-            )
+            advice = "move it and start again, or give overwrite=True (--overwrite); nothing will be solved again"
+            raise ValueError(f"{str(self.final_folder)!r} has come into being since the run started: {advice}")
         folder = self.path / "folder"
         make_durable(folder)
         self.write_json(FINISHED, sorted(path.name for path in folder.iterdir()))
@@ -349,15 +337,11 @@ class WorkFolder:
 def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What a run was started with (``there``) that is something else ``now``; "" if nothing is."""
     differences = [
-        f"{key}: {_shown(there.get(key))} there, {_shown(now.get(key))} now"
+        f"{key}: {there.get(key)} there, {now.get(key)} now"
         for key in {**there, **now}
         if there.get(key) != now.get(key)
     ]
     return f"holds a run that was started with something else ({first_few(differences)})" if differences else ""
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _damage(name: str, record: BlockRecord) -> str:

@@ -43,11 +43,12 @@ def settings_of(
     """
     settings: dict[str, Any] = {"method": None}
     if config is not None:
+        where = f"--config {str(config)!r}"
         if not config.is_file():
-            raise ValueError(f"--config {str(config)!r} is not a file")
-        loaded = read_yaml(config.read_text(encoding="utf-8"), f"--config {str(config)!r}")
+            raise ValueError(f"{where} is not a file")
+        loaded = read_yaml(config.read_text(encoding="utf-8"), where)
         if not isinstance(loaded, dict):
-            raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
+            raise ValueError(f"{where} must hold a mapping of options")
         settings |= loaded
     for option in options or []:
         key, equals, value = option.partition("=")

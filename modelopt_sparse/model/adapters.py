@@ -1,18 +1,24 @@
 """Adapters: how a type of weight is seen as a matrix [..., R, C], and which rows [..., T, C] it is multiplied with.
 
-experts.py has those of fused experts.
-
 Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
-group. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection).
+group, E experts. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection;
+experts).
 """
 
+import inspect
 import math
+from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.masking import dense_class
 
 
 class Adapter:
@@ -212,3 +218,296 @@ def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]
 LINEAR, HF_CONV1D, CONV = Adapter(), _HFConv1DAdapter(), _ConvAdapter()
 IN_PROJ, OUT_PROJ = _InProjAdapter(), _OutProjAdapter()
 SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjAdapter(i) for i, letter in enumerate("qkv")}
+
+
+# fused experts --------------------------------------------------------------------------------------------------------
+# In transformers' mixtures one parameter [E, ...] holds a matrix for each expert, and the router decides which rows go
+# to which expert. transformers calls experts in four ways:
+#
+# - its experts interface, and classes that are called like it: hidden states, and the chosen experts of each token;
+# - Llama 4: hidden states, scaled by the router's score;
+# - JetMoe's ParallelExperts: rows sorted by expert;
+# - Inkling's shared experts, which see every token: hidden states, and a factor for each expert.
+#
+# Forward pre-hooks see these arguments, so that the model runs its own implementation.
+
+FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
+# classes without transformers' experts interface that are called, and laid out, as it has them by default
+LIKE_INTERFACE = ("LongcatFlashExperts", "Step3p7Experts")
+
+
+@dataclass(frozen=True)
+class Route:
+    """The rows [T, C] of one expert: ``source[at]``, or all of ``source`` if ``at`` is None.
+
+    Several routes may share one ``source``, each with its own ``at``.
+    """
+
+    expert: int
+    source: Tensor
+    at: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        return self.source if self.at is None else self.source[self.at]
+
+
+class RoutedAdapter(Adapter):
+    """A fused parameter as ``[E, R, C]``: each of its matrices is multiplied with rows of its own."""
+
+    sees_all_tokens = True  # whether `all_tokens` is implemented; if not, the plan refuses experts="all_tokens"
+
+    @abstractmethod
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        """The rows of each expert that gets any.
+
+        ``token_mask`` (bool, one for each row of the inputs) is True for real tokens and False for padding, which is
+        left out. None: there is no padding.
+        """
+
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
+        """The rows ``[T, C]`` that one expert would get if every token were routed to it."""
+        raise NotImplementedError
+
+    def signature(self, module: Any) -> tuple:
+        del module
+        return (self,)  # gate_up and down are hooked at the same module, and their rows are not the same
+
+
+class _FusedAdapter(RoutedAdapter):
+    """gate_up_proj (or up_proj) and down_proj of one module.
+
+    ``second`` is True for down_proj, whose rows are computed from those of the first matrix.
+    """
+
+    def __init__(self, *, second: bool) -> None:
+        self.second = second
+
+    def transposed(self, module: Any) -> bool:
+        """Whether matrices are stored as [C, R]."""
+        return getattr(module, "is_transposed", False)
+
+    def matrix(self, module: Any, weight: Tensor) -> Tensor:
+        return weight.mT if self.transposed(module) else weight
+
+    def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
+        return matrix.mT.contiguous() if self.transposed(module) else matrix
+
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        real = tuple(real_rows(x, token_mask) for x in inputs)
+        for route in self.chosen(real, _experts_of(module)):
+            yield Route(route.expert, self.hidden(module, route.expert, route.rows)) if self.second else route
+
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
+        rows = self.everyone(tuple(real_rows(x, token_mask) for x in inputs), expert)
+        return self.hidden(module, expert, rows) if self.second else rows
+
+    @abstractmethod
+    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
+        """The rows of the first matrix of each expert."""
+
+    @abstractmethod
+    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
+        """The rows of the first matrix of one expert, if every token were routed to it."""
+
+    @abstractmethod
+    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
+        """The rows of an expert's second matrix, computed from ``rows`` of the first with its present weights."""
+
+
+class _InterfaceAdapter(_FusedAdapter):
+    """Classes made with transformers' ``use_experts_implementation``, called with (hidden_states, top_k_index, ...).
+
+    Those of LIKE_INTERFACE lack the attributes that it adds to a class.
+    """
+
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        hidden, index, *_ = _arguments(module, args, kwargs)
+        return hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
+
+    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
+        x, index = inputs
+        order = index.flatten().argsort(stable=True) // index.shape[-1]
+        # an index of E or more: an expert that another process holds, or one without weights (LongCat-Flash)
+        sizes = index.flatten().bincount(minlength=experts).tolist()
+        for expert, token in enumerate(order.split(sizes)[:experts]):
+            if len(token):
+                yield Route(expert, x, token)
+
+    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
+        del expert
+        return inputs[0]
+
+    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
+        gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
+        name = FIRST[0] if gated else FIRST[1]
+        weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
+        has_bias = getattr(module, "has_bias", False)
+        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
+        made = F.linear(rows, weight, bias)
+        if not gated:
+            return module.act_fn(made)
+        if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
+            return apply_gate(made)
+        gate, up = made.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
+
+
+class _Llama4Adapter(_FusedAdapter):
+    """Llama4TextExperts, hooked at the mixture around it: its rows are scaled by the router's score."""
+
+    def transposed(self, module: Any) -> bool:
+        del module
+        return True
+
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return (hidden, *module.router(hidden))
+
+    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
+        x, scores, _ = inputs  # the score of an expert that was not chosen is 0
+        for expert in range(experts):
+            token = scores[:, expert].nonzero().squeeze(-1)
+            if len(token):
+                yield Route(expert, x[token] * scores[token, expert, None])
+
+    def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
+        x, scores, logits = inputs
+        return x * logits[:, expert, None].float().sigmoid().to(scores.dtype)
+
+    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
+        gate, up = (rows @ stored(module, FIRST[0]).detach()[expert].to(rows.device)).chunk(2, dim=-1)
+        return up * module.act_fn(gate)
+
+
+class _ParallelAdapter(RoutedAdapter):
+    """JetMoe's ParallelExperts: called with the rows sorted by expert, and with the number of rows of each expert.
+
+    Rows of tokens that were not routed to an expert are not known here.
+    """
+
+    sees_all_tokens = False
+
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        rows, sizes = _arguments(module, args, kwargs)
+        sizes = torch.as_tensor(sizes, device=rows.device)
+        return rows, torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes)
+
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
+        rows, index = inputs if token_mask is None else (x[token_mask] for x in inputs)
+        for expert, part in enumerate(rows.split(index.bincount(minlength=_experts_of(module)).tolist())):
+            if len(part):
+                yield Route(expert, part)
+
+
+class _SharedAdapter(Adapter):
+    """Inkling's shared experts: gate_proj, up_proj and down_proj [E, R, C], and each expert sees every token.
+
+    They are called with (hidden_states, gammas); gammas [..., E] scale the rows of down_proj, for which ``second`` is
+    True.
+    """
+
+    def __init__(self, *, second: bool) -> None:
+        self.second = second
+
+    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        hidden, gammas = _arguments(module, args, kwargs)
+        return (hidden, gammas.reshape(*hidden.shape[:-1], -1)) if self.second else (hidden,)
+
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
+        flat = [real_rows(x, token_mask) for x in inputs]
+        if not self.second:
+            yield flat[0]  # one Gram matrix serves all experts
+            return
+        x, gammas = flat
+        gate, up = (
+            torch.einsum("tc,erc->etr", x, stored(module, name).detach().to(x.device))
+            for name in ("gate_proj", "up_proj")
+        )
+        yield module.act_fn(gate) * up * gammas.mT[..., None]
+
+    def signature(self, module: Any) -> tuple:
+        del module
+        return (self,)  # what the third matrix sees is another thing than its module does
+
+
+def _arguments(module: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments of one call of the module, in the order of its forward."""
+    return list(inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments.values())[1:]
+
+
+def _experts_of(module: Any) -> int:
+    """The experts that have both matrices: LongCat-Flash also holds a first one for those without weights."""
+    return min(parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
+
+
+UP, DOWN = _InterfaceAdapter(second=False), _InterfaceAdapter(second=True)
+LLAMA4_UP, LLAMA4_DOWN = _Llama4Adapter(second=False), _Llama4Adapter(second=True)
+PARALLEL = _ParallelAdapter()
+SHARED_UP, SHARED_DOWN = _SharedAdapter(second=False), _SharedAdapter(second=True)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The modules around fused experts that are needed to read their rows.
+
+    hooked_module: the module whose arguments hold the rows, if it is not the experts' own.
+    router: the module that sorted the rows, if they come sorted.
+    """
+
+    hooked_module: nn.Module | None = None
+    router: nn.Module | None = None
+
+
+def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
+    """Modules of fused experts whose rows cannot be read from their own arguments alone, each with its `Mixture`; an
+    empty one for any other module."""
+    mixtures: dict[nn.Module, Mixture] = defaultdict(Mixture)
+    for parent in model.modules():
+        router = getattr(parent, "router", None)
+        if not isinstance(router, nn.Module):
+            continue
+        for child in parent.children():
+            if _is(child, "Llama4TextExperts"):
+                mixtures[child] = Mixture(hooked_module=parent)
+            elif dense_class(router).__name__.endswith("TopKGating") and any(
+                base.__name__.endswith("ParallelExperts") for base in type(child).__mro__
+            ):
+                mixtures[child] = Mixture(router=router)
+    return mixtures
+
+
+def expert_adapter(module: nn.Module, param: str, mixture: Mixture) -> Adapter | str | None:
+    """What a parameter of fused experts is: its adapter, or the reason why it cannot be pruned.
+
+    None for a parameter that belongs to no fused experts.
+    """
+    weight = module.get_parameter(param)
+    if _has_interface(module) or any(_is(module, name) for name in LIKE_INTERFACE):
+        if weight.dim() == 3 and param in (*FIRST, SECOND):
+            return DOWN if param == SECOND else UP
+        if weight.dim() == 2 and param.endswith("_bias"):
+            return "bias of fused experts"
+    if weight.dim() != 3:
+        return None
+    if mixture.hooked_module is not None and param in (FIRST[0], SECOND):
+        return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
+    if mixture.router is not None and param == "weight":
+        return PARALLEL
+    if _is(module, "InklingSharedExperts"):
+        return SHARED_DOWN if param == SECOND else SHARED_UP
+    if param in (*FIRST, SECOND, "gate_proj", "w1", "w2", "w3") or "experts" in dense_class(module).__name__.lower():
+        name = f"{dense_class(module).__name__}.{param}"
+        return f"no adapter for {name}: fused experts outside of transformers' experts interface"
+    return None
+
+
+def _has_interface(module: nn.Module) -> bool:
+    """Whether the class was made with ``use_experts_implementation``, which adds these two attributes."""
+    return callable(getattr(module, "_apply_gate", None)) and isinstance(getattr(module, "is_transposed", None), bool)
+
+
+def _is(module: nn.Module, name: str) -> bool:
+    """Whether the module's class or one of its base classes has this name."""
+    return any(base.__name__ == name for base in type(module).__mro__)

@@ -217,16 +217,13 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
                 continue
             if hook is None and parameter.is_meta:
                 raise ValueError(f"{name!r} is on the meta device and has no values: load the model first")
-            if hook is not None and _on_disk(hook, param):
-                raise ValueError(
-                    f"{name!r} is offloaded to disk, where it cannot be changed: load the model without a disk entry "
-                    "in its device_map, or make its checkpoint sparse with sparsify_checkpoint"
-                )
+            source, key = (None, "") if hook is None else _source(hook, param)
+            if isinstance(source, OffloadedWeightsLoader) and key not in source.state_dict:
+                advice = "load the model without a disk entry in its device_map, or use sparsify_checkpoint"
+                raise ValueError(f"{name!r} is offloaded to disk, where it cannot be changed: {advice}")
             if hook is not None and hook.offload_buffers and masks:
-                raise ValueError(
-                    f"{name!r} is offloaded with offload_buffers=True, which would lose its mask: use enforce=False, "
-                    "or dispatch the model with offload_buffers=False"
-                )
+                problem = "is offloaded with offload_buffers=True, which would lose its mask"
+                raise ValueError(f"{name!r} {problem}: use enforce=False, or offload_buffers=False")
 
 
 def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -234,16 +231,8 @@ def refuse_to_tune_offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> N
     inside = {module for block in blocks for module in block.modules()}
     for path, module in model.named_modules():
         if module in inside and offloading_hook(module) is not None:
-            raise ValueError(
-                f"reconstruct tunes whole blocks, and accelerate offloads those of {path!r} between calls: load the "
-                "model without a device_map and give device=, or leave reconstruction out (reconstruct=False)"
-            )
-
-
-def _on_disk(hook: AlignDevicesHook, param: str) -> bool:
-    """Whether a parameter of the hook's module is offloaded to disk, not to the CPU."""
-    source, key = _source(hook, param)
-    return isinstance(source, OffloadedWeightsLoader) and key not in source.state_dict
+            problem = f"reconstruct tunes whole blocks, and accelerate offloads those of {path!r} between calls"
+            raise ValueError(f"{problem}: load the model without a device_map and give device=, or reconstruct=False")
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:

@@ -21,10 +21,15 @@ WINDOWS = 8  # windows of a batch elsewhere
 
 def longest_window(model: nn.Module) -> int | None:
     """How many tokens the model, or the text model inside it, takes; None if its config sets no limit."""
-    config = getattr(model, "config", None)
-    text_config = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    longest = (getattr(part, "max_position_embeddings", None) for part in (config, text_config))
+    configs = (getattr(model, "config", None), text_config_of(model))
+    longest = (getattr(config, "max_position_embeddings", None) for config in configs)
     return next((size for size in longest if isinstance(size, int) and size > 0), None)
+
+
+def text_config_of(model: nn.Module) -> Any:
+    """The config of a model, or of the text model inside it; None if the model has none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
 
 
 def default_seq_len(model: nn.Module) -> int:
@@ -36,9 +41,7 @@ def refuse_longer_windows(model: nn.Module, seq_len: int | None) -> None:
     """Raise ValueError for windows of more tokens than the model takes."""
     longest = longest_window(model)
     if seq_len is not None and longest is not None and seq_len > longest:
-        raise ValueError(
-            f"seq_len={seq_len}: this {type(model).__name__} takes at most {longest} tokens: give as many or fewer"
-        )
+        raise ValueError(f"seq_len={seq_len}: this {type(model).__name__} takes at most {longest} tokens: give fewer")
 
 
 def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
@@ -49,10 +52,8 @@ def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
         return
     size = getattr(embedding, "num_embeddings", None)
     if isinstance(size, int) and tokens.numel() and (largest := int(tokens.max())) >= size:
-        raise ValueError(
-            f"the text holds the token id {largest}, this {type(model).__name__} has {size} tokens: give the "
-            "tokenizer that belongs to the model"
-        )
+        problem = f"the text holds the token id {largest}, this {type(model).__name__} has {size} tokens"
+        raise ValueError(f"{problem}: give the tokenizer that belongs to the model")
 
 
 def default_batch_size(seq_len: int, device: torch.device) -> int:

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from modelopt_sparse.model.adapters import (
     OUT_PROJ,
     SEPARATE_PROJ,
     Adapter,
+    Mixture,
     RowAdapter,
+    expert_adapter,
+    find_mixtures,
 )
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.masking import dense_class, named_masks
 from modelopt_sparse.model.wrappers import full_name
 
@@ -125,9 +128,7 @@ def refuse_packed(model: nn.Module, done: str) -> None:
     """Raise ValueError if a layer of the model is packed. ``done`` says in the message what it cannot be: "pruned"."""
     for name, module in model.named_modules():
         if isinstance(module, PackedLayer):
-            raise ValueError(
-                f"layer {name!r} is packed 2:4 and cannot be {done}: call modelopt_sparse.to_dense(model) first"
-            )
+            raise ValueError(f"layer {name!r} is packed 2:4 and cannot be {done}: call to_dense(model) first")
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
@@ -150,12 +151,12 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     for held in holders.values():
         path, module, param = held[0]
         names = tuple(path if param == "weight" and path else full_name(path, param) for path, _, param in held)
-        classified = [_classify(owner, held_as, attention_out, mixtures.get(owner)) for _, owner, held_as in held]
+        classified = [_classify(owner, held_as, attention_out, mixtures[owner]) for _, owner, held_as in held]
         reasons = [reason for reason in classified if isinstance(reason, str)]
         adapters = [adapter for adapter in classified if isinstance(adapter, Adapter)]
         uses = {(adapter, held_as, adapter.signature(owner)) for adapter, (_, owner, held_as) in zip(adapters, held)}
         if not reasons and len(uses) == 1:
-            fused = mixtures.get(module, Mixture())
+            fused = mixtures[module]
             layers.append(
                 Layer(
                     names[0],
@@ -189,8 +190,17 @@ def _mixture(model: nn.Module, path: str) -> str | None:
     return None
 
 
+# classes of a module -> what its weight is
+BY_CLASS: dict[Any, Adapter | str] = {
+    nn.Linear: LINEAR,
+    HFConv1D: HF_CONV1D,
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d): CONV,
+    nn.Embedding: "embedding",
+}
+
+
 def _classify(
-    module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture | None
+    module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture
 ) -> Adapter | str:
     """The adapter of a parameter, or the reason why it is not prunable."""
     if module.get_parameter(param).is_complex():
@@ -203,14 +213,9 @@ def _classify(
     if param == "weight":
         if module in attention_out:
             return OUT_PROJ
-        if isinstance(module, nn.Linear):
-            return LINEAR
-        if isinstance(module, HFConv1D):
-            return HF_CONV1D
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            return CONV
-        if isinstance(module, nn.Embedding):
-            return "embedding"
+        for classes, kind in BY_CLASS.items():
+            if isinstance(module, classes):
+                return kind
     fused = expert_adapter(module, param, mixture)
     if fused is not None:
         return fused

@@ -69,10 +69,8 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     if isinstance(owner, SparseModule):
         return
     if hasattr(owner, param + SUFFIX):
-        raise ValueError(
-            f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask of {name!r} "
-            "belongs: rename it, or sparsify with enforce=False"
-        )
+        problem = f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask belongs"
+        raise ValueError(f"{name!r}: {problem}: rename it, or sparsify with enforce=False")
     if not has_hook(owner):  # accelerate's hook puts a forward of its own there
         _refuse_replaced_forward(owner)
 
@@ -92,10 +90,8 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
     if mask.dtype != torch.bool or mask.shape != like.shape:
-        raise ValueError(
-            f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(like.shape)}, "
-            "True = kept"
-        )
+        wanted = f"torch.bool {list(like.shape)}, True = kept"
+        raise ValueError(f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be {wanted}")
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -176,10 +172,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
         optimizer = optimizer.optimizer
     parameters = {id(parameter) for parameter in model.parameters()}
     if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
-            "build it from model.parameters() after sparsify, then attach it"
-        )
+        problem = f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}"
+        raise ValueError(f"{problem}: build it from model.parameters() after sparsify, then attach it")
 
     @torch.no_grad()
     def reapply(*_: Any) -> None:
@@ -211,9 +205,8 @@ def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Pa
         owner = module.get_submodule(path)
         return owner, param, owner.get_parameter(param)
     except AttributeError:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter {name!r}: give a full name as in model.named_parameters()"
-        ) from None
+        advice = "give a full name as in model.named_parameters()"
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r}: {advice}") from None
 
 
 def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> None:
@@ -289,12 +282,11 @@ class SparseModule(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         for name, mask in _own_masks(self):
-            state_dict.setdefault(f"{prefix}{name}{SUFFIX}", mask)  # a dense state dict: the module keeps its mask
-        if local_metadata.get("assign_to_params_buffers"):
-            for name, _ in _own_masks(self):  # they become the parameters: the caller's own tensors must not be masked
-                key = f"{prefix}{name}"
-                if key in state_dict:
-                    state_dict[key] = state_dict[key].clone()
+            key = f"{prefix}{name}"
+            state_dict.setdefault(key + SUFFIX, mask)  # a dense state dict: the module keeps its mask
+            if local_metadata.get("assign_to_params_buffers") and key in state_dict:
+                # it becomes the parameter: the caller's own tensor must not be masked
+                state_dict[key] = state_dict[key].clone()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -329,10 +321,8 @@ def _swap(module: nn.Module) -> None:
 
 def _refuse_replaced_forward(module: nn.Module) -> None:
     if "forward" in module.__dict__ and not _has_bound_forward(module):
-        raise ValueError(
-            f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it: "
-            "put it into a subclass, or sparsify with enforce=False"
-        )
+        problem = f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it"
+        raise ValueError(f"{problem}: put it into a subclass, or sparsify with enforce=False")
 
 
 def _has_bound_forward(module: nn.Module) -> bool:

@@ -50,30 +50,21 @@ def refuse_wrapped_parts(model: nn.Module, done: str) -> None:
     names. ``done`` is what the model cannot be: "pruned"."""
     for name, module in model.named_modules():
         if _inside(module) is not None:
-            raise ValueError(
-                f"{name!r} of this {type(model).__name__} is wrapped by {type(module).__name__}, so the model cannot "
-                f"be {done}: unwrap it, and wrap it again afterwards (or compile it in place, with compile())"
-            )
+            problem = f"{name!r} of this {type(model).__name__} is wrapped by {type(module).__name__}"
+            raise ValueError(f"{problem}, so the model cannot be {done}: unwrap it, and wrap it again afterwards")
 
 
 def refuse_no_model(model: object) -> None:
     """Raise TypeError for what is no ``nn.Module``, and ValueError for a module whose code or shapes cannot be used."""
     if isinstance(model, str):
-        raise TypeError(
-            f"the model is a string, {model!r}: give AutoModelForCausalLM.from_pretrained({model!r}), or call "
-            "sparsify_checkpoint, which takes names and folders"
-        )
+        raise TypeError(f"the model is a string, {model!r}: give AutoModelForCausalLM.from_pretrained({model!r})")
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"the model is {kind}: give an instance of torch.nn.Module")
+        raise TypeError(f"the model is a {type(model).__name__}: give an instance of torch.nn.Module")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else f"this {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{where} is a ScriptModule, whose code is fixed: sparsify the module that it was made from"
-            )
+            raise ValueError(f"{where} is a ScriptModule, whose code is fixed: take the module that it was made from")
         for key, parameter in module.named_parameters(recurse=False):
             if is_lazy(parameter):
-                raise ValueError(
-                    f"{where} is a {type(module).__name__} whose {key!r} has no shape yet: run the model once first"
-                )
+                kind = type(module).__name__
+                raise ValueError(f"{where} is a {kind} whose {key!r} has no shape yet: run the model once first")

@@ -3,14 +3,12 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
+from modelopt_sparse.model.adapters import UP, RoutedAdapter
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.experts import UP, RoutedAdapter
-from modelopt_sparse.model.hf import default_seq_len, writes_text
+from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
@@ -37,7 +35,7 @@ def estimated(
     streamed memory: of a run of `sparsify_checkpoint`, with the model, by place: "host", and the device if it is
       another; {} for a model without blocks.
     """
-    text, reconstruct, distill = _text_config(model), config.reconstruct, config.distill
+    text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
     window, own = config.seq_len or default_seq_len(model), config.self_data
     if own == "auto":
         own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
@@ -121,10 +119,8 @@ def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None
         return None
     each = sum(_of_a_matrix(layer_plan))
     if each > config.memory_limit:
-        raise ValueError(
-            f"layer {layer_plan.name!r}: statistics and solver of one expert take {each:,} bytes, more than "
-            f"memory_limit={config.memory_limit:,}: raise it, or use a method that needs no Gram matrix"
-        )
+        problem = f"one expert takes {each:,} bytes, more than memory_limit={config.memory_limit:,}"
+        raise ValueError(f"layer {layer_plan.name!r}: {problem}: raise it, or use a method that needs no Gram matrix")
     fit = config.memory_limit // each
     return None if fit >= layer_plan.shape[0] else fit
 
@@ -206,9 +202,3 @@ def _outside_and_largest(model: nn.Module, blocks: Mapping[str, nn.Module]) -> t
         else:
             outside += parameter.nbytes
     return outside, max(own.values())
-
-
-def _text_config(model: nn.Module) -> Any:
-    """The config of a model, or of the text model inside it; None if the model has none."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if isinstance(config, PreTrainedConfig) else config

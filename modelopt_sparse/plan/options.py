@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
-from modelopt_sparse.reports.fold import nearest, unknown_option
+from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole
 
 # quality --------------------------------------------------------------------------------------------------------------
@@ -56,10 +56,8 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
     if not isinstance(name, str) or name not in QUALITIES:
         raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
-        raise ValueError(
-            f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not: leave "
-            "one of them out"
-        )
+        problem = f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not"
+        raise ValueError(f"{problem}: leave one of them out")
     return QUALITIES[name]
 
 
@@ -147,10 +145,7 @@ def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning 
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={value!r}: give True, False, a number of epochs, or a mapping of its options")
-    known = [option.name for option in fields(make)]  # type: ignore[arg-type]  # one of the two classes
-    for key in value:
-        if key not in known:
-            raise ValueError(f"{name}: {unknown_option(key, known)}")
+    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
     return make(**value)
 
 
@@ -333,9 +328,7 @@ class SparsifyConfig:
             options = {**quality.options_for(pattern), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
-        for key in options:
-            if key not in known:
-                raise ValueError(unknown_option(key, [*known, *method.options]))
+        refuse_unknown(options, [*known, *method.options])
         return cls(**options, options=of_method)
 
     @classmethod
@@ -405,8 +398,7 @@ def _masks(value: Any) -> dict[str, torch.Tensor] | None:
         raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
     for name, mask in value.items():
         if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise TypeError(f"masks[{name!r}] is a {kind}: it must be a torch.bool tensor, True = kept")
+            raise TypeError(f"masks[{name!r}] must be a torch.bool tensor, True = kept, under a parameter's name")
     return dict(value)
 
 
@@ -477,11 +469,8 @@ def _check_types(config: SparsifyConfig) -> None:
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
     if isinstance(config.data, str) and not config.writes_its_data and not is_data_set(config.data):
-        shown = repr(config.data) if len(config.data) <= 60 else "..."
-        raise TypeError(
-            f"data={shown} is no name of a data set (NAME[:CONFIG[:SPLIT]]): give Path({shown}) for a file, [{shown}] "
-            "for text"
-        )
+        problem = f"data={config.data[:60]!r} is no name of a data set (NAME[:CONFIG[:SPLIT]])"
+        raise TypeError(f"{problem}: give a Path for a file, and a list for text")
 
 
 def _problems(config: SparsifyConfig) -> Iterator[str]:
@@ -508,10 +497,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
     if config.self_data not in (0, "auto") and (loop or not config.split_data):
         other = "forward_loop" if loop else "split_data=False"
-        yield (
-            f"self_data={config.self_data} adds text to data that all processes have, and {other} says that it is not "
-            "known: leave one of them out"
-        )
+        yield f"self_data adds text to data that all processes have, and with {other} they have none: leave one out"
     changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
     if not config.update and changing:
         what = " and ".join(changing) + ("" if config.quality is None else f" (set by quality={config.quality!r})")

@@ -14,8 +14,9 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.wrappers import full_name
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.fold import Column, counted, paragraph, rows_of, table
+from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped, library_versions
 
 # plan -----------------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """What `sparsify` will do to a model. ``print(plan)`` shows it with equal rows folded, ``text(all_rows=True)`` all
     rows; ``as_dict`` and ``to_json`` are for machines.
 
@@ -137,13 +138,6 @@ class Plan:
             "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
             "notes": list(self.notes),
         }
-
-    def to_json(self) -> str:
-        """`as_dict` as indented JSON."""
-        return json.dumps(self.as_dict(), indent=2, default=str)
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -234,17 +228,17 @@ def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) ->
     for layer in planned["layers"]:
         facts.update({f"the {key} of layer {layer['name']!r}": str(layer[key]) for key in COMPARED})
     facts["what stays dense"] = json.dumps(planned["skipped"], default=str)
-    facts.update({f"option {name!r}": str(value) for name, value in config.settings().items()})
+    options = {**config.settings(), "split_data": config.split_data, "max_batches": config.max_batches}
+    facts.update({f"option {name!r}": str(value) for name, value in options.items()})
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
-    facts.update({f"option {name!r}": str(getattr(config, name)) for name in ("split_data", "max_batches")})
     types = sorted({parameter.device.type for parameter in model.parameters()})
     facts["the kind of device"] = config.device.type if config.device is not None else types
     facts.update({f"masks[{name!r}]": _hash(mask) for name, mask in (config.masks or {}).items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
-            facts[f"parameter {f'{path}.{name}'.removeprefix('.')!r}"] = checksum(stored(module, name))
+            facts[f"parameter {full_name(path, name)!r}"] = checksum(stored(module, name))
         for name, buffer in module.named_buffers(recurse=False):
-            facts[f"buffer {f'{path}.{name}'.removeprefix('.')!r}"] = checksum(buffer)
+            facts[f"buffer {full_name(path, name)!r}"] = checksum(buffer)
     return facts
 
 

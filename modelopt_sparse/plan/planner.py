@@ -13,8 +13,8 @@ from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.experts import RoutedAdapter
-from modelopt_sparse.model.hf import FLOATS, codes_in, holds_codes, quantization_of, refuse_longer_windows
+from modelopt_sparse.model.adapters import RoutedAdapter
+from modelopt_sparse.model.hf import codes_in, holds_codes, quantization_of, refuse_longer_windows
 from modelopt_sparse.model.layers import (
     OUTSIDE,
     Layer,
@@ -30,7 +30,7 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import nearest, unknown_option
+from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.report import Skipped
 
 
@@ -160,12 +160,8 @@ def _decide(
         layer_method, pattern = outcome
 
     if holds_codes(layer.parameter):
-        dtype = layer.parameter.dtype
-        what = type(layer.parameter).__name__ if dtype in FLOATS else dtype
-        raise ValueError(
-            f"layer {layer.name!r} holds {what} codes, this {type(model).__name__} is {codes_in(model)}: load the "
-            "model dequantized, or exclude the layer"
-        )
+        problem = f"layer {layer.name!r} holds codes, this {type(model).__name__} is {codes_in(model)}"
+        raise ValueError(f"{problem}: load the model dequantized, or exclude the layer")
     misfit = pattern.misfit(layer.columns(layer.parameter))
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
@@ -193,10 +189,8 @@ def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
         patterns[what] = pattern
     for what, size in sizes.items():
         if zeros[what] > wanted[what]:
-            raise ValueError(
-                f"{what}: {zeros[what] / size:.2%} zeros in the present mask, and pattern {patterns[what]} has "
-                f"{wanted[what] / size:.2%}: give one with as many or more, or replace=True, which drops the mask"
-            )
+            problem = f"{zeros[what] / size:.2%} zeros in the present mask, and pattern {patterns[what]} has fewer"
+            raise ValueError(f"{what}: {problem}: give one with as many, or replace=True, which drops the mask")
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
@@ -213,10 +207,8 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
         layer_method, _ = resolve_method(rule_options.pop("method"), None)
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
-    for key in rule_options:
-        if key not in layer_method.options:
-            unknown = unknown_option(key, ["method", "pattern", *layer_method.options])
-            raise ValueError(f"rule {rule.glob!r} with method {layer_method.name!r}: {unknown}")
+    taken = ["method", "pattern", *layer_method.options]  # the first two are not left among the rule's
+    refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
     layer_method.check(options)
     return layer_method, pattern, options
 
@@ -239,19 +231,16 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     if regrown := within.count_regrown(matrix):
         raise ValueError(f"{named} keeps {regrown} weights that the present mask prunes: replace=True drops that mask")
     if wrong := within.count_kept_wrong(matrix):
-        raise ValueError(
-            f"{named} breaks pattern {pattern} in {wrong} places; give the pattern that it has, or 0.5 for any"
-        )
+        advice = "give the pattern that it has, or 0.5 for any"
+        raise ValueError(f"{named} breaks pattern {pattern} in {wrong} places; {advice}")
     return GivenMask(matrix), pattern
 
 
 def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
     """The steps that follow the method for one layer, in order."""
     if config.refine and config.update and method.updates:
-        raise ValueError(
-            f"layer {layer.name!r}: refine needs dense values, and method {method.name!r} changes them; add "
-            "update=False, or use polish instead"
-        )
+        problem = f"refine needs dense values, and method {method.name!r} changes them"
+        raise ValueError(f"layer {layer.name!r}: {problem}; add update=False, or use polish instead")
     wanted = {
         "dense-values": method.updates and not config.update,
         "refine": config.refine,
@@ -273,23 +262,17 @@ def _check_planned(
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(layer_plan.pattern) for layer_plan in planned}
     if config.allocation != "uniform" and Unstructured not in patterns:
-        raise ValueError(
-            f"allocation={config.allocation!r} shares out the zeros of unstructured patterns, and no layer has one: "
-            "give a pattern such as 0.5, or leave allocation out"
-        )
+        problem = f"allocation={config.allocation!r} is for unstructured patterns, and no layer has one"
+        raise ValueError(f"{problem}: give a pattern such as 0.5, or leave allocation out")
     if config.permute and NM not in patterns:
-        raise ValueError(
-            "permute puts channels into better groups for N:M patterns, and no layer has one: give a pattern such as "
-            "'2:4', or leave permute out"
-        )
+        problem = "permute is for N:M patterns, and no layer has one"
+        raise ValueError(f"{problem}: give a pattern such as '2:4', or leave permute out")
     for layer_plan in planned:
         adapter = layer_plan.layer.adapter
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
-            raise ValueError(
-                f"layer {layer_plan.name!r}: {layer_plan.type} is given nothing but the rows that are routed to it, so "
-                "experts='all_tokens' cannot be computed: use 'pool' or 'weight_only', or exclude it"
-            )
+            problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
+            raise ValueError(f"layer {layer_plan.name!r}: {problem}: use experts='pool' or 'weight_only'")
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
@@ -316,13 +299,13 @@ def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
     """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose."""
-    whole = config.explicit() if isinstance(config, SparsifyConfig) else config if isinstance(config, Mapping) else {}
-    masks, quality = (options.get(key, whole.get(key)) for key in ("masks", "quality"))
-    if masks is not None:
+    all_options = _written(config, options)
+    if all_options.get("masks") is not None:
         if method is not None:
             raise ValueError(f"masks= takes the place of a method, and method={method!r} is given; keep one")
         method = GivenMask()
     elif method is None:
+        quality = all_options.get("quality")
         method = DEFAULT_METHOD if quality is None else quality_of(quality).method
     resolved, config = resolve_method(method, config)
     return resolved, SparsifyConfig.make(resolved, config, **options)
@@ -330,8 +313,13 @@ def resolve(
 
 def distributed_in(config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Any:
     """The option ``distributed``, read before all others: processes tell each other what is wrong with those."""
-    whole = {"distributed": config.distributed} if isinstance(config, SparsifyConfig) else config
-    return options.get("distributed", whole.get("distributed") if isinstance(whole, Mapping) else None)
+    return _written(config, options).get("distributed")
+
+
+def _written(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the user gave, unchecked: those of the config, and keywords, which win."""
+    config = config.explicit() if isinstance(config, SparsifyConfig) else config
+    return {**(config if isinstance(config, Mapping) else {}), **options}
 
 
 def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
@@ -345,9 +333,7 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
             raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
         name, rules = parse_mode(method[0])
         if rules and not isinstance(config, Mapping | None):
-            raise TypeError(
-                f"a mode list with class rules goes with a mapping as config, not with a {type(config).__name__}"
-            )
+            raise TypeError(f"class rules of a mode list go with a mapping as config, not a {type(config).__name__}")
         return resolve_method(name, {**(config or {}), MODE_RULES: class_rules(rules)} if rules else config)
     if not isinstance(method, str):
         raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")

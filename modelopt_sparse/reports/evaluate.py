@@ -23,6 +23,7 @@ from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 from modelopt_sparse.reports.fold import first_few, table
 from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.values import check_whole
 
 MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
 BATCH_SIZE = 8  # prompts per forward
@@ -119,10 +120,8 @@ def evaluate(
                 if reference is not None:
                     log_q = _log_probabilities(reference, batch).to(log_p.device)
                     if log_q.shape != log_p.shape:
-                        vocabularies = f"a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}"
-                        raise ValueError(
-                            f"the reference has {vocabularies}: give the dense model that it was made from"
-                        )
+                        sizes = f"a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}"
+                        raise ValueError(f"the reference has {sizes}: give the dense model that it was made from")
                     reference_loss -= _picked(log_q, batch)
                     kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
                 bar.update()
@@ -270,8 +269,8 @@ def evaluate_tasks(
     if not names:
         raise ValueError("no task is named: give names of lm-evaluation-harness, such as 'arc_easy,hellaswag'")
     for name, value, least in (("shots", shots, 0), ("limit", limit, 1), ("batch_size", batch_size, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+        if value is not None:
+            check_whole(name, value, least)
     if task_folder is not None and not Path(task_folder).is_dir():
         raise ValueError(f"task_folder {str(task_folder)!r} is not a folder: give one that holds YAML files of tasks")
     try:

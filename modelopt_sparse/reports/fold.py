@@ -54,9 +54,12 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def unknown_option(key: str, known: Sequence[str]) -> str:
-    """The text of an error for an option that is not among the known ones."""
-    return f"option {key!r} is not known{nearest(key, known)}; allowed are {', '.join(sorted(known))}"
+def refuse_unknown(names: Iterable[str], known: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for the name of an option that is not among the known ones. ``where`` begins the text."""
+    for name in names:
+        if name not in known:
+            allowed = ", ".join(sorted(known))
+            raise ValueError(f"{where}option {name!r} is not known{nearest(name, known)}; allowed are {allowed}")
 
 
 def first_few(items: Sequence[str], shown: int = 5) -> str:

@@ -11,7 +11,6 @@ point: the mean.
 import base64
 import gzip
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +19,9 @@ from functools import partial
 from html import escape
 from importlib.resources import files
 from itertools import takewhile
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -122,6 +122,11 @@ class Table:
 def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure], tables: Sequence[Table]) -> str:
     """The whole file. ``texts``: HTML that stands before and after plots and tables."""
     tables = [table for table in tables if table.heads]
+    places = (
+        f'<figure id="figure-{each.key}"><h2>{escape(each.title)}</h2><figcaption>{escape(each.caption)}'
+        '</figcaption><div class="plot"></div></figure>'
+        for each in figures
+    )
     data = {"figures": [*map(vars, figures)], "tables": [*map(vars, tables)]}
     room = files("modelopt_sparse.reports")
     parts = [
@@ -135,7 +140,7 @@ def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure], tables:
         f"<header><h1>{escape(title)}</h1>{texts[0]}</header>",
         '<p id="trouble" role="alert" hidden></p>',
         "<noscript><p>Plots and tables need JavaScript.</p></noscript>",
-        f'<section class="figures">{"".join(map(_figure_place, figures))}</section>' if figures else "",
+        f'<section class="figures">{"".join(places)}</section>' if figures else "",
         *(f'<section class="rows" id="table-{each.key}"><h2>{escape(each.title)}</h2></section>' for each in tables),
         texts[1],
         _packed("data", json.dumps(data, separators=(",", ":"), allow_nan=False)),
@@ -143,13 +148,6 @@ def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure], tables:
         f"<script>{room.joinpath('page.js').read_text(encoding='utf-8')}</script></body></html>\n",
     ]
     return "\n".join(filter(None, parts))
-
-
-def _figure_place(figure: Figure) -> str:
-    return (
-        f'<figure id="figure-{figure.key}"><h2>{escape(figure.title)}</h2><figcaption>{escape(figure.caption)}'
-        '</figcaption><div class="plot"></div></figure>'
-    )
 
 
 def _packed(key: str, text: str) -> str:
@@ -174,14 +172,15 @@ def _two_runs(runs: Runs) -> tuple[str, str]:
     """Costs side by side; and settings that differ, and the notes and settings of each run."""
     costs = [cost_of(report) for _, report in runs]
     heads = f"<tr><td></td>{''.join(f'<th>{escape(title)}</th>' for title, _ in runs)}</tr>"
-    rows = "".join(
-        _row(name, *(_cost_cell(*cost.get(name, ("", ""))) for cost in costs)) for name in {**costs[0], **costs[1]}
-    )
+    rows = ""
+    for name in {**costs[0], **costs[1]}:
+        values = [map(escape, cost.get(name, ("", ""))) for cost in costs]
+        rows += _row(name, *(f'<b>{value}</b><span class="more">{more}</span>' for value, more in values))
     summaries = "".join(f"<p><b>{escape(title)}</b>: {escape(report.summary())}</p>" for title, report in runs)
     top = f'{summaries}<section class="wide"><table class="costs">{heads}{rows}</table></section>'
     both = [{key: _said(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
-    said = [(key, [each.get(key, "") for each in both]) for key in {**both[0], **both[1]}]
-    rows = "".join(_row(key, *map(escape, pair)) for key, pair in said if pair[0] != pair[1])
+    said = {key: [each.get(key, "") for each in both] for key in {**both[0], **both[1]}}
+    rows = "".join(_row(key, *map(escape, (a, b))) for key, (a, b) in said.items() if a != b)
     bottom = (
         f'<section><h2>What differs in settings and versions</h2><div class="wide"><table>{heads}{rows}</table></div>'
     )
@@ -196,10 +195,6 @@ def _row(name: str, *cells: str) -> str:
     return f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _cost_cell(value: str, more: str) -> str:
-    return f'<b>{escape(value)}</b><span class="more">{escape(more)}</span>'
-
-
 def _said(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -207,8 +202,7 @@ def _said(value: object) -> str:
 def cost_of(report: Report) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
-    pruned = sum(layer.size for layer in layers)
-    total = pruned + sum(math.prod(weight.shape) for weight in report.skipped)
+    pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
     cost = {"zeros": (f"{report.sparsity:.2%}", f"of {pruned:,} weights in pruned layers{whole}")}
     cost["layers"] = (f"{len(layers):,} pruned", f"{len(report.skipped):,} stay dense")
@@ -228,10 +222,10 @@ def cost_of(report: Report) -> dict[str, tuple[str, str]]:
     errors = [(layer.errors[-1], layer.name) for layer in layers if layer.errors]
     if errors:
         worst, name = max(errors)
-        mean = sum(error for error, _ in errors) / len(errors)
+        mean = fmean(error for error, _ in errors)
         cost["error of a layer"] = (f"{mean:.4f}", f"the mean; the largest is {worst:.4f}, of {name}")
     if blocks:
-        before, after = (sum(some) / len(blocks) for some in zip(*((b.error_before, b.error_after) for b in blocks)))
+        before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
         cost["error of a block"] = (f"{before:.4f} {ARROW} {after:.4f}", "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
         words = "nats, on calibration batches that it was not tuned on"
@@ -274,74 +268,98 @@ def _circumstances(report: Report) -> str:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
+Cell = Callable[[Any], str | float | None]  # of a row of a table
+
+
 def _tables(report: Report) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
-    layers, blocks, skipped = report.layers, report.blocks, report.skipped
-    scores = () if report.tasks is None else report.tasks.scores
-    columns: dict[str, list[Any]] = _fields(scores, "task", "metric")
-    columns["dense"] = _rounded(each.reference for each in scores)
-    columns["sparse"] = _rounded(each.score for each in scores)
-    columns["% recovery"] = _rounded(None if each.recovery is None else 100 * each.recovery for each in scores)
-    columns |= _fields(scores, "stderr", "shots", "samples")
-    tables = [_table("tasks", "Scores on tasks", columns)]
-    columns = {"layer": [layer.name for layer in layers], **_fields(layers, "recipe", "pattern")}
-    columns["% zeros"] = [round(_percent(layer), 3) for layer in layers]
-    steps = _steps_of(layers)
-    for step in steps:
-        columns[f"error after {step}"] = _rounded(_error_after(layer, step) for layer in layers)
-    if not steps:
-        columns["error"] = _rounded(layer.error for layer in layers)
-    columns["error from"] = [ERROR_FROM[layer.error_from][0] if layer.errors else None for layer in layers]
-    columns["tokens"] = [layer.tokens or None for layer in layers]
-    columns["seconds"] = _rounded(layer.seconds or None for layer in layers)
-    columns["notes"] = ["; ".join(layer.notes) or None for layer in layers]
-    columns["shape"] = [" x ".join(map(str, layer.shape)) for layer in layers]
-    columns["type"] = [layer.type for layer in layers]
-    tables.append(_table("layers", "Layers", columns))
-    columns = {"block": [block.name for block in blocks]}
-    columns["error before"] = _rounded(block.error_before for block in blocks)
-    columns["error after"] = _rounded(block.error_after for block in blocks)
-    columns["best epoch"] = [block.epoch for block in blocks]
-    columns["seconds"] = _rounded(block.seconds for block in blocks)
-    columns["notes"] = ["; ".join(block.notes) or None for block in blocks]
-    tables.append(_table("blocks", "Reconstructed blocks", columns))
-    columns = _fields(skipped, "name", "reason", "type")
-    columns["shape"] = [" x ".join(map(str, weight.shape)) for weight in skipped]
-    return [*tables, _table("skipped", "What stays dense", columns)]
+    scores: dict[str, Cell] = {
+        **_fields("task", "metric"),
+        "dense": attrgetter("reference"),
+        "sparse": attrgetter("score"),
+        "% recovery": lambda score: None if score.recovery is None else 100 * score.recovery,
+        **_fields("stderr", "shots", "samples"),
+    }
+    errors: dict[str, Cell] = {
+        f"error after {step}": partial(_error_after, step=step) for step in _steps_of(report.layers)
+    }
+    layers: dict[str, Cell] = {
+        "layer": attrgetter("name"),
+        **_fields("recipe", "pattern"),
+        "% zeros": _rounded_percent,
+        **(errors or _fields("error")),
+        "error from": lambda layer: ERROR_FROM[layer.error_from][0] if layer.errors else None,
+        "tokens": lambda layer: layer.tokens or None,
+        "seconds": lambda layer: layer.seconds or None,
+        "notes": _notes,
+        "shape": _shape,
+        **_fields("type"),
+    }
+    blocks: dict[str, Cell] = {
+        "block": attrgetter("name"),
+        "error before": attrgetter("error_before"),
+        "error after": attrgetter("error_after"),
+        "best epoch": attrgetter("epoch"),
+        **_fields("seconds"),
+        "notes": _notes,
+    }
+    return [
+        _table("tasks", "Scores on tasks", () if report.tasks is None else report.tasks.scores, scores),
+        _table("layers", "Layers", report.layers, layers),
+        _table("blocks", "Reconstructed blocks", report.blocks, blocks),
+        _table("skipped", "What stays dense", report.skipped, {**_fields("name", "reason", "type"), "shape": _shape}),
+    ]
 
 
 def _compared_table(runs: Runs) -> Table:
     """A row for each layer of either run."""
     by_name = [{layer.name: layer for layer in report.layers} for _, report in runs]
-    names = list({**by_name[0], **by_name[1]})
-    columns: dict[str, list[Any]] = {"layer": names}
+    columns: dict[str, Cell] = {"layer": str}
 
-    def side_by_side(head: str, value: Callable[[LayerReport], Any]) -> None:
+    def side_by_side(head: str, value: Cell) -> None:
         for (title, _), layers in zip(runs, by_name, strict=True):
-            columns[f"{head}, {title}"] = [value(layers[name]) if name in layers else None for name in names]
+            columns[f"{head}, {title}"] = lambda name, layers=layers: value(layers[name]) if name in layers else None
 
-    side_by_side("error", lambda layer: _rounded([_last(layer)])[0])
-    errors = list(columns.values())[1:]
-    columns["second / first"] = _rounded(b / a if a and b is not None else None for a, b in zip(*errors, strict=True))
-    side_by_side("% zeros", lambda layer: round(_percent(layer), 3))
-    side_by_side("pattern", lambda layer: layer.pattern)
-    side_by_side("recipe", lambda layer: layer.recipe)
+    def quotient(name: str) -> float | None:
+        a, b = (_last(layers[name]) if name in layers else None for layers in by_name)
+        return b / a if a and b is not None else None
+
+    side_by_side("error", _last)
+    columns["second / first"] = quotient
+    side_by_side("% zeros", _rounded_percent)
+    side_by_side("pattern", attrgetter("pattern"))
+    side_by_side("recipe", attrgetter("recipe"))
     side_by_side("seconds", lambda layer: layer.seconds or None)
-    return _table("layers", "Layers", columns)
+    return _table("layers", "Layers", {**by_name[0], **by_name[1]}, columns)
 
 
-def _table(key: str, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
-    """A table of the columns that have a value."""
-    heads = [head for head, cells in columns.items() if any(cell is not None for cell in cells)]
-    return Table(key, title, heads, [columns[head] for head in heads])
+def _table(key: str, title: str, rows: Iterable[Any], columns: Mapping[str, Cell]) -> Table:
+    """A table of the columns that have a value. ``columns``: head -> what a row's cell holds."""
+    cells = {head: [_rounded(cell(row)) for row in rows] for head, cell in columns.items()}
+    shown = {head: values for head, values in cells.items() if any(value is not None for value in values)}
+    return Table(key, title, list(shown), list(shown.values()))
 
 
-def _fields(rows: Sequence[object], *names: str) -> dict[str, list[Any]]:
-    return {name: [getattr(row, name) for row in rows] for name in names}
+def _fields(*names: str) -> dict[str, Cell]:
+    """Columns that hold a row's fields, under their names."""
+    return {name: attrgetter(name) for name in names}
 
 
-def _rounded(values: Iterable[float | None]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.{PLACES}g}") for value in values]
+def _rounded(value: Any) -> Any:
+    """A cell; a float with so many digits as are shown."""
+    return float(f"{value:.{PLACES}g}") if isinstance(value, float) else value
+
+
+def _rounded_percent(layer: LayerReport) -> float:
+    return round(_percent(layer), 3)
+
+
+def _notes(row: Any) -> str | None:
+    return "; ".join(row.notes) or None
+
+
+def _shape(row: Any) -> str:
+    return " x ".join(map(str, row.shape))
 
 
 # figures of one run ---------------------------------------------------------------------------------------------------
@@ -352,23 +370,23 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
 
     masks: bool masks to draw, by parameter name.
     """
-    layers, blocks = report.layers, report.blocks
-    errors = [
-        (f"after {step}", _block(layer), _error_after(layer, step)) for step in _steps_of(layers) for layer in layers
-    ]
+    layers, blocks, steps = report.layers, report.blocks, _steps_of(report.layers)
+    by_layer = {f"after {step}": _by_role(layers, partial(_error_after, step=step)) for step in reversed(steps)}
+    errors = [(f"after {step}", _block(layer), _error_after(layer, step)) for step in steps for layer in layers]
     tuned = [("before", block.name, block.error_before) for block in blocks]
     tuned += [("after", block.name, block.error_after) for block in blocks]
-    steps = dict.fromkeys(step.step for layer in layers for step in layer.steps)
-    spent = [(step, _block(layer), _seconds(layer, step)) for step in steps for layer in layers]
+    timed = dict.fromkeys(step.step for layer in layers for step in layer.steps)
+    spent = [(step, _block(layer), _seconds(layer, step)) for step in timed for layer in layers]
     spent += [("reconstruct", place_of(block.name)[0], block.seconds) for block in blocks]
+    of_layer = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
     by_step = "The mean over the layers of a block, after each step of the recipe."
     held = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
     fraction = "The fraction of the weights of a layer that is zero."
     figures = [
-        _errors_by_layer(layers),
-        _lines("steps", "Error by block and step", by_step, errors, "mean error", log=True),
-        _lines("reconstruction", "Block error before and after reconstruction", held, tuned, "error", log=True),
-        _lines("zeros", "Zeros by layer", fraction, _by_role(layers, _percent), "% zeros"),
+        _lines("errors", "Error by layer", of_layer, by_layer, "error", log=True),
+        _lines("steps", "Error by block and step", by_step, {"": errors}, "mean error", log=True),
+        _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
+        _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, _percent)}, "% zeros"),
         _levels(layers),
         _tried(report.settings.get("allocation")),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
@@ -396,31 +414,11 @@ def place_of(name: str) -> tuple[str, str]:
     return name[: first.end()], NUMBER.sub("*", name[first.end() + 1 :]) or "layer"
 
 
-def _errors_by_layer(layers: Sequence[LayerReport]) -> Figure | None:
-    """A line for each role, for each step; the last step is shown first."""
-    traces, choices = [], {}
-    blocks = list(dict.fromkeys(map(_block, layers)))
-    for step in reversed(_steps_of(layers)):
-        errors = _grouped(_by_role(layers, partial(_error_after, step=step)))
-        lines = _line_traces({role: points for role, points in errors.items() if points}, blocks, log=True)
-        choices[f"after {step}"] = list(range(len(traces), len(traces) + len(lines)))
-        traces += lines
-    if not traces:
-        return None
-    caption = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
-    axes = {"xaxis": _block_axis(blocks), "yaxis": _log_axis("error", traces)}
-    return Figure("errors", "Error by layer", caption, traces, axes, choices if len(choices) > 1 else {})
-
-
 def _levels(layers: Sequence[LayerReport]) -> Figure | None:
     """Zeros as a map of blocks and roles, where patterns differ: how they were shared out."""
-    if len({layer.pattern for layer in layers}) < 2:
-        return None
-    zeros, blocks = _grouped(_by_role(layers, _percent)), list(dict.fromkeys(map(_block, layers)))
-    cells = [[points.get(block) for block in blocks] for points in zeros.values()]
-    trace = _heatmap(cells, "% zeros", x=_short(blocks), y=[*map(escape, zeros)])
-    layout = {"xaxis": _block_axis(blocks), "yaxis": {"autorange": "reversed"}}
-    return Figure("levels", "Allocation", "Zeros, in per cent, by block and kind of layer.", [trace], layout)
+    points = _by_role(layers, _percent) if len({layer.pattern for layer in layers}) > 1 else []
+    caption = "Zeros, in per cent, by block and kind of layer."
+    return _map("levels", "Allocation", caption, _grouped(points), _blocks(points), "% zeros")
 
 
 def _tried(allocation: object) -> Figure | None:
@@ -451,15 +449,9 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
         listed = re.search(r"\.experts\.(\d+)\.", layer.name)
         counts = {int(listed[1]): layer.tokens} if listed else dict(enumerate(layer.expert_tokens))
         points += [(expert, _block(layer), count) for expert, count in counts.items()]
-    if not points:
-        return None
-    tokens = sorted(_grouped(points, itemgetter(0)).items())  # all matrices of an expert got the same
-    blocks = list(dict.fromkeys(block for _, block, _ in points))
-    cells = [[counts.get(block) for block in blocks] for _, counts in tokens]
-    trace = _heatmap(cells, "tokens", x=_short(blocks), y=[str(expert) for expert, _ in tokens])
-    axis = {"title": {"text": "expert"}, "type": "category", "autorange": "reversed"}
-    layout = {"xaxis": _block_axis(blocks), "yaxis": axis}
-    return Figure("experts", "Tokens of experts", "Calibration tokens that were routed to each.", [trace], layout)
+    lines = dict(sorted(_grouped(points).items()))  # all matrices of an expert got the same
+    caption = "Calibration tokens that were routed to each."
+    return _map("experts", "Tokens of experts", caption, lines, _blocks(points), "tokens", "expert")
 
 
 def _mask_maps(masks: Mapping[str, Tensor], report: Report) -> Figure | None:
@@ -498,11 +490,9 @@ def _mask_maps(masks: Mapping[str, Tensor], report: Report) -> Figure | None:
 
 def compared_figures(runs: Runs) -> list[Figure]:
     """The figures of two runs beside each other."""
-    errors: list[Point] = [(title, "", None) for title, _ in runs]  # a run without values has its symbol all the same
-    tuned, zeros = [*errors], [*errors]
-    errors += [(title, _block(layer), _last(layer)) for title, report in runs for layer in report.layers]
-    zeros += [(title, _block(layer), _percent(layer)) for title, report in runs for layer in report.layers]
-    tuned += [(title, block.name, block.error_after) for title, report in runs for block in report.blocks]
+    errors: list[Point] = [(title, _block(layer), _last(layer)) for title, report in runs for layer in report.layers]
+    zeros = [(title, _block(layer), _percent(layer)) for title, report in runs for layer in report.layers]
+    tuned = [(title, block.name, block.error_after) for title, report in runs for block in report.blocks]
     spent = []
     for title, report in runs:
         spent += [(title, _block(layer), _seconds(layer)) for layer in report.layers]
@@ -510,10 +500,10 @@ def compared_figures(runs: Runs) -> list[Figure]:
     mean = "The mean over the layers of a block"
     held = "Of the output of a block, on calibration batches that it was not tuned on."
     figures = [
-        _lines("errors", "Error by block", f"{mean}, after the last step.", errors, "error", log=True),
+        _lines("errors", "Error by block", f"{mean}, after the last step.", {"": errors}, "error", log=True),
         _error_pairs(runs),
-        _lines("reconstruction", "Block error after reconstruction", held, tuned, "error", log=True),
-        _lines("zeros", "Zeros by block", f"{mean}.", zeros, "% zeros"),
+        _lines("reconstruction", "Block error after reconstruction", held, {"": tuned}, "error", log=True),
+        _lines("zeros", "Zeros by block", f"{mean}.", {"": zeros}, "% zeros"),
         _bars("Time by block", "Solving and reconstruction.", spent, "group"),
     ]
     return [figure for figure in figures if figure is not None]
@@ -581,17 +571,16 @@ def _by_role(layers: Sequence[LayerReport], value: Callable[[LayerReport], float
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _blocks(points: Iterable[Point]) -> list[str]:
+    return list(dict.fromkeys(block for _, block, _ in points))
 
 
-def _grouped(points: Iterable[Point], combined: Callable[[list[float]], float] = _mean) -> dict[Any, dict[str, float]]:
+def _grouped(points: Iterable[Point], combined: Callable[[list[float]], float] = fmean) -> dict[Any, dict[str, float]]:
     """Line -> block -> the mean, or what else ``combined`` makes, of the values that are known."""
     known: dict[Any, dict[str, list[float]]] = {}
     for line, block, value in points:
-        blocks = known.setdefault(line, {})
         if value is not None:
-            blocks.setdefault(block, []).append(value)
+            known.setdefault(line, {}).setdefault(block, []).append(value)
     return {line: {block: combined(values) for block, values in blocks.items()} for line, blocks in known.items()}
 
 
@@ -599,27 +588,28 @@ def _grouped(points: Iterable[Point], combined: Callable[[list[float]], float] =
 
 
 def _lines(
-    key: str, title: str, caption: str, points: Sequence[Point], measure: str, *, log: bool = False
+    key: str, title: str, caption: str, choices: Mapping[str, Sequence[Point]], measure: str, *, log: bool = False
 ) -> Figure | None:
-    """A line of means over the blocks for each line of the points; None without any value."""
-    blocks = list(dict.fromkeys(block for _, block, value in points if value is not None))
-    if not blocks:
-        return None
-    traces = _line_traces(_grouped(points), blocks, log)
-    axis = _log_axis(measure, traces) if log else {"title": {"text": measure}, "rangemode": "tozero"}
-    return Figure(key, title, caption, traces, {"xaxis": _block_axis(blocks), "yaxis": axis})
+    """A line of means over the blocks for each line of the points of each choice; None without any value.
 
-
-def _line_traces(lines: Mapping[str, Mapping[str, float]], blocks: Sequence[str], log: bool) -> list[dict[str, Any]]:
-    """A line for each entry that has values. A value that a logarithmic scale has no place for is a gap."""
+    A value that a logarithmic scale has no place for is a gap.
+    """
+    blocks = _blocks(point for points in choices.values() for point in points)
     short = dict(zip(blocks, _short(blocks), strict=True))
-    traces = []
-    for number, (name, values) in enumerate(lines.items()):
-        if values:
+    traces: list[dict[str, Any]] = []
+    drawn: dict[str, list[int]] = {}
+    for choice, points in choices.items():
+        lines = _grouped(points)
+        drawn[choice] = list(range(len(traces), len(traces) + len(lines)))
+        for number, (name, values) in enumerate(lines.items()):
             shown = [None if log and value <= 0 else float(f"{value:.6g}") for value in values.values()]
             trace = _points(name, number, [short[block] for block in values], shown)
             traces.append({**trace, "mode": "lines+markers"})
-    return traces
+    if not traces:
+        return None
+    axis = _log_axis(measure, traces) if log else {"title": {"text": measure}, "rangemode": "tozero"}
+    layout = {"xaxis": _block_axis(blocks), "yaxis": axis}
+    return Figure(key, title, caption, traces, layout, drawn if len(drawn) > 1 else {})
 
 
 def _points(name: str, number: int, x: list[Any], y: list[Any]) -> dict[str, Any]:
@@ -631,13 +621,31 @@ def _bars(title: str, caption: str, points: Sequence[Point], mode: str) -> Figur
     """The seconds of each block, stacked or in groups; None if no time was taken."""
     if not any(seconds for _, _, seconds in points):
         return None
-    blocks = list(dict.fromkeys(block for _, block, _ in points))
+    blocks = _blocks(points)
     traces = [
         {"type": "bar", "name": escape(name), "x": _short(blocks), "y": [round(spent.get(b, 0.0), 4) for b in blocks]}
         for name, spent in _grouped(points, sum).items()
     ]
     axis = {"title": {"text": "seconds"}, "rangemode": "tozero"}
     return Figure("seconds", title, caption, traces, {"barmode": mode, "xaxis": _block_axis(blocks), "yaxis": axis})
+
+
+def _map(
+    key: str,
+    title: str,
+    caption: str,
+    lines: Mapping[Any, Mapping[str, float]],
+    blocks: Sequence[str],
+    name: str,
+    of_lines: str = "",
+) -> Figure | None:
+    """A row of cells for each line, a column for each block; None without lines."""
+    if not lines:
+        return None
+    cells = [[values.get(block) for block in blocks] for values in lines.values()]
+    trace = _heatmap(cells, name, x=_short(blocks), y=[escape(str(line)) for line in lines])
+    axis = {"title": {"text": of_lines}, "type": "category", "autorange": "reversed"}
+    return Figure(key, title, caption, [trace], {"xaxis": _block_axis(blocks), "yaxis": axis})
 
 
 def _heatmap(cells: list[list[Any]], name: str, **more: Any) -> dict[str, Any]:

@@ -210,8 +210,14 @@ class Report(Printed):
     @property
     def sparsity(self) -> float:
         """Fraction pruned, over the pruned layers."""
-        size = sum(layer.size for layer in self.layers)
-        return sum(layer.zeros for layer in self.layers) / size if size else 0.0
+        pruned, _ = self.weights
+        return sum(layer.zeros for layer in self.layers) / pruned if pruned else 0.0
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """(weights of the pruned layers, weights of all matrices)."""
+        pruned = sum(layer.size for layer in self.layers)
+        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
@@ -280,8 +286,15 @@ class Report(Printed):
         reasons = {weight.name: weight.reason for weight in self.skipped}
         parts = [say(self.summary()), rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows)]
         if self.blocks:
+            errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]
+            columns = [
+                Column("error", errors, "range"),
+                Column("best epoch", [str(block.epoch) for block in self.blocks], "range"),
+                Column("seconds", [f"{block.seconds:.2f}" for block in self.blocks], "range", shared=False),
+                Column("notes", ["; ".join(block.notes) for block in self.blocks], "range", below=True),
+            ]
             blocks = [block.name for block in self.blocks]
-            parts.append(rows_of("reconstructed", blocks, _block_columns(self.blocks), all_rows=all_rows))
+            parts.append(rows_of("reconstructed", blocks, columns, all_rows=all_rows))
         if (tuned := self.distillation) is not None:
             divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} nats"
             said = f"distilled: KL from the dense model {divergences}, on calibration batches that it was not tuned on"
@@ -307,8 +320,7 @@ class Report(Printed):
         if "training" in self.settings:
             algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
             said[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {said[0]}"
-        pruned = sum(layer.size for layer in self.layers)
-        total = pruned + sum(math.prod(skipped.shape) for skipped in self.skipped)
+        pruned, total = self.weights
         if total > pruned:
             said.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
         spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
@@ -343,17 +355,6 @@ def _columns(layers: Sequence[LayerReport]) -> list[Column]:
         Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
         Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
         Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),
-    ]
-
-
-def _block_columns(blocks: Sequence[BlockReport]) -> list[Column]:
-    """The columns of the printed table of blocks, after the name."""
-    errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in blocks]
-    return [
-        Column("error", errors, "range"),
-        Column("best epoch", [str(block.epoch) for block in blocks], "range"),
-        Column("seconds", [f"{block.seconds:.2f}" for block in blocks], "range", shared=False),
-        Column("notes", ["; ".join(block.notes) for block in blocks], "range", below=True),
     ]
 
 

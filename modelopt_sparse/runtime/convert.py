@@ -3,9 +3,8 @@
 `semi_structured_report` says how each layer runs, in which bytes and times, and why the others stay dense.
 """
 
-import fnmatch
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,8 +18,8 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.plan.names import check_globs
-from modelopt_sparse.reports.fold import by_reason, first_few, table, unknown_option
+from modelopt_sparse.plan.names import check_globs, first_match
+from modelopt_sparse.reports.fold import by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
@@ -40,6 +39,7 @@ from modelopt_sparse.runtime.kernels import (
 )
 from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
 from modelopt_sparse.runtime.timing import TIMERS, Place, Timing, TimingCache, decide, time_layer, timing_key
+from modelopt_sparse.values import check_choice, check_number, is_whole
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
 SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
@@ -67,25 +67,23 @@ class Settings:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
         """Options as users write them: one glob or token count may stand for a tuple of them."""
-        known = [option.name for option in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise ValueError(unknown_option(key, known))
+        refuse_unknown(options, [option.name for option in fields(cls)])
         values = dict(options)
-        for key in ("include", "exclude"):
-            if values.get(key) is not None:
-                values[key] = (values[key],) if isinstance(values[key], str) else tuple(values[key])
-        if values.get("tune") is not None:
-            values["tune"] = _token_counts(values["tune"])
+        for key in ("include", "exclude", "tune"):
+            if (value := values.get(key)) is not None:
+                values[key] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         return cls(**values)
 
     def __post_init__(self) -> None:
-        for key, allowed in (("timing", TIMERS), ("quantize", (*FORMATS, None)), ("backend", (*BACKENDS, None))):
-            if (value := getattr(self, key)) not in allowed:
-                raise ValueError(f"{key} {value!r} is not known: allowed are {', '.join(map(str, allowed))}")
-        if not self.min_speedup > 0:
-            raise ValueError(f"min_speedup {self.min_speedup}: it must be above 0; 1.05 asks for 5 % more speed")
-        if self.tune is None:
+        check_choice("timing", self.timing, list(TIMERS))
+        check_choice("quantize", self.quantize, [*FORMATS, None])
+        check_choice("backend", self.backend, [*BACKENDS, None])
+        check_number("min_speedup", self.min_speedup, "(0, inf]")
+        if self.tune is not None:
+            if not self.tune or not all(is_whole(count, 1) for count in self.tune):
+                raise ValueError(f"tune={self.tune}: give token counts from 1, for example tune=(1, 64, 2048)")
+            object.__setattr__(self, "tune", tuple(sorted(set(self.tune))))
+        else:
             for key in ("keep_both", "cache"):
                 if getattr(self, key):
                     raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
@@ -96,14 +94,6 @@ class Settings:
     def packed_dtype(self) -> torch.dtype | None:
         """The 8-bit dtype that packed weights are quantized to, or None."""
         return None if self.quantize is None else FORMATS[self.quantize]
-
-
-def _token_counts(tune: Any) -> tuple[int, ...]:
-    counts: tuple[Any, ...] = tuple(tune) if isinstance(tune, Sequence) and not isinstance(tune, str) else (tune,)
-    wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
-    if wrong or not counts:
-        raise ValueError(f"tune {tune!r}: give token counts from 1, for example tune=(1, 64, 2048)")
-    return tuple(sorted(set(counts)))
 
 
 def _place(device: torch.device, settings: Settings) -> Place:
@@ -123,10 +113,8 @@ def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) ->
     except (RuntimeError, TypeError, ValueError):  # "auto", or several
         device = torch.device("cpu")
     if device.type != "cuda":
-        raise ValueError(
-            f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device, such as 'cuda:0'; for several, "
-            "load the model dense, export it and call to_semi_structured on it"
-        )
+        advice = "give 'cuda:0', or load the model dense, export it and call to_semi_structured"
+        raise ValueError(f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device: {advice}")
     if not torch.cuda.is_available():
         raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
     if device.index is None:
@@ -317,12 +305,6 @@ def semi_structured_report(model: nn.Module) -> SpeedReport:
     return speed_report
 
 
-def pack_onto(model: nn.Module, settings: Settings, place: Place) -> nn.Module:
-    """Pack a model that is on the CPU for another device, layer by layer, and then move the rest of it there."""
-    convert(model, settings, lambda _: place)
-    return model.to(place.device)
-
-
 # packing a model ------------------------------------------------------------------------------------------------------
 
 PlaceOf = Callable[[torch.device], Place | None]  # device of a weight -> where it is packed for; None: it is not packed
@@ -336,7 +318,11 @@ def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedRep
     """
     weights = list(_weights(model, settings, place_of))
     layers = [layer for _, layer in weights]
-    _check_asked_for(model, layers, settings)
+    names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
+    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
+    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
+    if refused:
+        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
     report = SpeedReport(
         layers=[replace(module.record, name=name) for name, module in _packed(model)],
         settings={key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
@@ -390,12 +376,9 @@ def _dense(name: str, weight: Tensor, reason: str) -> LayerSpeed:
 
 def _not_wanted(name: str, settings: Settings) -> str:
     """Why include and exclude leave a layer dense, or ""."""
-    for glob in settings.exclude:
-        if fnmatch.fnmatchcase(name, glob):
-            return f"excluded by {glob!r}"
-    if settings.include is not None and not any(fnmatch.fnmatchcase(name, glob) for glob in settings.include):
-        return "not in include"
-    return ""
+    if (glob := first_match(name, settings.exclude)) is not None:
+        return f"excluded by {glob!r}"
+    return "not in include" if settings.include is not None and first_match(name, settings.include) is None else ""
 
 
 def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -427,15 +410,6 @@ def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_o
         return f"dtype: its bias is {dtype_name(bias.dtype)}, its weight {dtype_name(weight.dtype)}"
     packed_dtype = settings.packed_dtype or weight.dtype
     return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
-
-
-def _check_asked_for(model: nn.Module, layers: Sequence[LayerSpeed], settings: Settings) -> None:
-    """Raise ValueError for globs that match nothing, and for layers that cannot be packed and must be."""
-    names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
-    check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
-    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
-    if refused:
-        raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:

@@ -15,7 +15,7 @@ Shape letters: R rows (out features), C columns (in features), G groups of four 
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -139,12 +139,11 @@ class CuSparseLt(Backend):
     def unpack(self, packed, metadata, columns):
         # the layout is not documented, so the weight is computed as W = (I W^T)^T: every sum has one nonzero term
         parts = []
-        out_dtype = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.bfloat16}.get(packed.dtype)
         for start in range(0, columns, UNPACKED_AT_ONCE):
             size = min(UNPACKED_AT_ONCE, columns - start)
             identity = torch.zeros(size, columns, dtype=torch.float16, device=packed.device)
             identity.diagonal(start).fill_(1)
-            product = self.multiply(packed, metadata, identity.to(packed.dtype), out_dtype=out_dtype)
+            product = self.multiply(packed, metadata, identity.to(packed.dtype), None, SUMS.get(packed.dtype))
             parts.append(product.t().to(packed.dtype))
         return torch.cat(parts, dim=1)
 
@@ -421,11 +420,11 @@ def product(
     if not choice.sparse:
         assert dense is not None
         return F.linear(x, dense, bias)
-    x = _operand(x, kernels.multiples(packed.dtype).tokens)
+    x = operand(x, kernels.multiples(packed.dtype).tokens)
     return kernels.multiply(packed, metadata, x, bias, out_dtype, choice.algorithm)[:tokens]
 
 
-def _operand(x: Tensor, multiple: int) -> Tensor:
+def operand(x: Tensor, multiple: int) -> Tensor:
     """x as the kernels require it: contiguous, aligned, and padded with rows of zeros to a multiple of ``multiple``."""
     missing = -x.shape[0] % multiple
     if missing:
@@ -451,13 +450,8 @@ def register_operators() -> None:
     gradient that leaves this layer out would be wrong.
     """
 
-    def product_24(*operands: Any) -> Tensor:
-        *others, choices = operands
-        return product(*others, choices=_choices(choices))
-
-    def linear_24(*operands: Any) -> Tensor:
-        *others, choices = operands
-        return multiply(*others, choices=_choices(choices))
+    def by_numbers(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *operands: function(*operands[:-1], choices=_choices(operands[-1]))
 
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
         why = "layers packed 2:4 are for inference and have no backward pass"
@@ -472,13 +466,13 @@ def register_operators() -> None:
         x, dense, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, None, dense, bias, None, None, None
 
-    bare = torch.library.custom_op("modelopt_sparse::product_24", product_24, mutates_args=(), schema=PRODUCT)
+    bare = torch.library.custom_op("modelopt_sparse::product_24", by_numbers(product), mutates_args=(), schema=PRODUCT)
     bare.register_fake(
         lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(
             x.shape[0], rows, dtype=SUMS.get(packed.dtype)
         )
     )
-    whole = torch.library.custom_op("modelopt_sparse::linear_24", linear_24, mutates_args=(), schema=LINEAR)
+    whole = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers(multiply), mutates_args=(), schema=LINEAR)
     whole.register_fake(
         lambda x, packed, metadata, scales, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows)
     )

@@ -26,6 +26,7 @@ from modelopt_sparse.runtime.kernels import (
     library_version,
     multiply,
     no_fp8,
+    operand,
     quantize_rows,
 )
 
@@ -160,8 +161,7 @@ def _algorithms(
 ) -> list[Algorithm]:
     """The algorithms worth timing for these inputs."""
     values, metadata = packed
-    missing = -x.shape[0] % backend.multiples(values.dtype).tokens
-    x = F.pad(x, (0, 0, 0, missing))
+    x = operand(x, backend.multiples(values.dtype).tokens)
     if scales is None:
         return backend.search(values, metadata, x, bias, None)
     return backend.search(values, metadata, quantize_rows(x, values.dtype)[0], None, SUMS[values.dtype])
@@ -222,8 +222,17 @@ class TimingCache:
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._timings: dict[str, dict[int, Timing]] = {}
-        if self.path is not None and self.path.exists():
-            self._timings = _read(self.path)
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if data["format"] != CACHE_FORMAT or data["format_version"] != CACHE_VERSION:
+                raise ValueError(f"format {data['format']!r}, version {data['format_version']!r}")
+            for key, listed in data["timings"].items():
+                self._timings[key] = {timing.tokens: timing for timing in map(Timing.from_dict, listed)}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"cache {str(path)!r} holds no timings of this version ({type(error).__name__}: {error})"
+            raise ValueError(f"{problem}: give another path") from None
 
     def get(self, key: str, tokens: Sequence[int]) -> list[Timing] | None:
         """The timings of these token counts; None if one of them is missing, as all counts are timed together."""
@@ -243,17 +252,3 @@ class TimingCache:
             partial_file.replace(self.path)
         finally:
             partial_file.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, dict[int, Timing]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != CACHE_FORMAT or data["format_version"] != CACHE_VERSION:
-            raise ValueError(f"format {data['format']!r}, version {data['format_version']!r}")
-        return {
-            key: {timing.tokens: timing for timing in map(Timing.from_dict, listed)}
-            for key, listed in data["timings"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"cache {str(path)!r} holds no timings of this version ({why}): give another path") from None

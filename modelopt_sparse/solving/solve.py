@@ -22,8 +22,8 @@ from modelopt_sparse.methods.base import Solution, Stats, masked_solution, outpu
 from modelopt_sparse.methods.patterns import NM, cut
 from modelopt_sparse.methods.refine import REFINE_DAMPING, refine
 from modelopt_sparse.methods.scores import GivenMask
+from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
-from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import StepReport
 

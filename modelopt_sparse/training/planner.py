@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.adapters import RowAdapter
-from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (

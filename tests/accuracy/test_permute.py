@@ -259,7 +259,7 @@ def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call, monkey
 
 
 def test_patterns_without_groups_are_refused():
-    with pytest.raises(ValueError, match=r"permute puts channels into better groups for N:M patterns"):
+    with pytest.raises(ValueError, match=r"permute is for N:M patterns"):
         mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
     with pytest.raises(ValueError, match="permute='yes': must be True or False"):
         mts.make_plan(tiny_llama(), "wanda", permute="yes")

@@ -390,8 +390,8 @@ def test_a_shard_that_is_broken_before_the_start(tmp_path, copied, damage):
 @pytest.mark.parametrize(
     ("damage", "when", "done", "text"),
     [
-        ("remove", "started.json", 0, "has gone since the run started ("),  # before the model is built
-        ("remove", "block-00001.json", 2, "has gone since the run started ("),
+        ("remove", "started.json", 0, "has changed since the run started: "),  # before the model is built
+        ("remove", "block-00001.json", 2, "has changed since the run started: "),
         ("truncate", "block-00001.json", 2, "has changed since the run started: "),
         ("flip", "block-00001.json", 2, "has changed since the run started: "),
     ],
@@ -406,7 +406,7 @@ def test_a_shard_that_is_broken_while_the_run_goes_on(world, target, copied, dam
     assert code == 1
     assert text in found["error"], found
     assert found["error"].split(": ")[1].startswith(f"'{shard}'")
-    assert "put back the file that the run was started with, and start it again with the same" in found["error"]
+    assert "put it back, and start the run again with the same" in found["error"]
     assert assert_plain(world, target) == done
     shard.write_bytes(whole)
     assert_goes_on(world, target, source=copied)

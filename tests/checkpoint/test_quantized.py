@@ -323,8 +323,8 @@ def test_blocks_that_do_not_fill_their_matrix_are_refused(tmp_path):
     assert set(shapes.values()) == {(192, 128), (2, 1)}
     with pytest.raises(
         ValueError,
-        match=r"would not dequantize all of it rightly: 'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' has shape "
-        r"\[192, 128\], no multiple of its blocks of \[128, 128\]",
+        match=r"would not dequantize all of it rightly: 'model.layers.0.self_attn.kv_a_proj_with_mqa.weight', F8_E4M3 "
+        r"\[192, 128\]",
     ):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
     assert not (tmp_path / "sparse.partial").exists()
@@ -340,15 +340,19 @@ def test_experts_that_transformers_cannot_dequantize_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"q_proj.weight_scale_inv": None}, r"'model.layers.0.self_attn.q_proj.weight' has no floating point"),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(2, 1)}, r"scales of shape \[2, 1\], not \[1, 1\]"),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(1)}, r"has shape \[128, 128\] and scales of shape \[1\]"),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"is U8, not float8_e4m3fn"),
-        ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"is I8, not float8_e4m3fn"),
-        ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks' has no scales beside it"),
-        ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales' has no blocks beside it"),
-        ("gpt-oss", {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)}, "blocks and scales do not fit"),
-        ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"is U8, and neither blocks nor scales"),
+        ("llama", {"q_proj.weight_scale_inv": None}, r"'model.layers.0.self_attn.q_proj.weight', F8_E4M3"),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(2, 1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
+        ("llama", {"q_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"q_proj.weight', F8_E4M3 "),
+        ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"q_proj.weight', I8 \[128, 128\]; "),
+        ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks', U8 "),
+        ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales', U8 "),
+        (
+            "gpt-oss",
+            {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)},
+            "gate_up_proj_blocks', U8 ",
+        ),
+        ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"q_proj.weight', U8 \[64, 64\]; "),
     ],
 )
 def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, change, message):
@@ -429,7 +433,7 @@ def test_a_model_of_fp8_linears_is_refused_by_name():
     model.config.quantization_config = {"quant_method": "fp8"}
     model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
     match = (
-        r"layer 'model.layers.1.mlp.up_proj' holds torch.float8_e4m3fn codes, this LlamaForCausalLM is quantized "
+        r"layer 'model.layers.1.mlp.up_proj' holds codes, this LlamaForCausalLM is quantized "
         r"\(fp8\): load the model dequantized, or exclude the layer"
     )
     with pytest.raises(ValueError, match=match):
@@ -445,7 +449,7 @@ def test_tensors_that_hide_codes_are_refused_by_name():
     model: Any = llama_of_whole_blocks()
     codes = CodedTensor(torch.ones(128, 128, dtype=torch.int8))
     model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(codes, requires_grad=False)
-    with pytest.raises(ValueError, match=r"layer 'model.layers.0.self_attn.q_proj' holds CodedTensor codes"):
+    with pytest.raises(ValueError, match=r"layer 'model.layers.0.self_attn.q_proj' holds codes"):
         mts.sparsify(model, "magnitude", progress=False)
 
 

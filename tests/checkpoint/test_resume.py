@@ -122,9 +122,9 @@ def other_config(source: Path) -> None:
     [
         ({"pattern": "1:4"}, ["layer model.layers.0.self_attn.q_proj: stopping 2:4 there, stopping 1:4 now"]),
         ({"seed": 7}, ["seed: 0 there, 7 now"]),
-        ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, none now"]),
+        ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, None now"]),
         ({"sequential": "none"}, ["sequential: block there, none now"]),
-        ({"enforce": False}, ["enforce: true there, false now"]),
+        ({"enforce": False}, ["enforce: True there, False now"]),
         ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 17 more"]),
         ({"dtype": torch.bfloat16}, ["dtype: auto there, torch.bfloat16 now"]),
         ({"method": "wanda"}, ["stopping 2:4 there, wanda 2:4 now"]),
@@ -347,7 +347,7 @@ def test_sources_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is quantized \(fp8\): give dequantize=True"):
         mts.sparsify_checkpoint(tmp_path / "quantized", target, "magnitude")
     (tmp_path / "pickled" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lacks 'model.safetensors': get the file again; .* save_pretrained"):
+    with pytest.raises(ValueError, match=r"lacks 'model.safetensors': get the file again, .* save_pretrained"):
         mts.sparsify_checkpoint(tmp_path / "pickled", target, "magnitude")
     assert not (tmp_path / "sparse.partial").exists()
     weights = load_file(source / "model.safetensors")

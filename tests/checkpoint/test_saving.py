@@ -252,7 +252,7 @@ def test_saving_to_a_relative_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["model.pth", "model.pt", "pytorch_model.bin", "model.pkl", "model.ckpt"])
 def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
     path = tmp_path / name
-    advice = f"looks like a pickle file.*give a folder, for example '{tmp_path / path.stem}'"
+    advice = "looks like a pickle file.*give a folder"
     with pytest.raises(ValueError, match=advice):
         mts.save(sparse("net"), path)
     assert list(tmp_path.iterdir()) == []

@@ -67,7 +67,7 @@ def test_a_source_that_carries_masks(tmp_path):
     """Their zeros would have to stay, and streaming reads weights alone."""
     model = mts.sparsify(MODELS["llama"](), "magnitude", pattern="2:4")
     mts.save(model, tmp_path / "sparse")
-    with pytest.raises(ValueError, match="21 of its layers carry masks, whose zeros stay") as caught:
+    with pytest.raises(ValueError, match="holds 21 masks") as caught:
         streamed(tmp_path / "sparse", tmp_path / "out", "magnitude", pattern="1:4")
     assert "replace=True" in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -46,7 +46,7 @@ def test_verify_uses_the_patterns_in_the_report(judged):
     assert "q_proj" not in found
 
 
-@pytest.mark.parametrize(("pattern", "where"), [("1:4", "groups of 4: 256"), ("75%", "matrices: 1")])
+@pytest.mark.parametrize(("pattern", "where"), [("1:4", "256 times"), ("75%", "1 times")])
 def test_verify_refuses_a_stricter_pattern(judged, pattern, where):
     wrong = rf"^14 of 14 layers do not hold their pattern: model\.[\w.]*: more nonzeros than [^;]* \({where}\);"
     with pytest.raises(ValueError, match=wrong):
@@ -64,7 +64,7 @@ def test_verify_counts_an_unstructured_pattern_in_the_scope_that_it_was_made_wit
     mts.sparsify(model, "magnitude", pattern=mts.Unstructured(0.5, scope="row"))
     assert int((model[0].weight == 0).sum()) == 8
     mts.verify(model, "50%")
-    with pytest.raises(ValueError, match=r"0: more nonzeros than 50% per matrix allows \(matrices: 1\)"):
+    with pytest.raises(ValueError, match=r"0: more nonzeros than 50% per matrix allows, .* \(1 times\)"):
         mts.verify(model, "50% per matrix")
 
 
@@ -77,9 +77,7 @@ def test_verify_finds_a_single_nonzero_too_many(name, tmp_path):
     place = tuple((weight == 0).nonzero()[5])
     with torch.no_grad():
         weight[place] = 1e-30
-    problem = (
-        rf"1 of {PRUNED[name]} layers do not hold their pattern: {key}: more nonzeros than 2:4 .*\(groups of 4: 1\)"
-    )
+    problem = rf"1 of {PRUNED[name]} layers do not hold their pattern: {key}: more nonzeros than 2:4 .*\(1 times\)"
     with pytest.raises(ValueError, match=problem):
         mts.verify(model, "2:4")
     model.save_pretrained(tmp_path / "out")
@@ -94,7 +92,7 @@ def test_verify_takes_negative_zero_for_a_nonzero(name):
     weight = model.get_parameter(f"{layer}.weight")
     with torch.no_grad():
         weight[tuple((weight == 0).nonzero()[3])] = -0.0
-    problem = rf"{layer}: more nonzeros than 2:4 allows, with -0.0 counted as one \(groups of 4: 1\)"
+    problem = rf"{layer}: more nonzeros than 2:4 allows, where -0.0 counts as one \(1 times\)"
     with pytest.raises(ValueError, match=problem):
         mts.verify(model, "2:4")
 
@@ -141,7 +139,7 @@ def test_verify_of_weights_that_disagree_with_their_mask():
 def test_verify_of_a_mask_that_lets_more_grow_than_the_pattern_allows(judged):
     model = sparse("llama")
     mts.set_mask(model, WEIGHT, torch.ones(32, 32, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"q_proj: more entries kept by the mask than 2:4 allows \(groups of 4: 256\)"):
+    with pytest.raises(ValueError, match=r"q_proj: more entries kept by the mask than 2:4 allows \(256 times\)"):
         judged(model)
 
 

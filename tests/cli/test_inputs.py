@@ -209,7 +209,7 @@ def test_dtype(run, work, tmp_path, dtype):
         ("eval {llama}", "nothing to measure: give --data FILE, for perplexity, or --tasks A,B"),
         ("eval {llama} --tasks , --task-folder no", "no task is named: give names of lm-evaluation-harness"),
         ("eval {llama} --tasks x --task-folder no/where", "task_folder 'no/where' is not a folder"),
-        ("eval {llama} --tasks x --limit 0", "limit=0: must be a whole number of at least 1"),
+        ("eval {llama} --tasks x --limit 0", "limit=0: must be a positive whole number"),
         ("eval no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),

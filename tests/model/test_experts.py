@@ -417,7 +417,7 @@ def test_only_the_gram_matrices_of_the_experts_being_solved_are_alive():
 
 
 def test_a_memory_limit_that_leaves_no_room_for_one_expert_is_refused_before_any_work():
-    with pytest.raises(ValueError, match=r"one expert take 81,920 bytes, more than memory_limit=81,919: raise it"):
+    with pytest.raises(ValueError, match=r"one expert takes 81,920 bytes, more than memory_limit=81,919: raise it"):
         mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit=81_919)
     with pytest.raises(ValueError, match="memory_limit='much': give bytes, or a number with a unit, such as '16GB'"):
         mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="much")

@@ -172,5 +172,5 @@ def test_rules_in_the_mode_list_and_beside_it_are_refused(where):
 
 
 def test_class_rules_do_not_go_with_a_finished_config():
-    with pytest.raises(TypeError, match="goes with a mapping as config, not with a SparsifyConfig"):
+    with pytest.raises(TypeError, match="go with a mapping as config, not a SparsifyConfig"):
         resolve_method([("sparsegpt", {"nn.Linear": {}})], SparsifyConfig())
