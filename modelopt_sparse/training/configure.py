@@ -31,7 +31,7 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.reports.fold import nearest, unknown_option
+from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
@@ -192,9 +192,7 @@ def configure_sparse_ift(
     if not isinstance(section, Mapping):
         raise ValueError(f"{config!r} holds no section {IFT!r} that is a mapping such as {{sparsity: 0.75}}")
     options = dict(section)
-    for key in options:
-        if key not in IFT_OPTIONS:
-            raise ValueError(f"{IFT}: {unknown_option(key, IFT_OPTIONS)}")
+    refuse_unknown(options, IFT_OPTIONS, f"{IFT}: ")
     if options.get("activation") is not None:
         activation = getattr(nn, str(options["activation"]), None)
         if not (inspect.isclass(activation) and issubclass(activation, nn.Module)):
