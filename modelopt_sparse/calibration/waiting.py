@@ -8,12 +8,15 @@ Calls that are under way at the same time compute what they would compute one af
 blocks keep something from one call to the next. `try_waiting` tries that before anything is changed.
 """
 
+import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -41,7 +44,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.memory import activation_copies
 
-CANDIDATES = 4  # tensors of one shape that a new one is compared with, newest first
+CANDIDATES = 4  # newest tensors of one shape that another one is compared with
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,22 @@ class NumberedCall:
     number: int
     call: Call
     masks: TokenMasks
+
+
+@dataclass
+class Memory:
+    """Of a call: ``held``, by id, the tensors that are where they are to be held; ``shared``, those that have their
+    memory in common with other calls', and how often they had been written to."""
+
+    held: dict[int, ref[Tensor]] = field(default_factory=dict)
+    shared: list[tuple[ref[Tensor], int]] = field(default_factory=list)
+
+    def holds(self, x: Tensor) -> bool:
+        return id(x) in self.held and self.held[id(x)]() is x
+
+    def is_written(self) -> bool:
+        """Whether one of the shared tensors has been written to."""
+        return any((x := shared()) is not None and version(x) != before for shared, before in self.shared)
 
 
 class WaitingCall(greenlet):
@@ -64,6 +83,7 @@ class WaitingCall(greenlet):
         self.args: tuple = ()
         self.kwargs: dict[str, Any] = {}
         self.state: tuple = ()
+        self.memory = Memory()
 
     def go_on(self, see: Callable[[nn.Module, tuple, dict], None] | None = None) -> None:
         """Run on to the next block, or to the end. ``see`` gets the block and its arguments first.
@@ -102,7 +122,8 @@ class WaitingCalls:
         self.run, self.calls = run, [WaitingCall(run, call) for call in calls]
         self._blocks = blocks
         self._hooks = ExitStack()
-        self._outputs: dict[tuple, list[Tensor]] = {}
+        self._newest: dict[tuple, deque[ref[Tensor]]] = {}
+        self._not_ours: set[int] = set()
 
     def start(self, random: Mapping[int, Tensor] | None = None) -> None:
         """Let each call come to its first block. ``random``: number of a call -> the state of the random numbers that
@@ -116,6 +137,8 @@ class WaitingCalls:
             # before all other hooks: a block is loaded when it runs, not when a call comes to it
             hooks.enter_context(block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             hooks.enter_context(block.register_forward_hook(self._after))
+        of_user = flat_tensors([(call.numbered.call.args, call.numbered.call.kwargs) for call in self.calls])
+        self._not_ours = {id(x) for x in (*run.model.parameters(), *run.model.buffers(), *of_user)}
         with forward_context(run):
             for call in self.calls:
                 call.gr_context = copy_context()
@@ -138,42 +161,66 @@ class WaitingCalls:
         if self.calls:
             offload_again(self.run.model)
         self.calls = []
-        self._outputs.clear()
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Let the call wait. Tensors that its frames hold are moved into a file with spill, and what equals a tensor of
+        another call (masks, rotary tables, positions) is held once."""
         call = self._current()
         if call is None:
             return None
-        if self.run.storage.spills:
-            for x in flat_tensors((args, kwargs)):
-                self._spill(x)
+        if call.memory.is_written():
+            raise RuntimeError(
+                f"batch {call.numbered.number}: the model writes to a tensor that is the same in several calls; "
+                "give each batch once"
+            )
+        hidden = next(iter(flat_tensors((args, kwargs))), None)
+        frames = tensors_of_frames()
+        for x in frames:
+            plain = type(x) is Tensor and x.layout == torch.strided and id(x) not in self._not_ours
+            if plain and not call.memory.holds(x):
+                self._hold(x, call.memory, share=x is not hidden, in_place=True)
+        call.memory.held = {id(x): ref(x) for x in frames}
         return call.wait(block, args, kwargs)
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """The output as the model will hold it: in a file with spill. What equals an output of another call (such as
-        T5's position bias) is held once. Hidden states come first, and are not compared."""
-        if self._current() is None or not isinstance(output, (Tensor, tuple)):
+        """The output of a block, as the model will hold it: it may be a view of more (T5's position bias)."""
+        call = self._current()
+        if call is None or not isinstance(output, (Tensor, tuple)):
             return None
-        first = next(iter(flat_tensors(output)), None)
-        return map_tensors(lambda x: self.run.storage.hold_activations(x) if x is first else self._once(x), output)
+        hidden, memory = next(iter(flat_tensors(output)), None), call.memory
+        return map_tensors(lambda x: self._hold(x, memory, share=x is not hidden, in_place=False), output)
 
     def _current(self) -> WaitingCall | None:
         """The call of these that runs now; None outside of them."""
         call = getcurrent()
         return call if isinstance(call, WaitingCall) and call in self.calls else None
 
-    def _once(self, x: Tensor) -> Tensor:
-        alike = self._outputs.setdefault((x.shape, x.dtype, x.device, x.stride()), [])
-        twin = next((y for y in reversed(alike[-CANDIDATES:]) if y is x or torch.equal(x, y)), None)
-        if twin is None:
-            twin = self.run.storage.hold_activations(x)
-            alike.append(twin)
-        return twin
+    def _hold(self, x: Tensor, memory: Memory, *, share: bool, in_place: bool) -> Tensor:
+        """The same values, where they are to be held; ``in_place``: the same tensor, wherever the model holds it.
+        Hidden states are not shared: models may write to them."""
+        alike = self._newest.setdefault((x.shape, x.dtype, x.device, x.stride()), deque(maxlen=CANDIDATES))
+        known = [y for newest in alike if share and (y := newest()) is not None]
+        if any(x.data_ptr() == y.data_ptr() for y in known):
+            return x
+        twin = next((y for y in known if torch.equal(x, y)), None)
+        held = self.run.storage.hold_activations(x) if twin is None else twin
+        if in_place and held is not x:
+            held = x.set_(held.untyped_storage(), held.storage_offset(), held.shape, held.stride())
+        if twin is not None:
+            memory.shared += [(ref(y), version(y)) for y in (held, twin)]
+        if share:
+            alike.append(ref(held))
+        memory.held[id(held)] = ref(held)
+        return held
 
-    def _spill(self, x: Tensor) -> None:
-        """Move the memory of a tensor to a file, wherever the model holds the tensor."""
-        if x.untyped_storage().filename is None and (held := self.run.storage.hold_activations(x)) is not x:
-            x.set_(held.untyped_storage(), held.storage_offset(), held.shape, held.stride())
+
+def tensors_of_frames() -> list[Tensor]:
+    """All tensors in local variables of the caller and of what has called it, each once."""
+    frame, tensors = inspect.currentframe(), {}
+    while frame is not None:
+        tensors |= {id(x): x for x in flat_tensors(list(frame.f_locals.values()))}
+        frame = frame.f_back
+    return list(tensors.values())
 
 
 def thread_state() -> tuple:

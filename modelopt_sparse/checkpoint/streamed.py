@@ -380,9 +380,9 @@ def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, 
 def spilled(x: Tensor, folder: Path) -> Tensor:
     """A copy of a dense tensor on the CPU, of the same layout, in a file in ``folder``.
 
-    The file is gone when the tensor is. An empty tensor, or one on another device, is returned as it is.
+    The file is gone when the tensor is. A tensor that is empty, on another device or in a file is returned as it is.
     """
-    if x.device.type != "cpu" or not x.numel():
+    if x.device.type != "cpu" or not x.numel() or x.untyped_storage().filename is not None:
         return x
     dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
     flat = dense.as_strided((dense.numel(),), (1,))

@@ -52,9 +52,10 @@ def version(x: Tensor) -> int:
 
 def flat_tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings, in order."""
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value)
-    return tensors
+    if isinstance(value, Tensor):
+        return [value]
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [x for entry in entries for x in flat_tensors(entry)]
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.waiting import WaitingCall, thread_state
 from tests.calibration.collecting import collected
+from tests.checkpoint.streams import batches, saved
 from tests.helpers import tiny_llama, token_batches
 from tests.models.stacked import STACKED, Stacked, vectors
+from tests.models.tiny import tiny_t5
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -142,3 +144,81 @@ def test_calls_are_ended_in_the_reverse_order_of_their_beginning():
     mts.sparsify(Entering(), data_loader=vectors(), min_tokens=1, progress=False)
     assert len(in_order) == 3 + 2 + 3  # in the dense run, for all are of other shapes; in the check; in the run itself
     assert all(in_order)
+
+
+class Positioned(Stacked):
+    """Adds positions, or something of the batch, to the input of each block; before the last one they change."""
+
+    def __init__(self, *, in_place: bool = False, of_batch: bool = False) -> None:
+        super().__init__()
+        self.in_place, self.of_batch = in_place, of_batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = x.cos() if self.of_batch else torch.linspace(-1, 1, 6 * 16).view(6, 16).cos()
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                positions = positions.add_(x) if self.in_place else positions + x
+            x = block(x + positions)
+        return self.head(x)
+
+
+def storages_of_waiting_calls(count: int) -> list[dict[str, tuple[int, bool]]]:
+    """Of each of ``count`` calls that wait: name -> the memory of a tensor in its frames, and whether it is a file."""
+    calls = [call for call in waiting() if call.block is not None]
+    if len(calls) != count:
+        return []
+    of_calls = []
+    for call in calls:
+        frame, of_call = call.gr_frame, {}
+        while frame is not None:
+            for name, x in frame.f_locals.items():
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    of_call[f"{frame.f_code.co_name}.{name}"] = (x.data_ptr(), x.untyped_storage().filename is not None)
+            frame = frame.f_back
+        of_calls.append(of_call)
+    return of_calls
+
+
+def test_what_is_the_same_in_all_calls_is_held_once():
+    """Positions, which no block is called with; and hidden states never, although two batches are equal."""
+    model, seen = Positioned(), []
+    batches = [torch.randn(6, 16), torch.randn(6, 16), torch.randn(6, 16)]
+    model.blocks[1].register_forward_hook(lambda *_: seen.append(storages_of_waiting_calls(4)))
+    mts.sparsify(model, data_loader=[*batches, batches[0]], min_tokens=1, progress=False)
+    of_calls = next(of_calls for of_calls in seen if of_calls)
+    assert len({of_call["forward.positions"] for of_call in of_calls}) == 1
+    assert len({of_call["forward.x"] for of_call in of_calls}) == 4
+
+
+def test_a_model_that_writes_to_what_calls_have_in_common_is_never_calibrated_wrongly():
+    """The check finds it out. What only batches that it does not run have in common, is an error later."""
+    data = [torch.randn(6, 16) for _ in range(4)]
+    options = {"min_tokens": 1, "progress": False}
+    with pytest.warns(UserWarning, match="the model writes to a tensor that is the same in several calls"):
+        model = mts.sparsify(Positioned(in_place=True), data_loader=data, **options)
+    expected = mts.sparsify(Positioned(), data_loader=data, **options)
+    for name, weight in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), weight)
+    with pytest.raises(ValueError, match=r"batch 3: .* give each batch once"):
+        mts.sparsify(Positioned(in_place=True, of_batch=True), data_loader=[*data[:3], data[2]], **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_spill_leaves_nothing_of_a_waiting_call_in_memory(tmp_path, name):
+    """Embeddings, masks, rotary tables and position biases are in files as hidden states are."""
+    source, found = saved(tmp_path / "dense", {"llama": tiny_llama, "t5": tiny_t5}[name]), []
+
+    def look(module: nn.Module, *_: object) -> None:
+        if type(module).__name__ in ("LlamaDecoderLayer", "T5Block"):
+            found.extend(storages_of_waiting_calls(len(data)))
+
+    data = batches(name)
+    hook = nn.modules.module.register_module_forward_hook(look)
+    try:
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", data_loader=data, spill=True, progress=False)
+    finally:
+        hook.remove()
+    tensors = {key: in_file for of_call in found for key, (_, in_file) in of_call.items() if not key.startswith("look")}
+    assert {"forward.inputs_embeds", "forward.hidden_states"} <= tensors.keys()
+    assert [key for key, in_file in tensors.items() if not in_file] == []
