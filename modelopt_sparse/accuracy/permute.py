@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.blocks import BlockTask
-from modelopt_sparse.calibration.collect import sum_up
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.inputs import AtBlock, Inputs
+from modelopt_sparse.calibration.inputs import AtBlock, Inputs, sum_up
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector
 from modelopt_sparse.methods.base import Stats

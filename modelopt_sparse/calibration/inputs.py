@@ -1,8 +1,11 @@
-"""How the inputs of layers are collected: block by block, through the whole model, or not at all."""
+"""How the inputs of layers are collected: block by block, through the whole model, or not at all; and summed up, as
+their methods need them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +20,25 @@ from modelopt_sparse.calibration.forward import (
     watched_outputs,
 )
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.sums import SumsOfAllProcesses
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import (
+    ROWS,
+    Collector,
+    DeferredStats,
+    Groups,
+    SharedInput,
+    SumsOfAllProcesses,
+    few,
+    fill,
+    filled,
+    pooled,
+    says_nothing,
+    warn_of_few_tokens,
+    without_data,
+    without_silent_experts,
+)
 from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls, held_bytes
+from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.plan import LayerPlan
 
@@ -226,3 +246,123 @@ class AtBlock(Inputs):
                 for goal, output in zip(goals, watched_outputs(run, modules, hold)):
                     goal.append(output)
         return goals
+
+
+# the statistics of layers' inputs -------------------------------------------------------------------------------------
+
+
+def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_pass: bool = True) -> list[SharedInput]:
+    """The layers by shared input, each with its statistics; the same in all processes.
+
+    With ``sequential="none"`` the calls go on through the dense block, in the same pass if it takes ``one_pass``.
+    Inputs that are all zero, or too small for the sums, are no data. Raises ValueError for a layer that saw no data,
+    or data that is not finite.
+    """
+    goes_on = run.config.sequential == "none" and inputs.blockwise
+    if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
+        return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
+    at_once = goes_on and one_pass
+    groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
+    saw = {name: stats for names, stats in groups for name in names}
+    groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
+    if goes_on and not at_once:
+        inputs.advance()
+    for names, stats in groups:
+        if not torch.isfinite(stats.square_sums).all():
+            raise ValueError(
+                f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
+                "before it are sparse; run the model in bfloat16 or float32"
+            )
+    groups = [(names, stats) for names, stats in groups if not says_nothing(stats.square_sums).all()]
+    groups = _with_listed_experts(layer_plans, groups, run)
+    seen = {name for names, _ in groups for name in names}
+    unseen = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
+    for layer_plan in unseen:
+        if layer_plan.needs != "nothing":
+            now = ", now that the layers before it are sparse"
+            raise ValueError(without_data(layer_plan.name, saw.get(layer_plan.name), now))
+    shared = []
+    for names, stats in groups:
+        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        shared.append(SharedInput(own, stats))
+        if any(layer_plan.needs != "nothing" for layer_plan in own):
+            warn_of_few_tokens(own[0].name, stats, run.report)
+    return [*shared, *(SharedInput([layer_plan], None) for layer_plan in unseen)]
+
+
+def sum_up(
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, go_on: bool = False
+) -> Groups:
+    """What the ``collector`` sums up over all calls of all processes. If layers share an input in some calls only, each
+    sums for itself in another pass; raises ValueError if the calls ``go_on``, so that there is none."""
+    sums = SumsOfAllProcesses(collector, run)
+    inputs.collect(layer_plans, collector.see, sums, go_on=go_on)
+    groups = sums.groups()
+    if groups is None:
+        if go_on:
+            raise ValueError(
+                f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
+                "others, which sequential='none' cannot sum up: give sequential='block'"
+            )
+        return sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
+    place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
+    return sorted(groups, key=lambda group: place[group[0][0]])
+
+
+def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:
+    needs = {
+        layer_plan.name: ROWS if layer_plan.needs == "gram" and layer_plan.at_once is not None else layer_plan.needs
+        for layer_plan in layer_plans
+    }
+    return Collector(needs=needs, share=share, all_tokens=all_tokens)
+
+
+def _with_few_tokens(
+    layer_plans: Sequence[LayerPlan], inputs: Inputs, names: list[str], stats: Stats | DeferredStats, run: Run
+) -> Stats | DeferredStats:
+    """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more pass."""
+    config, stats = run.config, without_silent_experts(stats)
+    if not stats.tokens or not (experts := few(stats, config.min_tokens)):
+        return stats
+    everyone = None
+    if config.experts == "all_tokens":
+        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        ((_, everyone),) = sum_up(own, inputs, _collector(own, share=False, all_tokens=experts), run)
+    if isinstance(stats, DeferredStats):
+        assert not isinstance(everyone, Stats)
+        return replace(stats, minimum=config.min_tokens, how=config.experts, everyone=everyone)
+    assert not isinstance(everyone, DeferredStats)
+    return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
+
+
+def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: Run) -> Groups:
+    """The same for experts that are modules in a list, which come last.
+
+    Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
+    their whole mixture. A layer whose mixture got nothing at all is left out.
+    """
+    minimum, how = run.config.min_tokens, run.config.experts
+    mixture_of = {
+        layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
+        for layer_plan in layer_plans
+        if layer_plan.layer.mixture is not None and layer_plan.needs != "nothing"
+    }
+    pools: dict[Any, Stats] = {}
+    unheard = dict(mixture_of)
+    for names, stats in groups:
+        for name in names:
+            if (mixture := unheard.pop(name, None)) is not None and isinstance(stats, Stats):
+                pools[mixture] = pools[mixture] + stats if mixture in pools else stats
+    result = sorted(groups, key=lambda group: not mixture_of.keys().isdisjoint(group[0]))
+    for name, mixture in unheard.items():
+        if mixture in pools:
+            pool = pools[mixture]
+            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
+            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    for place, (names, stats) in enumerate(result):
+        mixture = next((mixture_of[name] for name in names if name in mixture_of), None)
+        if mixture is not None and isinstance(stats, Stats) and stats.tokens < minimum:
+            own = deepcopy(stats)  # a pool may be the same object
+            fill(own, minimum, how, pools[mixture], None)
+            result[place] = (names, own)
+    return result

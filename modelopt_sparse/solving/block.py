@@ -11,7 +11,7 @@ from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
-from modelopt_sparse.calibration.collect import collect
+from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.solving.attach import attach

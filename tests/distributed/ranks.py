@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
-from modelopt_sparse.calibration.collect import collect
+from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
