@@ -403,7 +403,7 @@ def test_migration_page_names_all_that_is_translated_or_refused():
 
 
 def test_the_guides_file_name_is_refused_with_the_folder_to_use():
-    with pytest.raises(ValueError, match=r"pickle.*give a folder, for example 'modelopt_sparse_model'"):
+    with pytest.raises(ValueError, match=r"'modelopt_sparse_model.pth' looks like a pickle file.*give a folder"):
         mts.save(tiny_llama(), "modelopt_sparse_model.pth")
 
 

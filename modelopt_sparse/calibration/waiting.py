@@ -83,7 +83,6 @@ class WaitingCall(greenlet):
         self.args: tuple = ()
         self.kwargs: dict[str, Any] = {}
         self.state: tuple = ()
-        self.memory = Memory()
 
     def go_on(self, see: Callable[[nn.Module, tuple, dict], None] | None = None) -> None:
         """Run on to the next block, or to the end. ``see`` gets the block and its arguments first.
@@ -122,6 +121,7 @@ class WaitingCalls:
         self.run, self.calls = run, [WaitingCall(run, call) for call in calls]
         self._blocks = blocks
         self._hooks = ExitStack()
+        self._memory = {call: Memory() for call in self.calls}
         self._newest: dict[tuple, deque[ref[Tensor]]] = {}
         self._not_ours: set[int] = set()
 
@@ -161,6 +161,7 @@ class WaitingCalls:
         if self.calls:
             offload_again(self.run.model)
         self.calls = []
+        self._memory.clear()
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Let the call wait. Tensors that its frames hold are moved into a file with spill, and what equals a tensor of
@@ -168,7 +169,8 @@ class WaitingCalls:
         call = self._current()
         if call is None:
             return None
-        if call.memory.is_written():
+        memory = self._memory[call]
+        if memory.is_written():
             raise RuntimeError(
                 f"batch {call.numbered.number}: the model writes to a tensor that is the same in several calls; "
                 "give each batch once"
@@ -176,10 +178,11 @@ class WaitingCalls:
         hidden = next(iter(flat_tensors((args, kwargs))), None)
         frames = tensors_of_frames()
         for x in frames:
-            plain = type(x) is Tensor and x.layout == torch.strided and id(x) not in self._not_ours
-            if plain and not call.memory.holds(x):
-                self._hold(x, call.memory, share=x is not hidden, in_place=True)
-        call.memory.held = {id(x): ref(x) for x in frames}
+            # a view's memory stays as long as the tensor that it is a view of
+            plain = type(x) is Tensor and x.layout == torch.strided and not x._is_view()
+            if plain and id(x) not in self._not_ours and not memory.holds(x):
+                self._hold(x, memory, share=x is not hidden, in_place=True)
+        memory.held = {id(x): ref(x) for x in frames}
         return call.wait(block, args, kwargs)
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
@@ -187,7 +190,7 @@ class WaitingCalls:
         call = self._current()
         if call is None or not isinstance(output, (Tensor, tuple)):
             return None
-        hidden, memory = next(iter(flat_tensors(output)), None), call.memory
+        hidden, memory = next(iter(flat_tensors(output)), None), self._memory[call]
         return map_tensors(lambda x: self._hold(x, memory, share=x is not hidden, in_place=False), output)
 
     def _current(self) -> WaitingCall | None:

@@ -127,7 +127,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     assert all(map(is_data_set, ("wikitext2", "org/set", "org/set:en:train[:10%]", "org/a.b-c")))
     others = ("here", "calib.txt", "rows.jsonl", "two words", "", "/abs/path", "./x", "a/b/c", "line\n", "../x")
     assert not any(map(is_data_set, others))
-    with pytest.raises(TypeError, match=r"no name of a data set .* give Path\('two words'\) for a file"):
+    with pytest.raises(TypeError, match=r"'two words' is no name of a data set .* give a Path for a file"):
         SparsifyConfig(data="two words", tokenizer=object())
 
 

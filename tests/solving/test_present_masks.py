@@ -38,13 +38,13 @@ def zeros_of_groups(pattern: NM | Unstructured, within: Tensor) -> Tensor:
 def test_fewer_zeros_than_the_mask_has_are_refused():
     """The defect: 2:4 first, 25% then; the report said 25% and the weight had 50%."""
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
-    parts = ["model.layers.0.self_attn.q_proj", "50.00%", "25% per matrix", "25.00%", "replace=True"]
+    parts = ["model.layers.0.self_attn.q_proj", "50.00%", "25% per matrix", "replace=True"]
     refused(mts.sparsify, model, "magnitude", pattern="25%", parts=parts)
     refused(mts.make_plan, model, "magnitude", pattern="25%", parts=parts)
-    refused(mts.sparsify, model, "sparsegpt", **DATA, pattern="3:4", parts=["50.00%", "3:4", "25.00%"])
+    refused(mts.sparsify, model, "sparsegpt", **DATA, pattern="3:4", parts=["50.00%", "3:4"])
     # a layer that stays as it is has no level to be below of
     mts.sparsify(model, "magnitude", pattern="2:4", rules={"*.up_proj": {"pattern": "1:4"}, "*.q_proj": None})
-    refused(mts.sparsify, model, "magnitude", pattern="2:4", parts=["up_proj", "75.00%", "50.00%"])
+    refused(mts.sparsify, model, "magnitude", pattern="2:4", parts=["up_proj", "75.00%", "2:4"])
 
 
 STEPS: dict[str, dict[str, Any]] = {
