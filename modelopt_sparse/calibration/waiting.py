@@ -58,14 +58,15 @@ class NumberedCall:
 
 @dataclass
 class Memory:
-    """Of a call: ``held``, by id, the tensors that are where they are to be held; ``shared``, those that have their
-    memory in common with other calls', and how often they had been written to."""
+    """Of a call: ``held``, the tensors that are where they are to be held; ``shared``, those that have their memory in
+    common with other calls', and how often they have been written to. Both as far as they are alive."""
 
-    held: dict[int, ref[Tensor]] = field(default_factory=dict)
+    held: list[ref[Tensor]] = field(default_factory=list)
     shared: list[tuple[ref[Tensor], int]] = field(default_factory=list)
 
-    def holds(self, x: Tensor) -> bool:
-        return id(x) in self.held and self.held[id(x)]() is x
+    def storages(self) -> set[int]:
+        """Where the memory of the tensors is."""
+        return {x.untyped_storage().data_ptr() for held in self.held if (x := held()) is not None}
 
     def is_written(self) -> bool:
         """Whether one of the shared tensors has been written to."""
@@ -175,14 +176,15 @@ class WaitingCalls:
                 f"batch {call.numbered.number}: the model writes to a tensor that is the same in several calls; "
                 "give each batch once"
             )
-        hidden = next(iter(flat_tensors((args, kwargs))), None)
-        frames = tensors_of_frames()
+        hidden, frames, held = next(iter(flat_tensors((args, kwargs))), None), tensors_of_frames(), memory.storages()
         for x in frames:
             # a view's memory stays as long as the tensor that it is a view of
-            plain = type(x) is Tensor and x.layout == torch.strided and not x._is_view()
-            if plain and id(x) not in self._not_ours and not memory.holds(x):
+            ours = id(x) not in self._not_ours and not x._is_view()
+            if ours and x.untyped_storage().data_ptr() not in held:
                 self._hold(x, memory, share=x is not hidden, in_place=True)
-        memory.held = {id(x): ref(x) for x in frames}
+        memory.held = [ref(x) for x in frames]
+        # moving a tensor counts as a write, to what `detach` has made of it as well
+        memory.shared = [(shared, version(x)) for shared, _ in memory.shared if (x := shared()) is not None]
         return call.wait(block, args, kwargs)
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
@@ -213,17 +215,17 @@ class WaitingCalls:
             memory.shared += [(ref(y), version(y)) for y in (held, twin)]
         if share:
             alike.append(ref(held))
-        memory.held[id(held)] = ref(held)
+        memory.held.append(ref(held))
         return held
 
 
 def tensors_of_frames() -> list[Tensor]:
-    """All tensors in local variables of the caller and of what has called it, each once."""
+    """All dense tensors in local variables of the caller and of what has called it, each once."""
     frame, tensors = inspect.currentframe(), {}
     while frame is not None:
         tensors |= {id(x): x for x in flat_tensors(list(frame.f_locals.values()))}
         frame = frame.f_back
-    return list(tensors.values())
+    return [x for x in tensors.values() if type(x) is Tensor and x.layout == torch.strided]
 
 
 def thread_state() -> tuple:
