@@ -1,5 +1,6 @@
 """What all tests share: no network beyond this machine, few threads, no progress bars of other libraries."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -28,6 +29,17 @@ transformers.utils.logging.disable_progress_bar()
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_of_this_file_alone():
+    """A full collection, which tests and the package ask for, looks through what imports have made no more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # Hypothesis looks for who refers to what
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,14 @@ import json
 import os
 import re
 import runpy
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,13 @@ from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.plan.names import REFUSED, RENAMED
 from modelopt_sparse.plan.options import CHOICES, QUALITIES
-from tests.helpers import TESTBED, run_python, tiny_llama, token_batches
+from tests.helpers import TESTBED, Done, run_python, tiny_llama, token_batches, trained_model
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 SET_UP = ["bash examples/run.sh", "bash tests/run.sh"]  # they install things; tested by what they run
+WHOLE = ["docs/plan-and-rules.md"]  # pages that name the last of the testbed's six blocks
 TUNES = ["docs/accuracy.md"]  # pages whose snippets take more than ten seconds
 NEEDS = {  # libraries that are not there with the oldest versions
     "docs/data.md": ["datasets", "PIL"],
@@ -80,13 +85,55 @@ def _page(page: Path):
 # snippets ---------------------------------------------------------------------------------------------------------
 
 
+def _begin_text(testbed: Path, name: str) -> None:
+    """Put the beginning of a text of the testbed into another one."""
+    (testbed / name).write_text((TESTBED / name).read_text(encoding="utf-8")[:30_000], encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def small_examples(tmp_path_factory) -> Path:
+    """`examples` with little calibration text, and with the first two blocks of the model's six."""
+    examples = tmp_path_factory.mktemp("small") / "examples"
+    shutil.copytree(ROOT / "examples", examples, ignore=shutil.ignore_patterns("__pycache__", ".work"))
+    _begin_text(examples / "testbed", "calibration.txt")
+    model = trained_model(torch.bfloat16)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(examples / "testbed" / "tiny-llama")
+    return examples
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """An empty working directory in which `examples/` is where the pages expect it; one thread, as for the shell."""
+    """An empty working directory; one thread, as for the shell."""
     torch.set_num_threads(1)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def _bash(text: str) -> None:
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{text}\n{ran.stdout}"
+
+
+def _shell(text: str, run: Callable[..., Done]) -> None:
+    """A block of commands. Those of the library run in this process, which has imported everything."""
+    for piece in re.split(r"^(?=modelopt-sparse )(.+)$", text.replace("\\\n", ""), flags=re.MULTILINE):
+        if piece.startswith("modelopt-sparse "):
+            command, _, file = piece.partition(" > ")
+            done = run(*shlex.split(command, comments=True)[1:])
+            assert done.code == 0, f"{command}\n{done.err}"
+            if file:
+                Path(file).write_text(done.out, encoding="utf-8")
+        elif piece.strip():
+            _bash(piece)
 
 
 def _what_the_guide_takes_for_granted() -> dict[str, object]:
@@ -112,11 +159,12 @@ def _as_torchrun_does(monkeypatch) -> None:
 @pytest.mark.core
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("page", [_page(page) for page in PAGES])
-def test_every_snippet_runs(page, workplace, monkeypatch):
-    """Blocks of a page run in order, Python ones in one namespace."""
+def test_every_snippet_runs(page, workplace, small_examples, monkeypatch, run):
+    """Blocks of a page run in order, Python ones in one namespace; those of README by the commands as installed."""
     for library in NEEDS.get(_name(page), ()):
         if find_spec(library) is None:
             pytest.skip(f"{_name(page)} needs {library}, of the extra test-all")
+    (workplace / "examples").symlink_to(ROOT / "examples" if _name(page) in WHOLE else small_examples)
     namespace: dict[str, object] = {"__name__": "docs"}
     if _name(page) == "docs/from-modelopt.md":
         namespace.update(_what_the_guide_takes_for_granted())
@@ -127,15 +175,10 @@ def test_every_snippet_runs(page, workplace, monkeypatch):
                     _as_torchrun_does(patch)
                 exec(compile("\n" * (line - 1) + text, page, "exec"), namespace)
         elif language == "sh" and text.strip() not in SET_UP:
-            ran = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text],
-                env=ENVIRONMENT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            assert ran.returncode == 0, f"{_name(page)}, line {line}:\n{ran.stdout}"
+            if _name(page) == "README.md":
+                _bash(text)
+            else:
+                _shell(text, run)
 
 
 def test_no_block_escapes():
@@ -172,7 +215,7 @@ def first_command(tmp_path_factory):
     testbed.mkdir(parents=True)
     (testbed / "tiny-llama").symlink_to(TESTBED / "tiny-llama")
     for text in ("calibration.txt", "heldout.txt"):
-        (testbed / text).write_text((TESTBED / text).read_text(encoding="utf-8")[:30_000], encoding="utf-8")
+        _begin_text(testbed, text)
     (tree / "examples" / "run.sh").write_bytes((ROOT / "examples" / "run.sh").read_bytes())
     ran = subprocess.run(
         ["bash", tree / "examples" / "run.sh"], env=ENVIRONMENT, capture_output=True, text=True, check=False
@@ -202,14 +245,14 @@ def test_readme_shows_what_the_first_command_prints(first_command):
 
 
 @pytest.mark.slow
-def test_page_on_large_models_shows_what_plan_prints(workplace):
+@pytest.mark.usefixtures("workplace")
+def test_page_on_large_models_shows_what_plan_prints(run):
     """The estimate for a 70B model is what the page's own commands give, to the digit."""
     blocks = _blocks(ROOT / "docs" / "large-models.md")[:3]
     (_, written, _), (_, command, _), (_, shown, _) = blocks
     assert [language for language, _, _ in blocks] == ["python", "sh", "text"]
     exec(written, {})
-    ran = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert ran.stdout == shown
+    assert run(*shlex.split(command)[1:]).out == shown
 
 
 # figures ----------------------------------------------------------------------------------------------------------
@@ -240,9 +283,13 @@ def _readme_figures() -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("workplace")
 def test_compare_methods_prints_the_table(monkeypatch, capsys):
-    """On a few windows the script prints the README's rows, and the order of those that are far apart is the same."""
+    """On a few windows the script prints the README's rows, and the order of those that are far apart is the same.
+    The dearest qualities, which are not among these, take one epoch."""
     script = ROOT / "examples" / "compare_methods.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--calibration", "16", "--heldout", "4"])
+    monkeypatch.setattr(sys, "argv", [str(script), "--calibration", "8", "--heldout", "4"])
+    for name, less in (("best", {}), ("max", {"distill": 1})):
+        options = {**QUALITIES[name].options, "self_data": 9, "reconstruct": {"epochs": 1}, **less}
+        monkeypatch.setitem(QUALITIES, name, replace(QUALITIES[name], options=options))
     runpy.run_path(str(script), run_name="__main__")
     found = dict(re.findall(r"^\| (\S+) \| ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE))
     assert list(found) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in QUALITIES)]
@@ -254,7 +301,7 @@ def test_compare_methods_prints_the_table(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_compare_allocations_prints_a_table():
-    ran = run_python("examples/compare_allocations.py", "--calibration", 8, "--heldout", 2, "--patterns", "60%")
+    ran = run_python("examples/compare_allocations.py", "--calibration", 2, "--heldout", 1, "--patterns", "60%")
     assert ran.returncode == 0, ran.stderr
     head, _, *rows = [line for line in ran.stdout.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in head.split("|")[3:-1]] == list(CHOICES["allocation"])

@@ -8,6 +8,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

@@ -327,7 +327,7 @@ def test_a_teacher_on_another_device_is_refused(name):
     (batch,) = token_batches(1)
     with a_device(name) as device, distill(model, teacher):
         teacher.to(device)
-        with pytest.raises(ValueError, match=rf"is on {device}, and the model is called on cpu.*teacher.to\('cpu'\)"):
+        with pytest.raises(ValueError, match=f"teacher is on {device}: move it to cpu"):
             model(input_ids=batch, use_cache=False)
         model.to(device)
         assert model(input_ids=batch.to(device), use_cache=False).loss.item() == pytest.approx(0, abs=1e-6)

@@ -57,7 +57,7 @@ LIVE = INPUTS * HIDDEN - round(LEVEL * INPUTS * HIDDEN)
 SMALL = math.ceil(LIVE / INPUTS)  # a dense model of this many hidden units has at least as many weights
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_planted_support(seed):
     static, by_chance = trained(seed, lambda: training.Static(LEVEL, include="0.weight"))
     evolved, _ = trained(seed, lambda: training.SET(LEVEL, **OPTIONS))
