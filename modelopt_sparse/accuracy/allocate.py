@@ -137,10 +137,11 @@ class Divergence:
             if repeated or problem or (numbers is None and seen >= SAMPLES):
                 return
             args, kwargs = called
+            # logits of -inf rule tokens out, as of a padded vocabulary
             dense, is_logits = _compared(output, token_mask)
             if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
                 problem = "a call with a cache, as of generate, cannot be repeated: call model(...) on whole texts"
-            elif not torch.isfinite(dense).all():
+            elif not torch.isfinite(dense.clamp_min(torch.finfo(dense.dtype).min) if is_logits else dense).all():
                 problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
             else:
                 number = len(calls) if numbers is None else numbers[len(calls)]
