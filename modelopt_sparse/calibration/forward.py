@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
+from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, take_in
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -276,7 +276,11 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise
+            size = samples(call.args, call.kwargs)
+            raise MemoryError(
+                f"no memory to run {type(run.model).__name__} on a batch of {size}: give smaller batches "
+                "(batch_size=1, --batch-size 1), or hold activations on disk while streaming (--spill)"
+            ) from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
         raise ValueError(
             f"{type(run.model).__name__} cannot take calibration batch "
