@@ -285,7 +285,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     for place, layer_plan in enumerate(unseen):
         if layer_plan.needs != "nothing":
             if layer_plan.name not in reached:
-                raise ValueError(without_data(layer_plan.name))
+                raise ValueError(without_data(layer_plan.name, ", now that the layers before it are sparse"))
             unseen[place] = by_size(layer_plan, run.report)
     shared = []
     for names, stats in groups:

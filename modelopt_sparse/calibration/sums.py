@@ -121,9 +121,9 @@ def says_nothing(square_sums: Tensor) -> Tensor:
     return square_sums.amax(-1) < info.tiny / info.eps
 
 
-def without_data(name: str) -> str:
-    """What to say of a layer that no token has reached."""
-    return f"layer {name!r} saw no calibration data: give more varied data, or exclude it"
+def without_data(name: str, now: str = "") -> str:
+    """What to say of a layer that no token has reached. ``now`` says when that was."""
+    return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
 
 
 BY_SIZE = "its weights are chosen by size alone"
