@@ -30,7 +30,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.progress import Progress
-from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reports.report import PERMUTED, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.block import sparsify_block
 
 
@@ -107,6 +107,8 @@ def prune(
                     bar.update()
             for write in later:
                 write()
+        if config.permute and not any(PERMUTED in layer.recipe for layer in report.layers):
+            report.notes.append(f"{PERMUTED}: no layer has channels that can be reordered, or gains by it")
         del blocks, data  # what they hold is not needed any more
         if teacher is not None:
             with report.timed("distillation"):

@@ -17,7 +17,7 @@ from transformers import Cache
 from modelopt_sparse.accuracy.distill import logits_of
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import WholeModel
+from modelopt_sparse.calibration.inputs import WholeModel, with_small_inputs
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
@@ -25,7 +25,6 @@ from modelopt_sparse.calibration.sums import (
     SumsOfAllProcesses,
     filled,
     pooled,
-    says_nothing,
     without_data,
     without_silent_experts,
 )
@@ -138,10 +137,11 @@ class Divergence:
             if repeated or problem or (numbers is None and seen >= SAMPLES):
                 return
             args, kwargs = called
+            # logits of -inf rule tokens out, as of a padded vocabulary
             dense, is_logits = _compared(output, token_mask)
             if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
                 problem = "a call with a cache, as of generate, cannot be repeated: call model(...) on whole texts"
-            elif not torch.isfinite(dense).all():
+            elif not torch.isfinite(dense.clamp_min(torch.finfo(dense.dtype).min) if is_logits else dense).all():
                 problem = "the dense model's output holds NaN or inf: run it in bfloat16 or float32"
             else:
                 number = len(calls) if numbers is None else numbers[len(calls)]
@@ -192,12 +192,14 @@ def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[
 
     sums = SumsOfAllProcesses(collector, data.run)
     WholeModel(data).collect(layer_plans, see, sums, go_on=False)
-    stats = {name: summed for (name,), summed in sums.groups() or () if isinstance(summed, Stats)}  # none are deferred
+    wanted = [replace(layer_plan, needs="square_sums") for layer_plan in layer_plans]
+    groups = with_small_inputs(wanted, WholeModel(data), sums.groups() or [], data.run)
+    stats = {name: summed for (name,), summed in groups if isinstance(summed, Stats)}  # none are deferred
     for layer_plan in layer_plans:
         name = layer_plan.name
         summed = stats.get(name, Stats(0, torch.zeros(1)))
-        if says_nothing(summed.square_sums).all():
-            raise ValueError(f"allocation needs the inputs of all layers: {without_data(name, summed)}")
+        if not summed.tokens:
+            raise ValueError(f"allocation needs the inputs of all layers: {without_data(name)}")
         if not torch.isfinite(stats[name].square_sums).all():
             raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
     minimum, how = data.run.config.min_tokens, data.run.config.experts

@@ -82,6 +82,11 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
     Without ``collect_func`` a loader's (input, label) tuple or list gives its first element.
     """
     if isinstance(batch, Mapping):
+        if batch and all(isinstance(value, (str, list)) for value in batch.values()) and not flat_tensors(batch):
+            raise TypeError(
+                f"data_loader gives rows of lists and text ({first_few([*map(str, batch)])}), not batches of tensors: "
+                "wrap it in a DataLoader with a collator, such as transformers' default_data_collator"
+            )
         return Call((), dict(batch))
     if isinstance(batch, Tensor):
         return Call((batch,), {})
@@ -96,6 +101,16 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
         f"a calibration batch is a {type(batch).__name__}: give tensors, tuples or mappings, "
         "or a collect_func that turns a batch into one of them"
     )
+
+
+def source_of(config: SparsifyConfig) -> str:
+    """What the report says of where data came from. Of a path the last part: the report may be published."""
+    data = config.data_loader if config.data is None else config.data
+    if config.forward_loop is not None:
+        return "forward_loop"
+    if isinstance(data, (str, Path)):
+        return Path(data).name if isinstance(data, Path) else data
+    return f"{'data_loader' if config.data is None else 'data'}: a {type(data).__name__}"
 
 
 def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Tensor]]:
@@ -160,6 +175,8 @@ def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> 
 
 MISSING = 'data sets are read by the library datasets, which is not installed: pip install "modelopt-sparse[datasets]"'
 WIKITEXT2 = "wikitext2"
+TABLES = (".parquet", ".csv")  # files that hold a data set each
+KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
 TEXT, CHAT, IMAGE = ("text",), ("messages", "conversations"), ("image", "images", "img")  # names of columns
 
 
@@ -187,13 +204,16 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
     A `.txt` file is one text, a `.jsonl` file has one in each line, a data set one in each row of its column `text`, or
     `messages`, or of its only column.
     """
-    if isinstance(data, Path) and data.is_file():
+    if isinstance(data, Path) and data.is_file() and data.suffix not in TABLES:
         return _in_file(data)
     if isinstance(data, (str, Path)):
         data = opened(data, split)
     if isinstance(data, Mapping):
         raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one, as data=data['train']")
+    if isinstance(data, (bytes, bytearray)) or not isinstance(data, Iterable):
+        raise TypeError(f"data is a {type(data).__name__}: give a Path, a data set or its name, or a list of texts")
     rows = list(_column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
+    rows = [row.get("text", row.get("messages")) if isinstance(row, Mapping) else row for row in rows]
     for row in rows:
         if not isinstance(row, str) and not _is_chat(row):
             raise TypeError(
@@ -208,8 +228,13 @@ def opened(data: str | Path, split: str = "train") -> Any:
 
     ``split``: of a name that says none. Raises ValueError if it cannot be had.
     """
-    if isinstance(data, Path) and not data.is_dir():
-        raise ValueError(f"data {str(data)!r} is not a file: give a .txt or .jsonl file, or a folder with a data set")
+    if isinstance(data, Path) and len(kinds := _kinds_in(data)) > 1:
+        raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
+    if isinstance(data, Path) and not data.is_dir() and not (data.is_file() and data.suffix in TABLES):
+        raise ValueError(
+            f"data {str(data)!r} is not a file: give a .txt or .jsonl file, a table (.csv, .parquet), or a folder with "
+            "a data set"
+        )
     try:
         from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
     except ImportError:
@@ -218,11 +243,19 @@ def opened(data: str | Path, split: str = "train") -> Any:
     try:
         if name == WIKITEXT2:
             return ["\n\n".join(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=part or split)["text"])]
+        if isinstance(data, Path) and data.suffix in TABLES and data.is_file():
+            return load_dataset(data.suffix[1:], data_files=str(data), split="train")
         if isinstance(data, Path) and (data / "state.json").is_file():
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"data {str(data)!r} cannot be had as a data set: {error}") from None
+
+
+def _kinds_in(folder: Path) -> list[str]:
+    """The kinds of data files in a folder; none in one that the library datasets has written."""
+    saved = (folder / "state.json").is_file()
+    return [] if saved else sorted({each.suffix for each in folder.glob("*")} & {*KINDS})
 
 
 def is_dataset(data: Any) -> bool:

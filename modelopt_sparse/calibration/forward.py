@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, judging, load_calls, take_in
+from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, source_of, take_in
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -199,6 +199,7 @@ class CalibrationData:
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
         """Read the data, unless ``calls`` has all of it, and take this process's share."""
+        run.report.calibration["source"] = source_of(run.config)
         if run.config.forward_loop is not None:
             if run.config.self_data == "auto":
                 run.report.notes.append(f"{NONE_WRITTEN}: a forward_loop calls it, and no prompts are known")
@@ -276,7 +277,11 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise
+            size = samples(call.args, call.kwargs)
+            raise MemoryError(
+                f"no memory to run {type(run.model).__name__} on a batch of {size}: give smaller batches "
+                "(batch_size=1, --batch-size 1), or hold activations on disk while streaming (--spill)"
+            ) from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
         raise ValueError(
             f"{type(run.model).__name__} cannot take calibration batch "

@@ -22,12 +22,14 @@ from modelopt_sparse.calibration.forward import (
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
+    ENLARGED,
     ROWS,
     Collector,
     DeferredStats,
     Groups,
     SharedInput,
     SumsOfAllProcesses,
+    by_size,
     few,
     fill,
     filled,
@@ -39,7 +41,8 @@ from modelopt_sparse.calibration.sums import (
 )
 from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls, held_bytes
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.model.adapters import RoutedAdapter
+from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan
 
 
@@ -255,15 +258,17 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     """The layers by shared input, each with its statistics; the same in all processes.
 
     With ``sequential="none"`` the calls go on through the dense block, in the same pass if it takes ``one_pass``.
-    Inputs that are all zero, or too small for the sums, are no data. Raises ValueError for a layer that saw no data,
-    or data that is not finite.
+    Inputs that are too small for the sums are summed up again, enlarged. Layers that saw nothing but zeros are chosen
+    by size. Raises ValueError for a layer that no token has reached, or data that is not finite.
     """
     goes_on = run.config.sequential == "none" and inputs.blockwise
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     at_once = goes_on and one_pass
     groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
-    saw = {name: stats for names, stats in groups for name in names}
+    if not at_once:
+        groups = with_small_inputs(layer_plans, inputs, groups, run)
+    reached = {name for names, stats in groups for name in names if stats.tokens}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on and not at_once:
         inputs.advance()
@@ -277,10 +282,11 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     groups = _with_listed_experts(layer_plans, groups, run)
     seen = {name for names, _ in groups for name in names}
     unseen = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
-    for layer_plan in unseen:
+    for place, layer_plan in enumerate(unseen):
         if layer_plan.needs != "nothing":
-            now = ", now that the layers before it are sparse"
-            raise ValueError(without_data(layer_plan.name, saw.get(layer_plan.name), now))
+            if layer_plan.name not in reached:
+                raise ValueError(without_data(layer_plan.name, ", now that the layers before it are sparse"))
+            unseen[place] = by_size(layer_plan, run.report)
     shared = []
     for names, stats in groups:
         own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
@@ -307,6 +313,29 @@ def sum_up(
         return sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
     return sorted(groups, key=lambda group: place[group[0][0]])
+
+
+def with_small_inputs(layer_plans: Sequence[LayerPlan], inputs: Inputs, groups: Groups, run: Run) -> Groups:
+    """Statistics in which inputs that were too small for the sums are enlarged, in another pass; not those of experts,
+    which are filled up from others."""
+    small = {
+        name for names, stats in groups if stats.tokens and says_nothing(stats.square_sums).all() for name in names
+    }
+    again = [each for each in layer_plans if each.name in small and each.layer.mixture is each.layer.router is None]
+    again = [each for each in again if not isinstance(each.layer.adapter, RoutedAdapter)]
+    if not again:
+        return groups
+    collector = _collector(again, share=False)
+
+    def see(layer: Layer, small_inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        larger = (x.to(torch.promote_types(x.dtype, torch.float32)) * ENLARGED for x in small_inputs)
+        collector.see(layer, tuple(larger), token_mask)
+
+    sums = SumsOfAllProcesses(collector, run)
+    inputs.collect(again, see, sums, go_on=False)
+    enlarged = sums.groups() or []
+    names_again = {name for names, _ in enlarged for name in names}
+    return [*((names, stats) for names, stats in groups if names_again.isdisjoint(names)), *enlarged]
 
 
 def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:

@@ -20,6 +20,7 @@ from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import Route, RoutedAdapter
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
@@ -108,6 +109,11 @@ def _add_half_precision(total: Tensor, left: Tensor, right: Tensor) -> None:
 FEWER = "fewer than its inputs"
 
 
+# Makes float32 numbers with `says_nothing` so large that their squares are in range, down to the smallest that there
+# are. Masks and relative errors do not depend on the scale of an input.
+ENLARGED = 2.0**100
+
+
 def says_nothing(square_sums: Tensor) -> Tensor:
     """Square sums ``[..., C]`` -> bool ``[...]``: all zero, or so small that the least numbers which their dtype has
     are no longer far below the rounding errors of the largest of them."""
@@ -115,19 +121,23 @@ def says_nothing(square_sums: Tensor) -> Tensor:
     return square_sums.amax(-1) < info.tiny / info.eps
 
 
-def without_data(name: str, stats: "Stats | DeferredStats | None", now: str = "") -> str:
-    """What to say of a layer that cannot be solved from what it saw. ``now`` says when that was."""
-    if stats is None or not stats.tokens:
-        return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
-    if not stats.square_sums.any():
-        return (
-            f"layer {name!r} saw nothing but zeros (or numbers whose squares are) on the calibration data{now}: give "
-            "data that reaches it, exclude it, or choose by size alone with method 'magnitude'"
-        )
-    return (
-        f"layer {name!r}: its inputs on the calibration data are too small{now}: scale the data up, or convert the "
-        "model to float64 (model.double())"
-    )
+def without_data(name: str, now: str = "") -> str:
+    """What to say of a layer that no token has reached. ``now`` says when that was."""
+    return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
+
+
+BY_SIZE = "its weights are chosen by size alone"
+
+
+def by_size(layer_plan: LayerPlan, report: Report) -> LayerPlan:
+    """The plan of a layer whose inputs say nothing. The report notes each, and the first of a run is warned of."""
+    text = f"layer {layer_plan.name!r} saw nothing but zeros on the calibration data: {BY_SIZE}"
+    if not any(BY_SIZE in note for note in report.notes):
+        warnings.warn(f"{text} (said once, of the first such layer)", stacklevel=2)
+    report.notes.append(text)
+    steps = tuple(step for step in layer_plan.steps if step in ("reconstruct", "distill"))
+    changed = replace(layer_plan, needs="nothing", steps=steps)
+    return changed if changed.method.needs == "nothing" else replace(changed, method=Magnitude(), options={})
 
 
 def warn_of_few_tokens(name: str, stats: "Stats | DeferredStats", report: Report) -> None:

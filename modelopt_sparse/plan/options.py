@@ -166,6 +166,14 @@ FILES = (".txt", ".jsonl")
 LEAST_BATCHES = 4  # of text, if the model is tuned and the user gives no batch_size
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
 SELF = "self"  # as data: text that the model writes, all of it
+# options of other libraries, whose names are like those of other options here
+ELSEWHERE = {
+    "dataset": "data= (text, with tokenizer=) or data_loader= (batches)",
+    "ignore": "exclude=, globs of layers that stay dense",
+    "targets": "include=, globs of layers to prune",
+    "sparsity": "pattern=, such as 0.5, '50%' or '2:4'",
+    "mask_structure": "pattern=, such as '2:4'",
+}
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # the options in a report; those of the second line only where the data is text
 REPORTED = (
@@ -328,6 +336,8 @@ class SparsifyConfig:
             options = {**quality.options_for(pattern), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
+        for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
+            raise ValueError(f"option {name!r} is not known: give {ELSEWHERE[name]}")
         refuse_unknown(options, [*known, *method.options])
         return cls(**options, options=of_method)
 

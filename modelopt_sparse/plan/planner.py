@@ -138,6 +138,8 @@ def _decide(
 
     ``protected``: why it stays dense unless it is named in full; None: it does not.
     """
+    if not layer.parameter.numel():
+        return "no weights"
     if (glob := first_match(layer.name, config.exclude)) is not None:
         return f"excluded by {glob!r}"
     rule = next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
@@ -209,6 +211,9 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
     taken = ["method", "pattern", *layer_method.options]  # the first two are not left among the rule's
     refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
+    for name, value in options.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{layer_method.name}: {name}={value!r}: NaN is no value of an option")
     layer_method.check(options)
     return layer_method, pattern, options
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 from modelopt_sparse.reports.fold import first_few, table
@@ -50,13 +51,16 @@ class Evaluation:
     seq_len: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
+        """The fields by name, as values of JSON: None in the place of infinity."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Evaluation":
-        """The evaluation whose fields ``data`` holds. Raises TypeError for other keys."""
-        return cls(**data)
+        """The evaluation that ``as_dict`` gave. Raises TypeError for other keys."""
+        figures = ["perplexity", "reference_perplexity", "kl"]
+        if data.get("reference_perplexity") is data.get("kl"):  # both None: there was no reference
+            figures = figures[:1]
+        return cls(**{**data, **{name: math.inf for name in figures if name in data and data[name] is None}})
 
     def beside_dense(self) -> str:
         """One line for the report of a sparse model, whose reference is the dense one."""
@@ -97,8 +101,12 @@ def evaluate(
       writes a line every minute.
 
     Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
-    the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
+    the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that hold NaN. A model
+    that rules a token out which comes next, or has collapsed, has an infinite perplexity.
     """
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens are {tokens.dtype}: give token ids, which are whole numbers (torch.long)")
+    tokens = tokens.long()
     if tokens.dim() != 1:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
     if seq_len < 2 or (batch_size is not None and batch_size < 1):
@@ -115,22 +123,22 @@ def evaluate(
         batches = windows.split(size)
         with Progress("evaluate", "batch", len(batches), show=progress) as bar:
             for batch in batches:
-                log_p = _log_probabilities(model, batch)
-                loss -= _picked(log_p, batch)
+                logits = _logits(model, batch)
+                loss += _loss(logits, batch)
                 if reference is not None:
-                    log_q = _log_probabilities(reference, batch).to(log_p.device)
-                    if log_q.shape != log_p.shape:
-                        sizes = f"a vocabulary of {log_q.shape[-1]}, the model one of {log_p.shape[-1]}"
+                    beside = _logits(reference, batch).to(logits.device)
+                    if beside.shape != logits.shape:
+                        sizes = f"a vocabulary of {beside.shape[-1]}, the model one of {logits.shape[-1]}"
                         raise ValueError(f"the reference has {sizes}: give the dense model that it was made from")
-                    reference_loss -= _picked(log_q, batch)
-                    kl += float((log_q.exp() * (log_q - log_p)).sum(dtype=torch.float64))
+                    reference_loss += _loss(beside, batch)
+                    kl += float(kl_divergence(beside, logits).sum())
                 bar.update()
     for name, total in (("model", loss), ("reference", reference_loss)):
-        if not math.isfinite(total):
+        if math.isnan(total):
             raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
     count = windows.shape[0] * (seq_len - 1)
-    beside = (None, None) if reference is None else (math.exp(reference_loss / count), kl / count)
-    return Evaluation(math.exp(loss / count), *beside, windows.shape[0], seq_len)
+    figures = (None, None) if reference is None else (_exp(reference_loss / count), kl / count)
+    return Evaluation(_exp(loss / count), *figures, windows.shape[0], seq_len)
 
 
 @contextmanager
@@ -146,15 +154,21 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
-    """The log-probabilities of the next token, ``[B, S - 1, vocabulary]``, for token ids ``[B, S]``."""
+def _logits(model: nn.Module, batch: Tensor) -> Tensor:
+    """The logits of the next token, a row for each prediction, for token ids ``[B, S]``. -inf rules a token out."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
-    return logits[:, :-1].float().log_softmax(-1)
+    return logits[:, :-1].float().flatten(0, 1)
 
 
-def _picked(log_p: Tensor, batch: Tensor) -> float:
-    """The sum of the log-probabilities of the tokens that really come next."""
-    return float(log_p.gather(-1, batch[:, 1:, None].to(log_p.device)).sum(dtype=torch.float64))
+def _loss(logits: Tensor, batch: Tensor) -> float:
+    """The sum of the negative log-probabilities of the tokens that really come next."""
+    log_p = logits.log_softmax(-1).gather(-1, batch[:, 1:].reshape(-1, 1).to(logits.device))
+    return -float(log_p.sum(dtype=torch.float64))
+
+
+def _exp(mean_loss: float) -> float:
+    """Infinity where a model has collapsed, and Python's would raise OverflowError."""
+    return float(torch.tensor(mean_loss, dtype=torch.float64).exp())
 
 
 # tasks ----------------------------------------------------------------------------------------------------------------
@@ -183,10 +197,11 @@ class TaskScore:
     @property
     def recovery(self) -> float | None:
         """What is left of the reference's score, 1 for all of it: ``score / reference``, and the inverse where lower is
-        better. None without a reference, and where one of the two is 0."""
-        if not self.score or not self.reference:
+        better. None without a reference, and where that would divide by 0."""
+        if self.reference is None:
             return None
-        return self.score / self.reference if self.higher_is_better else self.reference / self.score
+        part, whole = (self.score, self.reference) if self.higher_is_better else (self.reference, self.score)
+        return part / whole if whole else None
 
 
 @dataclass(frozen=True)

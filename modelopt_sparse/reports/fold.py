@@ -7,6 +7,7 @@ numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, 
 
 import difflib
 import json
+import math
 import re
 import textwrap
 from collections import Counter
@@ -41,8 +42,16 @@ class Printed:
         return self.text()
 
     def to_json(self) -> str:
-        """`as_dict` as indented JSON."""
-        return json.dumps(self.as_dict(), indent=2, default=str)
+        """`as_dict` as indented JSON, with null for NaN and infinity."""
+        return json.dumps(_finite(self.as_dict()), indent=2, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # words and plain tables -----------------------------------------------------------------------------------------------

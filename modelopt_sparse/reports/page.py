@@ -429,13 +429,13 @@ def _tried(allocation: object) -> Figure | None:
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": list(tried.values()),
+        "x": [value or 0 for value in tried.values()],
         "y": [f"{escape(name)}{' (chosen)' if name == chosen else ''}" for name in tried],
-        "text": [f"{value:.4g}" for value in tried.values()],
+        "text": ["not finite" if value is None else f"{value:.4g}" for value in tried.values()],
         "textposition": "outside",
         "cliponaxis": False,
     }
-    room = [0, 1.25 * max(tried.values())]  # for the longest bar's text
+    room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
     axis = {"title": {"text": escape(str(allocation["measure"]))}, "range": room}
     caption = "What the allocations that were tried measured; lower is better."
     layout = {"xaxis": axis, "yaxis": {"autorange": "reversed"}}

@@ -184,7 +184,8 @@ class Report(Printed):
     def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:
         """Add how the zeros were shared out over the layers, and what the plans that were tried measured."""
         how = self.settings["allocation"]
-        self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": dict(tried)}
+        numbers = {name: value if math.isfinite(value) else None for name, value in tried.items()}  # as JSON has them
+        self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": numbers}
         note = f"zeros shared out over the layers by {chosen}"
         if chosen in tried:
             note += f" ({measure}: {tried[chosen]:.4f}, and {next(iter(tried.values())):.4f} for the plan as it came)"
@@ -235,8 +236,9 @@ class Report(Printed):
     # as JSON, as a page and as text
 
     def as_dict(self) -> dict[str, Any]:
-        scores = None if self.tasks is None else self.tasks.as_dict()
-        return {**asdict(self), "skipped": [weight.as_dict() for weight in self.skipped], "tasks": scores}
+        skipped = [weight.as_dict() for weight in self.skipped]
+        evaluation, tasks = (None if each is None else each.as_dict() for each in (self.evaluation, self.tasks))
+        return {**asdict(self), "skipped": skipped, "evaluation": evaluation, "tasks": tasks}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":

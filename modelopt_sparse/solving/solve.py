@@ -66,18 +66,21 @@ class States:
         return state
 
 
+LARGE = 2.0**40  # of a weight: far beyond those of any model, and its square is far from overflowing
 StatesOf = Callable[[range], States]  # of some experts; of anything else the same for all
 
 
 @dataclass(frozen=True)
 class Job:
     """A layer, or some of its experts, ready to be solved: a plan whose pattern lies within the mask that stays, the
-    dense weight as a matrix, the states of its input, and that of its method."""
+    dense weight as a matrix, the states of its input, and that of its method. A weight so large that squares of it
+    would overflow is divided by ``unit``, a power of two."""
 
     plan: LayerPlan
     weight: Tensor
     states: States
     state: Any
+    unit: float
 
     @classmethod
     def of(cls, layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> "Job":
@@ -91,7 +94,10 @@ class Job:
             pattern = replace(pattern, within=pattern.within[where].to(weight.device))
         if isinstance(method, GivenMask):
             method = method.cut(where)
-        return cls(replace(layer_plan, pattern=pattern, method=method), weight, states, states.of(layer_plan))
+        largest = float(weight.abs().amax())
+        unit = 2.0 ** math.frexp(largest)[1] if largest > LARGE else 1.0
+        weight = weight if unit == 1 else weight / unit
+        return cls(replace(layer_plan, pattern=pattern, method=method), weight, states, states.of(layer_plan), unit)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,9 @@ def solve_piece(job: Job, rows: slice, began: float, run: Run) -> SolvedPiece:
         else:
             continue  # reconstruction follows when all layers of the block are solved
         steps.append(StepReport.of(step, solution.error, time.perf_counter() - began))
-    energy = 1.0 if weight.numel() == plan.size else output_energy(weight, stats)
+    energy = 1.0 if weight.numel() == plan.size else output_energy(weight, stats) * job.unit * job.unit
+    if job.unit != 1:
+        solution = replace(solution, weight=solution.weight * job.unit)
     return SolvedPiece(solution, steps, energy)
 
 

@@ -346,6 +346,24 @@ def test_a_model_without_logits_is_measured_by_the_squared_error_of_its_output()
     assert dict(found.tried)["slope 0, balance 0"] == pytest.approx(error.item(), rel=1e-5)
 
 
+def test_logits_of_minus_infinity_are_measured():
+    """As models give for a padded vocabulary; they were refused."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return SequenceClassifierOutput(logits=x.masked_fill(torch.arange(16) > 12, -math.inf))
+
+    found = allocated(Padded(), allocation="search", pattern=0.5, data_loader=[torch.randn(32, 16)])
+    assert all(0 < value < math.inf for value in dict(found.tried).values())
+
+
 def test_a_forward_loop_is_measured_like_the_same_batches():
     batches = token_batches(count=3)
 

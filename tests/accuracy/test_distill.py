@@ -1,6 +1,7 @@
 """Distillation of the whole model: its steps against a plain training loop, what it judges by, changes and refuses."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from tests.helpers import (
     LiveBytes,
@@ -142,6 +144,26 @@ def test_never_worse_on_what_is_held_back(options, data):
     assert report.kl_after == pytest.approx(after, rel=1e-4, abs=1e-6)
     if report.epoch == 0:
         assert_same_state(model, state_of(without))
+
+
+@pytest.mark.parametrize(
+    ("judged", "best"), [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)]
+)
+def test_the_values_of_the_best_epoch_are_kept(judged, best):
+    """Not those of the last; and of no epoch if none is better than before."""
+    parameter = nn.Parameter(torch.ones(2, 3))
+    weights = TunedWeights({parameter: None}, {parameter: 2}, 0.01)
+    at_the_end = [parameter.detach().clone()]
+
+    def judge() -> float:
+        at_the_end.append(parameter.detach().clone())
+        return judged[len(at_the_end) - 2]
+
+    batches = tuning.BatchNumbers.of(Processes(), 4, 0)
+    found = tuning.tune(weights, batches, 3, 0, lambda _: parameter.square().sum(), judge, 1.0)
+    assert found[:2] == ([1.0, *judged][best], best)
+    assert torch.equal(parameter, at_the_end[best])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(at_the_end))
 
 
 def test_a_step_that_leaves_the_numbers_ends_it():

@@ -263,3 +263,10 @@ def test_patterns_without_groups_are_refused():
         mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
     with pytest.raises(ValueError, match="permute='yes': must be True or False"):
         mts.make_plan(tiny_llama(), "wanda", permute="yes")
+
+
+def test_a_model_in_which_nothing_can_be_permuted_says_so():
+    """Neither where there is nothing to reorder, nor where there is no gain."""
+    model = nn.Sequential(nn.Linear(16, 8))
+    mts.sparsify(model, "wanda", permute=True, data_loader=[torch.randn(64, 16)], progress=False)
+    assert "permute: no layer has channels that can be reordered, or gains by it" in mts.report(model).notes

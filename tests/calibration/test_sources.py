@@ -233,3 +233,62 @@ def test_a_mapping_of_splits_is_no_text(tokenizer):
 def test_text_needs_a_tokenizer(data):
     with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
         load_calls(SparsifyConfig(data=data, processor=object()), torch.nn.Linear(1, 1))
+
+
+# forms of rows and files ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_taken_as_those_of_a_jsonl_file(chatting):
+    rows = [{"text": TEXTS[0], "more": 1}, {"messages": CHAT}]
+    assert documents_of(rows) == [TEXTS[0], CHAT]
+    assert tokens_of(rows, chatting).tolist() == tokens_of([TEXTS[0], CHAT], chatting).tolist()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_in_a_file_is_read_by_its_kind(tmp_path, kind, monkeypatch):
+    """A .csv was one text, its head and its commas included."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / f"x.{kind}"
+    table = Dataset.from_dict({"text": TEXTS, "n": [1, 2, 3]})
+    getattr(table, f"to_{kind}")(str(path))
+    assert documents_of(path) == TEXTS
+    getattr(table.rename_column("text", "what"), f"to_{kind}")(str(tmp_path / f"y.{kind}"))
+    with pytest.raises(ValueError, match="the data set has the columns what; n, and none called text"):
+        documents_of(tmp_path / f"y.{kind}")
+
+
+def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
+    for name in ("a.csv", "b.jsonl", "README.md"):
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(ValueError, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them"):
+        documents_of(tmp_path)
+
+
+@pytest.mark.parametrize("data", [5, b"bytes"])
+def test_what_is_no_data(tokenizer, data):
+    with pytest.raises(TypeError, match=f"data is a {type(data).__name__}: give a Path, a data set or its name"):
+        documents_of(data)
+
+
+def test_rows_in_place_of_batches_are_told_to_be_collated(tokenizer):
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4})
+    with pytest.raises(TypeError, match=r"rows of lists .*input_ids.*: wrap it in a DataLoader"):
+        mts.sparsify(tiny_llama(), "wanda", data_loader=rows, progress=False)
+
+
+def test_the_report_names_the_source_of_its_data(tokenizer, tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text(" ".join(TEXTS * 40))
+    text = {"tokenizer": tokenizer, "seq_len": 8, "num_samples": 4}
+    batches = [torch.randint(0, 97, (2, 16))]
+    cases = [
+        ({"data": path, **text}, "some.txt"),
+        ({"data": TEXTS * 40, **text}, "data: a list"),
+        ({"data_loader": batches}, "data_loader: a list"),
+        ({"forward_loop": lambda model: model(batches[0])}, "forward_loop"),
+    ]
+    for options, source in cases:
+        model = tiny_llama(vocab_size=len(tokenizer)) if "data" in options else tiny_llama()
+        mts.sparsify(model, "wanda", progress=False, **options)
+        calibration = mts.report(model).calibration
+        assert (calibration["source"], len(calibration["sha256"])) == (source, 64)

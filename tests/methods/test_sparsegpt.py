@@ -93,6 +93,36 @@ def test_dead_channels_agree_with_one_weight_at_a_time(pattern):
     torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("columns", "block_size", "pattern"),
+    [(130, 100, "29%"), (132, 100, "1:3"), (300, 256, "2:4"), (300, 256, "50% per row"), (520, 200, "2:4")],
+)
+def test_wide_blocks_and_a_short_last_one_agree_with_one_weight_at_a_time(columns, block_size, pattern):
+    """The errors of a column reach all later ones, further than 64 columns and from block to block."""
+    weight, inputs = problem(3, columns)
+    chosen = parse_pattern(pattern).with_scope("matrix")
+    how = {"nm": (chosen.n, chosen.m)} if isinstance(chosen, NM) else {"sparsity": chosen.sparsity}
+    if isinstance(chosen, Unstructured):
+        how |= {"scope": chosen.scope, "block_size": block_size}
+    pruned, mask = reference.sparsegpt(weight, inputs.mT @ inputs, **how)
+    found = solve(weight, stats_of(inputs), chosen, block_size=block_size)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
+def test_each_expert_is_damped_by_its_own_diagonal(pattern):
+    """Experts whose inputs differ a thousandfold in size, together and one by one."""
+    weight, inputs = problem(4, 32)
+    weights = torch.stack([weight, weight.flip(0), -weight.flip(1)])
+    grams = torch.stack([scale * inputs.mT @ inputs for scale in (1.0, 1e-3, 1e3)])
+    together = solve(weights, of_gram(grams), parse_pattern(pattern), damping=0.3)
+    for expert in range(3):
+        alone = solve(weights[expert], of_gram(grams[expert]), parse_pattern(pattern), damping=0.3)
+        assert torch.equal(together.mask[expert], alone.mask)
+        torch.testing.assert_close(together.weight[expert], alone.weight)
+
+
 def test_without_a_scope_the_matrix_is_the_scope():
     weight, inputs = problem(6, 32)
     options = dict(SPARSEGPT.options)

@@ -193,8 +193,6 @@ NOT_RUN: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "encodec": "nothing to prune",
     "ibert": "nothing to prune",
-    "mimi": "saw nothing but zeros",  # its code books are zero before training
-    "mra": "saw nothing but zeros",  # its attention comes to nothing on short texts
 }
 
 # layers that the batch does not reach, and that are excluded: the first of them

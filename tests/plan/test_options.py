@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
@@ -192,3 +193,18 @@ def test_an_option_of_another_method_is_unknown():
 def test_numbers_that_only_look_like_fractions_are_refused_as_patterns():
     with pytest.raises(ValueError, match=re.escape("pattern Fraction(1, 2) is not known")):
         make(pattern=Fraction(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("dataset", "data="),
+        ("ignore", "exclude="),
+        ("targets", "include="),
+        ("sparsity", "pattern="),
+        ("mask_structure", "pattern="),
+    ],
+)
+def test_options_of_other_libraries_are_told_what_they_are_here(name, here):
+    with pytest.raises(ValueError, match=f"option '{name}' is not known: give {here}"):
+        mts.make_plan(nn.Sequential(nn.Linear(16, 8)), "sparsegpt", **{name: "x"})

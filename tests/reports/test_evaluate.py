@@ -165,6 +165,48 @@ def test_logits_that_are_not_finite_are_an_error(who):
         mts.evaluate(pair["model"], text(), seq_len=9, reference=pair["reference"], progress=False)
 
 
+@pytest.mark.parametrize(
+    ("offset", "perplexity", "kl"),
+    [
+        ([0.0, 0.0, -math.inf], 2.0, 0.0125),  # a padded vocabulary
+        ([0.0, -math.inf, -math.inf], math.inf, math.inf),  # the model rules out what comes next
+        ([0.0, -3000.0, 0.0], math.inf, 1000.0),  # a collapsed model
+    ],
+)
+def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
+    """Figures may be infinite, and are None in JSON."""
+
+    def model(values: list[float]) -> nn.Module:
+        class Fixed(nn.Module):
+            def forward(self, input_ids, use_cache):
+                return type("Output", (), {"logits": torch.tensor(values).expand(*input_ids.shape, -1)})()
+
+        return Fixed()
+
+    dense = model([0.1583, 0.0, -math.inf])
+    found = mts.evaluate(model(offset), torch.tensor([0, 1] * 4), seq_len=4, reference=dense, progress=False)
+    assert found.perplexity == pytest.approx(perplexity, rel=1e-6)
+    expected = sum(p * math.log(p / 0.5) for p in (torch.tensor([0.1583, 0.0]).softmax(-1).tolist()))
+    assert found.kl == pytest.approx(expected if kl == 0.0125 else kl, abs=500 if kl == 1000 else 1e-6)
+    written = json.dumps(found.as_dict(), allow_nan=False)
+    assert mts.Evaluation.from_dict(json.loads(written)) == found
+    report = Report.begin((), (), {})
+    report.evaluation = found
+    assert "Infinity" not in report.to_json()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_tokens_that_are_no_whole_numbers(kind):
+    with pytest.raises(ValueError, match=f"tokens are {kind}: give token ids, which are whole numbers"):
+        mts.evaluate(tiny_llama(), text().to(kind), seq_len=9, progress=False)
+
+
+def test_tokens_as_bytes():
+    tokens = text()
+    figures = [mts.evaluate(tiny_llama(), x, seq_len=9, progress=False) for x in (tokens, tokens.to(torch.uint8))]
+    assert figures[0] == figures[1]
+
+
 def test_what_is_printed_has_the_reference_beside_it():
     found = mts.Evaluation(12.3456, 7.0, 0.5, 3, 9)
     assert str(found) == "perplexity 12.346 (reference 7.000, KL from it 0.5000 nats per token), 3 windows of 9 tokens"
@@ -205,6 +247,7 @@ def test_recovery():
     assert [score.recovery for score in SCORES.scores] == pytest.approx([0.75, 1.0, 0.8])
     assert TaskScore("x", "acc", True, 0.5, None, None, 0, 1).recovery is None
     assert TaskScore("x", "acc", True, 0.5, 0.0, None, 0, 1).recovery is None
+    assert TaskScore("x", "acc", True, 0.0, 0.5, None, 0, 1).recovery == 0
     assert TaskScore("x", "ppl", False, 0.0, 3.0, None, 0, 1).recovery is None
 
 

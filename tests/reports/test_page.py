@@ -112,6 +112,13 @@ def test_a_plot_without_data_is_left_out(tmp_path):
     assert unpacked(tmp_path / "empty.html", "plotly") == ""
 
 
+def test_an_allocation_that_could_not_be_measured(tmp_path):
+    report = Report.begin((), (), {"allocation": "search"})
+    report.allocated("b", "KL", {"a": float("inf"), "b": 0.5})
+    (bars,) = figures(report.to_html(tmp_path / "a.html"))["tried"]["traces"]
+    assert (bars["x"], bars["text"]) == ([0, 0.5], ["not finite", "0.5"])
+
+
 def test_allocation_and_experts(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -578,3 +578,41 @@ def test_plan_and_report_of_a_sparse_model_name_the_class_that_the_layer_came_wi
     assert [layer.type for layer in mts.make_plan(model, "magnitude").layers] == ["Linear"]
     mts.sparsify(model, "magnitude", pattern="1:4")
     assert [layer.type for layer in mts.report(model).layers] == ["Linear"]
+
+
+# numbers at the limits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "50%"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt", "alps"])
+def test_weights_whose_squares_overflow_are_solved_as_if_they_were_smaller(method, pattern):
+    """They had infinite scores, and errors that were reported as 0."""
+    torch.manual_seed(0)
+    plain, large = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
+    with torch.no_grad():
+        large[0].weight.copy_(2.0**68 * plain[0].weight)
+    for model in (plain, large):
+        data = [torch.randn(256, 32, generator=torch.Generator().manual_seed(1))]
+        mts.sparsify(model, method, pattern=pattern, data_loader=data, progress=False)
+    assert torch.equal(large[0].weight, 2.0**68 * plain[0].weight)
+    assert mts.report(large).layers[0].error == mts.report(plain).layers[0].error > 0
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_weights_stay_dense():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 0), nn.Linear(0, 8), nn.Linear(8, 8))
+    mts.sparsify(model, "magnitude", progress=False)
+    assert [layer.name for layer in mts.report(model).layers] == ["0", "3"]
+    assert "1,2 x2 (no weights)" in str(mts.report(model))
+
+
+class Hungry(Magnitude):
+    name = "hungry"
+    options = {"appetite": 1.0}
+
+
+def test_options_that_are_nan_are_refused_and_json_has_no_infinity():
+    model = nn.Sequential(nn.Linear(16, 8))
+    refused(mts.sparsify, model, Hungry(), match="hungry: appetite=nan: NaN is no value", appetite=float("nan"))
+    plan = mts.make_plan(model, Hungry(), appetite=float("inf"))
+    assert '"appetite": null' in plan.to_json()

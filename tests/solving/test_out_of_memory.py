@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.solving import attach
-from tests.helpers import Snapshot, assert_bits, state_of, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_bits, refused, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
 
@@ -368,3 +368,19 @@ def test_a_gpu_that_runs_out_of_memory(name):
     assert notes[0].endswith(" rows at a time, because memory ran out")
     assert torch.equal(mask, whole)
     torch.testing.assert_close(pieces, values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("at", ["model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp", "lm_head"])
+def test_a_forward_that_runs_out_of_memory_says_what_to_do(at, failure):
+    """On the CPU that is a RuntimeError, which was a traceback on the command line."""
+    model = tiny_llama()
+
+    def fail(module: nn.Module, args: tuple) -> None:
+        raise FAILURES[failure]()
+
+    with model.get_submodule(at).register_forward_pre_hook(fail):
+        message = r"no memory to run LlamaForCausalLM on a batch of \d+: give smaller batches \(batch_size=1"
+        refused(
+            mts.sparsify, model, "wanda", match=message, error=MemoryError, data_loader=token_batches(), progress=False
+        )
