@@ -155,6 +155,8 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
         for name, weight in self.sparse_params.items():
+            if weight.still:
+                continue
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:
                 gradient = weight.gradient

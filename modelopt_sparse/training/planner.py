@@ -33,10 +33,13 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import Skipped, attach_report, attached_report
+from modelopt_sparse.training.schedules import AtSteps
 from modelopt_sparse.training.updates import Scope
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
+
+STILL = "its mask does not move: no optimizer trains it"
 
 # parameters -----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +52,7 @@ class Weight:
     layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
+    still: whether its mask stays as it is, for optimizers train others and not it.
     """
 
     model: nn.Module
@@ -56,6 +60,7 @@ class Weight:
     layer: Layer
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    still: bool = False
 
     @property
     def name(self) -> str:
@@ -74,6 +79,19 @@ class Weight:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.shape)
+
+    @property
+    def is_sparse(self) -> bool:
+        return f"{self.layer.param}_mask" in self.layer.owner._buffers
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.optimizers) and self.parameter.requires_grad
+
+    @property
+    def moves(self) -> bool:
+        """Whether its algorithm moves masks at all."""
+        return self.algorithm.when != AtSteps(())
 
     @property
     def is_layer(self) -> bool:
@@ -139,7 +157,11 @@ class Weight:
         report = attached_report(self.model)
         if report is not None:
             now = self.counted()
-            layers = [replace(layer, **now) if layer.parameter == self.name else layer for layer in report.layers]
+            layers = list(report.layers)
+            for i, layer in enumerate(layers):
+                if layer.parameter == self.name:
+                    notes = [note for note in layer.notes if note != STILL] + [STILL] * self.still
+                    layers[i] = replace(layer, **now, notes=notes)
             attach_report(self.model, replace(report, layers=layers))
 
 
@@ -351,6 +373,8 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     parameter, pattern, scope = weight.parameter, algorithm.pattern, algorithm.scope
     if not parameter.is_floating_point() or holds_codes(parameter):
         return f"{str(parameter.dtype).removeprefix('torch.')} values are no weights to prune"
+    if not parameter.requires_grad:
+        return "frozen: nothing trains it (requires_grad is False)"
     if parameter.numel() == 0:
         return "it is empty"
     if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
