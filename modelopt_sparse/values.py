@@ -50,7 +50,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 class Yaml(yaml.SafeLoader):
-    """yaml.SafeLoader with YAML 1.2's plain values, where a key that stands twice is an error. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string."""
+    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string.
+
+    A key that stands twice is an error."""
 
     yaml_implicit_resolvers = {}  # empty, not those of the base class; filled below
 
@@ -58,9 +60,7 @@ class Yaml(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if (name := (key.tag, str(key.value))) in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import full
-from modelopt_sparse.methods.patterns import Unstructured, count_zeros
+from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.hf import holds_codes
@@ -32,9 +32,8 @@ from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped, attach_report, attached_report
+from modelopt_sparse.reports.report import REPLACED, Skipped, attach_report, attached_report
 from modelopt_sparse.training.schedules import AtSteps
-from modelopt_sparse.training.updates import Scope
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -148,9 +147,7 @@ class Weight:
         if pattern is not None and not pattern.count_nonzero_wrong(matrix):
             return {"zeros": zeros, "pattern": str(pattern)}
         scope = "row" if self.algorithm.scope.kind == "row" else "matrix"
-        scopes = Scope(scope).within(matrix)
-        fewest = int((~scopes).sum(-1).min())
-        return {"zeros": zeros, "pattern": str(Unstructured(min(fewest / scopes.shape[-1], 1 - 2**-40), scope))}
+        return {"zeros": zeros, "pattern": str(level_of(matrix, scope))}
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
@@ -160,7 +157,9 @@ class Weight:
             layers = list(report.layers)
             for i, layer in enumerate(layers):
                 if layer.parameter == self.name:
-                    notes = [note for note in layer.notes if note != STILL] + [STILL] * self.still
+                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))] + [
+                        STILL
+                    ] * self.still
                     layers[i] = replace(layer, **now, notes=notes)
             attach_report(self.model, replace(report, layers=layers))
 
