@@ -258,8 +258,22 @@ class SparseModule(nn.Module):
         return super().train(mode)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        weight, _, part = name.rpartition("_")
+        if weight in self.masked_names and part in ("orig", "g", "v"):
+            self._refuse_another_weight(weight)  # prune, spectral_norm and weight_norm of torch.nn.utils
         super().register_parameter(name, param)
         _watch_weights(self)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.masked_names:
+            self._refuse_another_weight(name)  # torch.nn.utils.parametrize
+        super().__delattr__(name)
+
+    def _refuse_another_weight(self, name: str) -> None:
+        raise ValueError(f"{name!r} of this {type(self).__name__} carries a mask and stays as it is: mts.export first")
+
+    def __prepare_scriptable__(self) -> Any:
+        raise ValueError(f"torch.jit.script takes no {type(self).__name__}: mts.export first")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for name in self.masked_names:

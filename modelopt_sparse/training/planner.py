@@ -33,7 +33,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import REPLACED, Skipped, attach_report, attached_report
-from modelopt_sparse.training.schedules import AtSteps
+from modelopt_sparse.training.schedules import AtSteps, EveryFew
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -248,6 +248,8 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
 def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
     if len(weight.shape) < 2:
         return "one dimension"
+    if any(isinstance(module, nn.Embedding) for module in weight.holders.values()):
+        return no_layer.get(weight.name) or "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
     if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
@@ -436,9 +438,13 @@ def _notes(
         )
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
-    if isinstance(model, PreTrainedModel) and open_scopes:
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:
         notes.append(
-            f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published; on language models "
-            "RigL then lost to Static in our measurements, and did better with scope='row' (docs/sparse-training.md)"
+            f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
+            "a few rows may take all that grows. Try scope='row' (docs/sparse-training.md)"
         )
+    for each in algorithms:
+        stop = each.when.stop if isinstance(each.when, EveryFew) else None
+        if stop is not None and not any(map(each.when.fires, range(1, stop))):
+            notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
     return tuple(notes)

@@ -7,12 +7,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
+from transformers import ViTConfig, ViTModel
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
-from tests.helpers import assert_bits
+from tests.helpers import assert_bits, tiny_llama
 
 
 class Lion(torch.optim.Optimizer):
@@ -144,7 +146,7 @@ def test_weights_that_nobody_trains_keep_their_masks(why, algorithm):
             step(model, optimizer, seed=number)
         assert_bits(first, before)
         return
-    with pytest.warns(UserWarning, match="1 masks do not move.*'first.weight'"):
+    with pytest.warns(UserWarning, match=r"1 masks do not move.*'first.weight'"):
         step(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -233,3 +235,110 @@ def test_a_step_is_finished_when_all_optimizers_have_made_it(slow):
     step(model, optimizers[slow])
     assert sparsity.step == 1
     assert not any(torch.equal(mask, start[name]) for name, mask in named_masks(model))
+
+
+# tools that put another weight into a sparse module -----------------------------------------------------------------
+
+TOOLS = {
+    "prune": lambda m: torch.nn.utils.prune.l1_unstructured(m, "weight", 0.5),
+    "parametrize": lambda m: torch.nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity()),
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "script": torch.jit.script,
+    "script of the model": lambda m: torch.jit.script(nn.Sequential(m)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_that_cannot_take_a_sparse_module_say_so(tool):
+    module = nn.Linear(8, 8)
+    training.Static(0.5, include="weight").apply(module)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"mts.export first"):
+        TOOLS[tool](module)
+    assert list(module.state_dict()) == list(before)
+    module(torch.randn(2, 8))
+    assert type(mts.export(module)) is nn.Linear
+    TOOLS[tool](module)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_old_weight_norm_says_so_too():
+    """It deletes the weight before anything can be said."""
+    module = nn.Linear(8, 8)
+    training.Static(0.5, include="weight").apply(module)
+    with pytest.raises(ValueError, match=r"mts.export first"):
+        torch.nn.utils.weight_norm(module)
+
+
+# what is said -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["abc", 1.5, -1, None, True])
+def test_seeds_are_whole_numbers(seed):
+    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
+        training.SET(0.5, seed=seed)
+    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
+        training.configure({"algorithm": "set", "sparsity": 0.5, "seed": seed})
+
+
+def test_warnings_of_schedules_that_do_nothing_or_too_much():
+    model = Mlp()
+    never = training.SET(0.5, include="*weight", scope="matrix", update={"freq": 10, "start": 7, "stop": 5})
+    with pytest.warns(UserWarning, match="never move: update stops"):
+        never.apply(model)
+    linear = training.GMP({"type": "linear", "init": 0.5, "slope": 0.3}, include="*weight", update=1)
+    model = Mlp()
+    linear.apply(model)
+    optimizer = linear.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    step(model, optimizer)
+    with pytest.warns(UserWarning, match="come to 1, where no weight is left"):
+        step(model, optimizer)
+
+
+def test_how_algorithms_and_their_levels_are_printed():
+    sparsity = training.RigL(0.9, update=100, scope="row", include="blocks")
+    group = training.Group({"*.mlp.*": training.SET(0.9), "*": training.Static(0.5)})
+    for each in (sparsity, group):
+        assert "\n" not in repr(each)
+        assert "0.9" in repr(each)
+    model = nn.Linear(192, 8)
+    training.Static(0.9, include="weight", scope="row").apply(model)
+    assert mts.report(model).layers[0].pattern == "90% per row"
+    mts.verify(model)
+
+
+def test_which_models_get_the_warning_of_scopes():
+    sparsity = training.SET(0.5, include="blocks")
+    (note,) = sparsity.plan(tiny_llama()).notes
+    assert "SET without a scope" in note
+    assert "RigL" not in note
+    vision = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    assert not sparsity.plan(vision).notes
+
+
+def test_a_tied_embedding_is_called_one():
+    model = tiny_llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    reasons = {each.name: each.reason for each in training.Static(0.5, include="default").plan(model).skipped}
+    assert reasons["model.embed_tokens.weight"] == "embedding"
+
+
+def test_sparse_ift_of_a_model_on_meta_and_a_rule_that_is_none():
+    example = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is on the meta device.*leave example out"):
+        training.sparse_ift(tiny_llama().to("meta"), 0.5, example=example)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
+    assert len(repr(ift).splitlines()) <= 20
+    with pytest.raises(ValueError, match="rule is a function of the level: rule=lambda level: Static"):
+        training.sparse_ift(tiny_llama(), 0.5, rule=training.Static(0.5))
+
+
+def test_nan_for_pruned_weights_names_finalize():
+    model = Mlp()
+    with torch.no_grad():
+        model.first.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"first.*NaN(.|\n)*modelopt-sparse finalize"):
+        mts.sparsify(model, "magnitude", pattern="2:4")

@@ -17,6 +17,7 @@ from modelopt_sparse.training.cost import Products
 from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
 from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
 from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
@@ -148,6 +149,9 @@ class SparseIFT:
     sparsity: Group
     plan: IsoPlan
 
+    def __repr__(self) -> str:
+        return f"SparseIFT({type(self.model).__name__}, {len(self.plan.layers)} layers, {self.sparsity})"
+
 
 def sparse_ift(
     model_or_config: nn.Module | PretrainedConfig,
@@ -208,6 +212,8 @@ def sparse_ift(
 
 
 def _group(levels: Mapping[str, float], rule: Callable[[float], SparsityAlgorithm]) -> Group:
+    if isinstance(rule, Sparsity):
+        raise ValueError(f"rule is a function of the level: rule=lambda level: {type(rule).__name__}(level, ...)")
     group = Group()
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
