@@ -50,9 +50,19 @@ def check_flag(name: str, value: Any) -> None:
 
 
 class Yaml(yaml.SafeLoader):
-    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string."""
+    """yaml.SafeLoader with YAML 1.2's plain values. SafeLoader's own are YAML 1.1's: 2:4 is 124, and 1e-2 a string.
+
+    A key that stands twice is an error."""
 
     yaml_implicit_resolvers = {}  # empty, not those of the base class; filled below
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 for _tag, _plain in {

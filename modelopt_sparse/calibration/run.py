@@ -35,7 +35,10 @@ class OpenBlock:
 def refuse_non_finite(layer: Layer) -> None:
     """Raise `Unreadable` for a weight that holds NaN or inf."""
     if not torch.isfinite(layer.values).all():
-        raise Unreadable(f"layer {layer.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it")
+        raise Unreadable(
+            f"layer {layer.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it\n"
+            "(if NaN stands for pruned weights, as in Cerebras' checkpoints: modelopt-sparse finalize)"
+        )
 
 
 class Storage(ABC):

@@ -1,6 +1,7 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from modelopt_sparse.checkpoint.folder import (
     write_masks,
 )
 from modelopt_sparse.distributed import rank
+from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import model_class, unloaded
-from modelopt_sparse.model.layers import refuse_packed
+from modelopt_sparse.model.layers import as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.fold import first_few
-from modelopt_sparse.reports.report import Report, attach_report, attached_report
+from modelopt_sparse.reports.report import REPLACED, Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 SHOWN = 20  # how many problems an error names
@@ -117,7 +119,7 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
 
 def _write_masks_and_report(model: nn.Module, folder: Path, aliases: Mapping[str, str]) -> None:
     masks = write_masks(dict(named_masks(model)), folder / MASKS)
-    write_description(folder, dense_class(model).__name__, masks, attached_report(model), aliases)
+    write_description(folder, dense_class(model).__name__, masks, _present_report(model), aliases)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -245,12 +247,30 @@ def report(model: nn.Module | str | Path) -> Report:
     """
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-        attached, subject = attached_report(model), f"this {type(model).__name__}"
+        attached, subject = _present_report(model), f"this {type(model).__name__}"
     else:
         attached, subject = read_description(model).report, f"the model in {str(model)!r}"
     if attached is None:
         raise ValueError(f"{subject} carries no report: sparsify did not make it sparse")
     return attached
+
+
+def _present_report(model: nn.Module) -> Report | None:
+    """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`) say
+    so, and have their zeros. The error went with the old mask; the pattern stays, for `verify` to hold the layer to."""
+    report, masks = attached_report(model), dict(named_masks(model))
+    if report is not None and masks:
+        layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
+        for i, entry in enumerate(report.layers):
+            if (mask := masks.get(entry.parameter)) is None or mask.is_meta or mask.numel() != entry.size:
+                continue
+            matrix = (layers.get(entry.parameter) or as_row(model, entry.parameter)).matrix(mask)
+            zeros, pattern = mask.numel() - int(mask.count_nonzero()), parse_pattern(entry.pattern)
+            if zeros != entry.zeros or (isinstance(pattern, NM) and pattern.count_nonzero_wrong(matrix)):
+                notes = [note for note in entry.notes if not note.startswith(REPLACED)]
+                notes.append(f"{REPLACED}, by one of {pattern_of(matrix, pattern)}")
+                report.layers[i] = replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
+    return report
 
 
 def _masks_of(folder: Path) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:

@@ -256,3 +256,22 @@ def parse_pattern(value: object) -> Pattern:
         f"pattern {value!r} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction such as 0.5 or "
         "'50%', or Unstructured(0.5, scope='row')"
     )
+
+
+def level_of(mask: Tensor, scope: str) -> Unstructured:
+    """The level that a mask ``[..., R, C]`` keeps in every "row" or "matrix", in as few digits as give its zeros."""
+    scopes = mask if scope == "row" else mask.flatten(-2)
+    size, fewest = scopes.shape[-1], int((~scopes).sum(-1).min())
+    exact = min(fewest / size, 1 - 2**-40)
+    rounded = (round(exact, digits) for digits in range(2, 12))
+    return Unstructured(
+        next((each for each in rounded if each < 1 and count_zeros(each, size) == fewest), exact), scope
+    )
+
+
+def pattern_of(mask: Tensor, like: Pattern) -> Pattern:
+    """The pattern that a mask ``[..., R, C]`` keeps: N:M with the M of ``like`` if it has one, else a level."""
+    if isinstance(like, Unstructured):
+        return level_of(mask, like.scope or "matrix")
+    most = 0 if like.misfit(mask.shape[-1]) else int(mask.unflatten(-1, (-1, like.m)).sum(-1).max())
+    return NM(most, like.m) if 0 < most < like.m else level_of(mask, "matrix")

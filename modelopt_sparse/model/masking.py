@@ -11,7 +11,7 @@ how they are written, and what becomes of gradients.
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -116,18 +116,26 @@ def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
             renew_zeros(stored(child, name), mask, child)
 
 
-def remove_masks(module: nn.Module) -> None:
-    """Back to plain modules: original classes, no masks, weights zero at pruned places. Parameters stay the same."""
+def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None:
+    """Back to plain modules: original classes, no masks, weights zero at pruned places. Parameters stay the same.
+
+    names: the full names of the parameters that lose their masks; None: all.
+    """
     module = unwrapped(module)
     apply_masks(module)
-    for path, child in list(module.named_modules()):
-        if not isinstance(child, SparseModule):
-            continue
+    sparse = [(path, child) for path, child in module.named_modules() if isinstance(child, SparseModule)]
+    for path, child in sparse:
         with without_hook(child):
             for name, _ in _own_masks(child):
-                delattr(child, name + SUFFIX)
-                unwatch(child._parameters.get(name), child)
-                _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
+                if names is None or full_name(path, name) in names:
+                    delattr(child, name + SUFFIX)
+                    unwatch(child._parameters.get(name), child)
+                    child.masked_names = tuple(each for each in child.masked_names if each != name)
+                    _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
+    for _, child in sparse:
+        if any(named_masks(child)):
+            continue  # of attention, out_proj may have one
+        with without_hook(child):
             for attribute in ("masked_names", "gradient_observers", "faint_gradients"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
@@ -152,11 +160,14 @@ def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | 
         observers[param] = observer
 
 
-def let_gradients_through(module: nn.Module, through: bool) -> None:
-    """Whether gradients reach pruned places of all masked parameters, as `faint_gradient` makes them."""
-    for child in module.modules():
+def let_gradients_through(module: nn.Module, through: bool, names: Container[str] | None = None) -> None:
+    """Whether gradients reach pruned places, as `faint_gradient` makes them: those of the masked parameters of these
+    full names, or of all masked parameters."""
+    for path, child in module.named_modules():
         if isinstance(child, SparseModule):
-            child.faint_gradients = through
+            own = {param for param in child.masked_names if names is None or full_name(path, param) in names}
+            others = set(child.faint_gradients) - own
+            child.faint_gradients = tuple(sorted(others | own if through else others))
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -232,13 +243,14 @@ MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d
 class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
-    ``masked_names`` are the parameters that carry a mask. ``faint_gradients``: see `let_gradients_through`.
+    ``masked_names`` are the parameters that carry a mask. ``faint_gradients`` are those of them whose gradients reach
+    pruned places (`let_gradients_through`).
     """
 
     base: ClassVar[type[nn.Module]]
     makes_gradients: ClassVar[bool]
     masked_names: tuple[str, ...] = ()
-    faint_gradients: bool = False
+    faint_gradients: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
@@ -246,8 +258,22 @@ class SparseModule(nn.Module):
         return super().train(mode)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        weight, _, part = name.rpartition("_")
+        if weight in self.masked_names and part in ("orig", "g", "v"):
+            self._refuse_another_weight(weight)  # prune, spectral_norm and weight_norm of torch.nn.utils
         super().register_parameter(name, param)
         _watch_weights(self)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.masked_names:
+            self._refuse_another_weight(name)  # torch.nn.utils.parametrize
+        super().__delattr__(name)
+
+    def _refuse_another_weight(self, name: str) -> None:
+        raise ValueError(f"{name!r} of this {type(self).__name__} carries a mask and stays as it is: mts.export first")
+
+    def __prepare_scriptable__(self) -> Any:
+        raise ValueError(f"torch.jit.script takes no {type(self).__name__}: mts.export first")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for name in self.masked_names:
@@ -435,12 +461,13 @@ def _masked(module: SparseModule, name: str) -> Tensor:
     assert own_mask is not None
     mask = mask_like(own_mask, weight)
     observer = module.__dict__.get("gradient_observers", {}).get(name)
+    faint = name in module.faint_gradients
     # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
     if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
         if not hold_zeros(weight, own_mask, module):
             write_zeros(memory(weight), mask)
-        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, module.faint_gradients)
-    if module.faint_gradients and torch.is_grad_enabled():
+        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, faint)
+    if faint and torch.is_grad_enabled():
         return _FaintGradient.apply(weight, mask, observer)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
         masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)

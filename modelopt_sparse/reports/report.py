@@ -25,6 +25,7 @@ from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, pa
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
 PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
+REPLACED = "its mask was replaced since"  # a note of a layer
 # what the error of a layer was measured with -> what its row says, and how exact that is
 ERROR_FROM = {
     "gram": ("X", "exact, for X as calibration saw it"),

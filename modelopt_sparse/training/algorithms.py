@@ -1,6 +1,7 @@
 """The algorithms of sparse training: Static, GMP, SET and RigL, classes to write others with, and groups of them."""
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -57,7 +58,7 @@ class SparsityAlgorithm(Sparsity):
     """
 
     needs_gradient: ClassVar[bool] = False  # whether `update` reads gradients at pruned places
-    asks_for_scope: ClassVar[bool] = False  # whether language models are warned if no scope is named
+    asks_for_scope: ClassVar[bool] = False  # whether language models get a warning if no scope is named
     magnitude_first: ClassVar[bool] = False  # whether an initial mask goes by magnitude where none is named
 
     def __init__(
@@ -99,7 +100,12 @@ class SparsityAlgorithm(Sparsity):
         self.distribution = distribution
         self.include = parse_filter(include)
         self.exclude = list(parse_filter(exclude).globs) if exclude else []
+        check_whole("seed", seed, 0)
         self.seed = seed
+
+    def __repr__(self) -> str:
+        algorithm, *options = self.describe().items()
+        return f"{algorithm[1]}({', '.join(f'{name}={value}' for name, value in options if value not in (None, []))})"
 
     def members(self) -> list[tuple[Filter, Any]]:
         return [(self.include, self)]
@@ -107,6 +113,10 @@ class SparsityAlgorithm(Sparsity):
     def levels(self, shapes: Mapping[str, tuple[int, ...]], step: int) -> dict[str, float]:
         """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
         level = self.sparsity(step, self.when.before(step))
+        if level >= 1:
+            warnings.warn(
+                f"{self!r}: the level has come to 1, where no weight is left: end updates before", stacklevel=2
+            )
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
         return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
@@ -155,6 +165,8 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
         for name, weight in self.sparse_params.items():
+            if weight.still:
+                continue
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:
                 gradient = weight.gradient
@@ -279,6 +291,9 @@ class Group(Sparsity):
         """All entries of another group, after these."""
         for include, algorithm in other._groups:
             self.add(include, algorithm)
+
+    def __repr__(self) -> str:
+        return f"Group({', '.join(f'{include}: {algorithm}' for include, algorithm in self._groups)})"
 
     def __getitem__(self, index: int) -> SparsityAlgorithm | None:
         return self._groups[index][1]

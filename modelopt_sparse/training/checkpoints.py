@@ -57,6 +57,7 @@ class SparsityCallback(TrainerCallback):
             self.sparsity.go_on(model, state.global_step, str(folder))
         elif not self.sparsity.sparse_params:
             self.sparsity.apply(model)
+        self.sparsity.release()  # of the optimizer of an earlier train()
         self.sparsity.apply(kwargs["optimizer"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -129,7 +130,8 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     for path in (source, destination):
         if path.suffix in PICKLES:
             raise ValueError(
-                f"{str(path)!r} looks like a pickle file: torch.load(it, weights_only=True), and save_file"
+                f"{str(path)!r} looks like a pickle file. Read it with torch.load(path, weights_only=True) and\n"
+                "write what it holds with safetensors.torch.save_file(state, other_path)"
             )
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")

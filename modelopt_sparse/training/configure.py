@@ -34,18 +34,21 @@ from transformers import PretrainedConfig
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
+from modelopt_sparse.training.schedules import KINDS
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import read_yaml
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
+SPELLINGS = ("algorithm", "type", "schedule", "sparsity_schedule")  # keys that are no names of arguments
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
 
 def configure(config: Any) -> Sparsity:
     """Sparse training as a configuration says: a YAML file with a section ``sparsity``, what such a section holds (a
-    mapping, a list of mappings, a level), or a mapping with that section in it.
+    mapping, a list of mappings, a level), or a mapping with that section in it. A file may hold what stands in the
+    section at its top level, too: a level ``sparsity`` with options beside it.
 
     Other sections of a file (model, optimizer) are not looked at. ``algorithm`` is the name of any class that inherits
     from `SparsityAlgorithm`, your own included, in upper or lower case; the default is static. All other keys are
@@ -62,11 +65,24 @@ def configure(config: Any) -> Sparsity:
             raise ValueError(f"{str(config)!r} holds a section {IFT!r}: call training.configure_sparse_ift with it")
         if SECTION not in content:
             raise ValueError(f"{str(config)!r} holds no section {SECTION!r}, so nothing is trained sparse")
-        return _of_section(content[SECTION])
-    inner = config.get(SECTION) if isinstance(config, Mapping) else None
-    whole_file = isinstance(inner, Mapping) and "type" not in inner
-    whole_file |= isinstance(inner, list) and any(isinstance(each, Mapping) for each in inner)
-    return _of_section(inner if whole_file else config)
+        return _of_section(_section_in(content))
+    return _of_section(_section_in(config) if isinstance(config, Mapping) and SECTION in config else config)
+
+
+def _section_in(content: Mapping[str, Any]) -> Any:
+    """The section in a file or a mapping with a key ``sparsity``: its value; or all, if that value is only a level or a
+    schedule, and options stand beside it. Sections of others are mappings and lists, so what is neither is an option.
+    """
+    value, beside = content[SECTION], {key: content[key] for key in content if key != SECTION}
+    known = {*SPELLINGS, *NAMES}.union(*map(_options_of, _classes().values()))
+    options = [key for key, each in beside.items() if key in known or not isinstance(each, (Mapping, list))]
+    if isinstance(value, Mapping):
+        kind = str(value.get("type")).lower()
+        is_schedule = kind in KINDS or ("type" in value and kind not in _classes() and options)
+        return content if is_schedule else value
+    if isinstance(value, (list, tuple)):
+        return value if any(isinstance(each, Mapping) for each in value) else content
+    return value if beside and not options else content
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
@@ -112,7 +128,7 @@ def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityA
     """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
     cls = _class_of(options.pop("algorithm", "static"), where)
-    known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    known = _options_of(cls)
     for key in options:
         if key not in known:
             raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}")
@@ -160,7 +176,13 @@ def _include(section: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: param_name_patterns holds no regular expression: {error}") from None
 
 
-def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
+def _options_of(cls: type[SparsityAlgorithm]) -> set[str]:
+    names = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    return names - {"self", "options", "args", "kwargs"}
+
+
+def _classes() -> dict[str, type[SparsityAlgorithm]]:
+    """All algorithms that there are, by name in lower case."""
     known: dict[str, type[SparsityAlgorithm]] = {}
     waiting: list[type[SparsityAlgorithm]] = [SparsityAlgorithm]
     while waiting:
@@ -168,6 +190,11 @@ def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
         waiting += cls.__subclasses__()
         if not inspect.isabstract(cls):
             known[cls.__name__.lower()] = cls
+    return known
+
+
+def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
+    known = _classes()
     if str(name).lower() not in known:
         raise ValueError(f"{where}: algorithm {name!r} is not known{nearest(name, known)}")
     return known[str(name).lower()]

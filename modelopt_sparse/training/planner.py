@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import full
-from modelopt_sparse.methods.patterns import Unstructured, count_zeros
+from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.hf import holds_codes
@@ -32,11 +32,13 @@ from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
-from modelopt_sparse.reports.report import Skipped, attach_report, attached_report
-from modelopt_sparse.training.updates import Scope
+from modelopt_sparse.reports.report import REPLACED, Skipped, attach_report, attached_report
+from modelopt_sparse.training.schedules import AtSteps, EveryFew
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
+
+STILL = "its mask does not move: no optimizer trains it"
 
 # parameters -----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,7 @@ class Weight:
     layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
+    still: whether its mask stays as it is, for optimizers train others and not it.
     """
 
     model: nn.Module
@@ -56,6 +59,7 @@ class Weight:
     layer: Layer
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    still: bool = False
 
     @property
     def name(self) -> str:
@@ -74,6 +78,19 @@ class Weight:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.shape)
+
+    @property
+    def is_sparse(self) -> bool:
+        return f"{self.layer.param}_mask" in self.layer.owner._buffers
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.optimizers) and self.parameter.requires_grad
+
+    @property
+    def moves(self) -> bool:
+        """Whether its algorithm moves masks at all."""
+        return self.algorithm.when != AtSteps(())
 
     @property
     def is_layer(self) -> bool:
@@ -130,16 +147,20 @@ class Weight:
         if pattern is not None and not pattern.count_nonzero_wrong(matrix):
             return {"zeros": zeros, "pattern": str(pattern)}
         scope = "row" if self.algorithm.scope.kind == "row" else "matrix"
-        scopes = Scope(scope).within(matrix)
-        fewest = int((~scopes).sum(-1).min())
-        return {"zeros": zeros, "pattern": str(Unstructured(min(fewest / scopes.shape[-1], 1 - 2**-40), scope))}
+        return {"zeros": zeros, "pattern": str(level_of(matrix, scope))}
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
         report = attached_report(self.model)
         if report is not None:
             now = self.counted()
-            layers = [replace(layer, **now) if layer.parameter == self.name else layer for layer in report.layers]
+            layers = list(report.layers)
+            for i, layer in enumerate(layers):
+                if layer.parameter == self.name:
+                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))] + [
+                        STILL
+                    ] * self.still
+                    layers[i] = replace(layer, **now, notes=notes)
             attach_report(self.model, replace(report, layers=layers))
 
 
@@ -227,6 +248,8 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
 def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
     if len(weight.shape) < 2:
         return "one dimension"
+    if any(isinstance(module, nn.Embedding) for module in weight.holders.values()):
+        return no_layer.get(weight.name) or "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
     if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
@@ -351,6 +374,8 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     parameter, pattern, scope = weight.parameter, algorithm.pattern, algorithm.scope
     if not parameter.is_floating_point() or holds_codes(parameter):
         return f"{str(parameter.dtype).removeprefix('torch.')} values are no weights to prune"
+    if not parameter.requires_grad:
+        return "frozen: nothing trains it (requires_grad is False)"
     if parameter.numel() == 0:
         return "it is empty"
     if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
@@ -413,9 +438,13 @@ def _notes(
         )
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
-    if isinstance(model, PreTrainedModel) and open_scopes:
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:
         notes.append(
-            f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published; on language models "
-            "RigL then lost to Static in our measurements, and did better with scope='row' (docs/sparse-training.md)"
+            f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
+            "a few rows may take all that grows. Try scope='row' (docs/sparse-training.md)"
         )
+    for each in algorithms:
+        stop = each.when.stop if isinstance(each.when, EveryFew) else None
+        if stop is not None and not any(map(each.when.fires, range(1, stop))):
+            notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
     return tuple(notes)

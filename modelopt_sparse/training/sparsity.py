@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from modelopt_sparse.distributed import first_difference
 from modelopt_sparse.model.layers import refuse_packed
-from modelopt_sparse.model.masking import let_gradients_through, named_masks, set_mask
+from modelopt_sparse.model.masking import let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -40,6 +41,7 @@ class Sparsity(ABC):
         self._autoupdate = True
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
+        self._hooks: dict[Any, RemovableHandle] = {}  # of the model and of the optimizers
 
     @abstractmethod
     def members(self) -> list[tuple[Filter, Any]]:
@@ -113,6 +115,8 @@ class Sparsity(ABC):
                     set_mask(model, name, masks[weight.name])
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
         self._model = model
+        if any(weight.moves for weight in chosen):
+            self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
         before = attached_report(model)
         own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **self._describe_members()}})
         own.layers = [_entry(weight) for weight in chosen]
@@ -126,10 +130,15 @@ class Sparsity(ABC):
 
     def _finished_steps(self, model: nn.Module, chosen: Sequence[Weight]) -> int | None:
         """How many steps the same algorithm has trained the model before, by its report and its masks; else None."""
-        report, masked = attached_report(model), dict(named_masks(model))
-        record = {} if report is None else report.settings.get(SETTING, {})
-        same = record == {**self._describe_members(), "step": record.get("step")}
-        return int(record["step"]) if same and all(weight.name in masked for weight in chosen) else None
+        record, masked = self._record(model), dict(named_masks(model))
+        return int(record["step"]) if record and all(weight.name in masked for weight in chosen) else None
+
+    def _record(self, model: nn.Module) -> dict[str, Any] | None:
+        """What stands of this algorithm in the model's report, among those that have trained other parameters."""
+        report, own = attached_report(model), self._describe_members()
+        runs = [] if report is None else [report.settings, *(run["settings"] for run in report.earlier)]
+        records = [run[SETTING] for run in runs if SETTING in run]
+        return next((each for each in records if each == {**own, "step": each.get("step")}), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
 
@@ -152,14 +161,63 @@ class Sparsity(ABC):
             weight.zero()
 
         def after_step(*_: Any) -> None:
+            self._forget_plain()
             overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
-            if not (isinstance(overflow, Tensor) and bool(overflow.item())):
+            if self.sparse_params and not (isinstance(overflow, Tensor) and bool(overflow.item())):
+                for weight in self.sparse_params.values():
+                    if optimizer in weight.optimizers:
+                        weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
                 self._after_step(optimizer)
-                for weight in trained:
-                    weight.zero()
 
-        optimizer.register_step_post_hook(after_step)
+        if self._model in self._hooks:
+            self._hooks.pop(self._model).remove()
+        self._hooks[optimizer] = optimizer.register_step_post_hook(after_step)
         self._let_gradients_through()
+
+    def release(self) -> None:
+        """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
+        for optimizer in self._steps:
+            self._hooks.pop(optimizer).remove()
+        self._steps = {}
+        for weight in self.sparse_params.values():
+            weight.optimizers.clear()
+
+    def remove(self) -> None:
+        """Make the parameters plain again, with their zeros baked in, and take all hooks away. State of optimizers
+        stays, so that dense training can go on. Before `apply` it does nothing."""
+        self.release()
+        for hook in self._hooks.values():
+            hook.remove()
+        if self._model is not None:
+            remove_masks(self._model, self._names())
+        self._hooks, self._model = {}, None
+        for each in (self, *self.algorithms()):
+            each.sparse_params = {}
+
+    def _forget_plain(self) -> None:
+        """Drop parameters that carry no mask any more, as after `mts.export`; with the last of them go all hooks."""
+        for each in (self, *self.algorithms()):
+            each.sparse_params = {name: weight for name, weight in each.sparse_params.items() if weight.is_sparse}
+        if not self.sparse_params:
+            self.remove()
+
+    def _find_still(self) -> None:
+        """Masks of parameters that no optimizer here trains do not move. The report says so, and a warning, once."""
+        still = []
+        for weight in self.sparse_params.values():
+            was, weight.still = weight.still, weight.moves and not weight.is_trained
+            if was != weight.still:
+                weight.write_report()
+                still += [weight.name] * weight.still
+        if still:
+            warnings.warn(
+                f"{len(still)} masks do not move, such as that of {still[0]!r}: no optimizer that this "
+                f"{type(self).__name__} is applied to trains them. Apply it to the others, too",
+                stacklevel=2,
+            )
+
+    def _names(self) -> set[str]:
+        return {name for weight in self.sparse_params.values() for name in weight.holders}
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
@@ -167,6 +225,7 @@ class Sparsity(ABC):
         finished = min(self._steps.values())
         if finished > self.step:
             self._set_step(finished)
+            self._find_still()
             due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
@@ -181,19 +240,18 @@ class Sparsity(ABC):
         for each in (self, *self.algorithms()):
             each.step = step
         self._let_gradients_through()
-        report = None if self._model is None else attached_report(self._model)
-        if report is not None and SETTING in report.settings:
-            report.settings[SETTING]["step"] = step
+        if self._model is not None and (record := self._record(self._model)):
+            record["step"] = step
 
     def _let_gradients_through(self) -> None:
-        """In the backward passes before an update that asks for it, gradients reach pruned places. The whole model has
-        one flag, so that a compiled model has two graphs and not more."""
+        """In the backward passes before an update that asks for it, gradients reach pruned places. All parameters here
+        have one flag, so that a compiled model has two graphs and not more."""
         if self._model is not None:
             wanted = any(
                 algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
                 for algorithm in self.algorithms()
             )
-            let_gradients_through(self._model, wanted)
+            let_gradients_through(self._model, wanted, self._names())
 
     def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
@@ -253,6 +311,23 @@ class Sparsity(ABC):
     def _restart(self, step: int) -> None:
         self._steps = dict.fromkeys(self._steps, step)
         self._set_step(step)
+
+
+class Reminder:
+    """A hook before the model's forward, until an optimizer is applied: the second forward that is trained warns."""
+
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm, self.forwards = algorithm, 0
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.forwards += 1
+            if self.forwards == 2 and any(named_masks(model)):
+                warnings.warn(
+                    f"masks will not move: apply this {self.algorithm} to the optimizers, too, with "
+                    "sparsity.apply(optimizer), or call sparsity.update() after each step",
+                    stacklevel=2,
+                )
 
 
 @torch.no_grad()

@@ -226,3 +226,30 @@ def test_load_keeps_the_stored_dtype_unless_told_otherwise(saved):
 def test_load_needs_a_hugging_face_folder(saved):
     with pytest.raises(ValueError, match=r"holds no config\.json to build its Net from: .*restore\(model, folder\)"):
         mts.load(saved("net"))
+
+
+def other_masks(model, pattern):
+    other = mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)
+    return dict(mts.named_masks(other))
+
+
+@pytest.mark.parametrize("how", ["set_mask", "load_state_dict"])
+@pytest.mark.parametrize(("pattern", "shown", "zeros"), [("1:4", "1:4", 0.75), (0.5, "50% per matrix", 0.5)])
+def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_path):
+    """Of 2:4 masks, by others with more zeros or with as many in other groups."""
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
+    names = [layer.name for layer in mts.report(model).layers]
+    assert not any(layer.notes for layer in mts.report(model).layers)
+    masks = other_masks(model, mts.Unstructured(pattern, "matrix") if pattern == 0.5 else pattern)
+    if how == "set_mask":
+        for name, mask in masks.items():
+            mts.set_mask(model, name, mask)
+    else:
+        state = {f"{name}_mask": mask for name, mask in masks.items()}
+        model.load_state_dict({**model.state_dict(), **state})
+    mts.save(model, tmp_path / "saved")
+    for report in (mts.report(model), mts.report(tmp_path / "saved"), mts.report(mts.load(tmp_path / "saved"))):
+        assert [layer.name for layer in report.layers] == names
+        for layer in report.layers:
+            assert (layer.pattern, layer.zeros / layer.size, layer.error) == ("2:4", zeros, None)
+            assert layer.notes == [f"its mask was replaced since, by one of {shown}"]

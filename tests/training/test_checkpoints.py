@@ -251,3 +251,14 @@ def test_a_checkpoint_elsewhere_is_named(checkpoint, tmp_path):
     callback = training.SparsityCallback(sparsity, resume_from=folder)
     trainer(tmp_path / "new", tiny_llama(), sparsity, callback=callback).train(resume_from_checkpoint=str(folder))
     assert sparsity.step == 6
+
+
+def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
+    model, sparsity = tiny_llama(), ALGORITHMS["rigl"]()
+    trained = trainer(tmp_path, model, sparsity)
+    trained.train()
+    first, masks = sparsity.step, {name: mask.clone() for name, mask in mts.named_masks(model)}
+    trained.train()
+    assert sparsity.step == 2 * first
+    assert not all(torch.equal(mask, masks[name]) for name, mask in mts.named_masks(model))
+    mts.verify(model)

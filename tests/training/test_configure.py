@@ -8,6 +8,7 @@ from torch import nn
 
 from modelopt_sparse import training
 from modelopt_sparse.training.schedules import AtSteps, Constant, Cosine, Cycling, EveryFew
+from modelopt_sparse.values import read_yaml
 from tests.helpers import tiny_llama
 
 
@@ -104,6 +105,29 @@ def test_lists_become_groups_and_the_first_match_counts():
 
 
 @pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        (
+            "algorithm: rigl\nsparsity: 0.9\nupdate: {freq: 100}\nseed: 3\n",
+            {"algorithm": "RigL", "seed": 3, "sparsity": "Constant(value=0.9)"},
+        ),
+        ("sparsity: 0.3\ninit_method: topk\nseed: 1234\n", {"init_method": "topk", "seed": 1234}),
+        ("algorithm: gmp\nsparsity: {type: cubic, init: 0, final: 0.5, start: 0, stop: 9}\n", {"algorithm": "GMP"}),
+        ("algorithm: gmp\nsparsity: [0.0, 0.9]\n", {"algorithm": "GMP"}),
+        ("model: {hidden: 8}\noptimizer: {lr: 1}\nsparsity: 0.5\n", {"algorithm": "Static"}),
+        ("model: {hidden: 8}\nsparsity: {type: set, sparsity: 0.5}\nseed: 3\n", {"algorithm": "SET", "seed": 0}),
+        ("sparsity: {algorithm: set, sparsity: 0.5}\n", {"algorithm": "SET"}),
+    ],
+)
+def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
+    """A level or a schedule with options beside it is the whole section."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    for config in (tmp_path / "recipe.yaml", read_yaml(text, "it")):
+        found = training.configure(config).describe()
+        assert {key: found[key] for key in described} == described
+
+
+@pytest.mark.parametrize(
     ("config", "match"),
     [
         ({"sparsity": 1}, "sparsity: sparsity is 1, and must be a fraction"),
@@ -139,7 +163,10 @@ def test_what_is_refused(config, match):
     [
         ("model: {}\n", "holds no section 'sparsity', so nothing is trained sparse"),
         ("sparsity: [\n", "is not YAML"),
-        ("sparsity: 5\n", "5 is neither a level"),
+        ("sparsity: 5\n", "sparsity is 5, and must be a fraction"),
+        ("algorithm: rigl\nsparsity: 0.9\nseeed: 3\n", "RigL has no option 'seeed'"),
+        ("sparsity: 0.9\nmodel: {}\nseed: 3\n", "Static has no option 'model'"),
+        ("sparsity:\n  seed: 1\n  sparsity: 0.5\n  seed: 2\n", r"'seed' stands twice\s.*line 4, column 3"),
     ],
 )
 def test_what_is_refused_of_files(text, match, tmp_path):

@@ -1,9 +1,15 @@
 """What sparse weights cost, against numbers counted by hand."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+import modelopt_sparse as mts
 from modelopt_sparse import training
 from tests.helpers import tiny_llama, token_batches
 from tests.training.cases import Zoo, batch
@@ -63,3 +69,87 @@ def test_convolutions_and_tied_weights_are_counted_once():
     assert cost.dense.inference == 2 * 2 * 64 * 3 * 4 * 9 + 2 * per_layer
     assert cost.dense.inference - cost.sparse.inference == per_layer
     assert cost.dense.weights - cost.sparse.weights == 72
+
+
+class TwoWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(64, 16)), nn.Parameter(torch.randn(16, 64))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.up).relu(), self.down)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "include", "shape", "products"),
+    [
+        (TwoWeights, ["*"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
+        (TwoWeights, ["up"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
+        (
+            lambda: Attention(32, 4, batch_first=True),
+            ["in_proj_weight", "out_proj.weight"],
+            (2, 16, 32),
+            {"in_proj_weight": 32 * 3 * 1024, "out_proj.weight": 32 * 1024, "": 2 * 2 * 16 * 16 * 32},
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)),
+            ["0.weight"],
+            (32, 16),
+            {"0.weight": 32 * 256},
+        ),
+    ],
+    ids=["two weights", "one of two", "attention", "batch norm"],
+)
+def test_each_weight_of_a_module_is_counted_by_itself(build, include, shape, products):
+    """2 x positions x live weights, also where one module holds several products; statistics stay as they are."""
+    model = build()
+    training.Static(0.5, include=include).apply(model)
+    before = copy.deepcopy(model.state_dict())
+    cost = training.cost(model, torch.randn(shape))
+    assert cost.dense.inference == 2 * sum(products.values())
+    sparse = [name for name in products if name in dict(mts.named_masks(model))]
+    assert cost.dense.inference - cost.sparse.inference == sum(products[name] for name in sparse)
+    assert not cost.uncounted
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert model.training
+
+
+def test_what_is_not_counted_is_named():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.rnn = nn.Embedding(9, 8), nn.LSTM(8, 8)
+
+        def forward(self, ids):
+            return self.rnn(self.embed(ids))[0]
+
+    model = Net()
+    training.Static(0.5, include="embed.weight").apply(model)
+    cost = training.cost(model, torch.zeros(3, 2, dtype=torch.long))
+    assert cost.uncounted == ("aten.mkldnn_rnn_layer", "embed.weight")
+    assert "Not counted: aten.mkldnn_rnn_layer; embed.weight" in str(cost)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_cost_the_same_however_they_run(implementation):
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        experts_implementation=implementation,
+    )
+    model = MixtralSparseMoeBlock(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    training.Static(0.5, include="experts.*", scope="row").apply(model)
+    cost = training.cost(model, torch.randn(1, 8, 16))
+    experts = 2 * 2 * 8 * (32 * 16 + 16 * 16)
+    assert cost.dense.inference - cost.sparse.inference == experts // 2, cost
+    assert cost.dense.inference == experts + 2 * 8 * 16 * 3

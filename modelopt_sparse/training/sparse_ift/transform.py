@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
@@ -14,10 +13,11 @@ from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
-from modelopt_sparse.training.cost import uses_of
+from modelopt_sparse.training.cost import Products
 from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
 from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
 from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
@@ -149,6 +149,9 @@ class SparseIFT:
     sparsity: Group
     plan: IsoPlan
 
+    def __repr__(self) -> str:
+        return f"SparseIFT({type(self.model).__name__}, {len(self.plan.layers)} layers, {self.sparsity})"
+
 
 def sparse_ift(
     model_or_config: nn.Module | PretrainedConfig,
@@ -209,6 +212,8 @@ def sparse_ift(
 
 
 def _group(levels: Mapping[str, float], rule: Callable[[float], SparsityAlgorithm]) -> Group:
+    if isinstance(rule, Sparsity):
+        raise ValueError(f"rule is a function of the level: rule=lambda level: {type(rule).__name__}(level, ...)")
     group = Group()
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
@@ -350,9 +355,9 @@ def _uses(model: nn.Module, weights: list[Weight], example: Any) -> dict[str, fl
     """How often each weight is multiplied in a forward of the example; 1 without an example."""
     if example is None:
         return {weight.name: 1.0 for weight in weights}
-    with calibrating(model), FlopCounterMode(display=False) as counter:
+    with calibrating(model), Products(weights, {}) as products:
         call(model, example)
-    return uses_of(model, weights, counter)
+    return {weight.name: products.flops[weight.name] / 2 / max(1, weight.parameter.numel()) for weight in weights}
 
 
 def _unit(model: nn.Module, example: Any) -> str | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
@@ -42,10 +43,19 @@ def wider(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple
 
 def call(model: nn.Module, example: Any) -> Any:
     """The model's output for an example: a tuple holds positional arguments, a mapping keywords, else it is the only
-    argument."""
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)
+    argument. Of a model on the meta device it is moved there."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta:
+        example = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, example)
+    try:
+        if isinstance(example, Mapping):
+            return model(**example)
+        return model(*example) if isinstance(example, tuple) else model(example)
+    except RuntimeError as error:
+        if not on_meta:
+            raise
+        problem = f"this {type(model).__name__} is on the meta device and cannot be run on the example there"
+        raise ValueError(f"{problem}: build it, or leave example out") from error
 
 
 # configs --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,344 @@
+"""What masks that move do to weights that grow, to weights that nobody trains, and to models that become plain."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
+from torch import nn
+from transformers import ViTConfig, ViTModel
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from modelopt_sparse.model.masking import SparseModule, named_masks
+from tests.helpers import assert_bits, tiny_llama
+
+
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, so that the faintest one counts as much as any."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad.sign()
+
+
+class Mlp(nn.Module):
+    """``second`` is read by its parent, which does not call it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 20, bias=False), nn.Linear(20, 10, bias=False)
+
+    def forward(self, x):
+        return F.linear(self.first(x).relu(), self.second.weight)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adam, small eps": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-15),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop, small eps": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-12),
+    "muon": lambda p: torch.optim.Muon(p, lr=1e-3),
+    "lion": lambda p: Lion(p, lr=1e-3),
+}
+MOVING = {"set": training.SET, "rigl": training.RigL}
+
+
+def step(model, *optimizers, seed=0):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    x = torch.randn(32, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def masks_of(model):
+    return {name: mask.clone() for name, mask in named_masks(model)}
+
+
+@pytest.mark.parametrize("algorithm", MOVING)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_grows_starts_at_zero(optimizer, algorithm):
+    model = Mlp()
+    sparsity = MOVING[algorithm](0.5, update=2, include="*weight", scope="matrix")
+    sparsity.apply(model)
+    trained = sparsity.apply(OPTIMIZERS[optimizer](list(model.parameters())))
+    grown_at_all = 0
+    for number in range(6):
+        before = masks_of(model)
+        step(model, trained, seed=number)
+        for name, mask in named_masks(model):
+            grown, weight = mask & ~before[name], model.get_parameter(name)
+            states = [s for s in trained.state[weight].values() if torch.is_tensor(s) and s.shape == weight.shape]
+            for values in (weight, *states):
+                assert not values[grown].any(), (number, name, values[grown].abs().max())
+            grown_at_all += int(grown.sum())
+    assert grown_at_all > 50
+
+
+@pytest.mark.parametrize("order", ["rigl first", "rigl last"])
+def test_another_algorithm_beside_rigl_changes_nothing(order):
+    """Each has parameters of its own, and so has the flag that lets gradients through."""
+    model = nn.Sequential(nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 10))
+    rigl = training.RigL(0.5, update=2, include=["0.weight"], scope="matrix")
+    both = [rigl, training.Static(0.5, include=["2.weight"])]
+    both = both if order == "rigl first" else both[::-1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for each in (*both, optimizer):
+        if each is not optimizer:
+            each.apply(model)
+    for each in both:
+        each.apply(optimizer)
+    changes = 0
+    for number in range(10):
+        before = model[0].weight_mask.clone()
+        optimizer.zero_grad()
+        x = torch.randn(32, 24, generator=torch.Generator().manual_seed(number))
+        dense = copy.deepcopy(model)
+        mts.export(dense)
+        dense.zero_grad()
+        dense(x).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        grown = model[0].weight_mask & ~before
+        if number % 2:
+            changes += 1
+            # what was dropped in the same step may grow again, and then does not show
+            score = dense[0].weight.grad.abs().masked_fill(before, 0)
+            assert torch.equal(
+                score.flatten().topk(int(grown.sum())).indices.sort().values, grown.flatten().nonzero()[:, 0]
+            )
+        assert bool(grown.any()) == bool(number % 2)
+    assert changes == 5
+    report = mts.report(model)
+    assert {layer.recipe: layer.zeros for layer in report.layers} == {"rigl": 240, "static": 100}
+
+
+@pytest.mark.parametrize("algorithm", MOVING)
+@pytest.mark.parametrize("why", ["frozen", "frozen later", "no optimizer"])
+def test_weights_that_nobody_trains_keep_their_masks(why, algorithm):
+    model = Mlp()
+    first, second = model.parameters()
+    first.requires_grad_(why != "frozen")
+    sparsity = MOVING[algorithm](0.5, update=1, include="*weight", scope="matrix")
+    before = first.detach().clone()
+    plan = sparsity.plan(model)
+    sparsity.apply(model)
+    start = masks_of(model)
+    optimizer = sparsity.apply(torch.optim.SGD([second] if why == "no optimizer" else [first, second], lr=0.05))
+    first.requires_grad_(why == "no optimizer")
+    if why == "frozen":
+        assert [(each.name, each.reason[:6]) for each in plan.skipped] == [("first.weight", "frozen")]
+        for number in range(3):
+            step(model, optimizer, seed=number)
+        assert_bits(first, before)
+        return
+    with pytest.warns(UserWarning, match=r"1 masks do not move.*'first.weight'"):
+        step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(1, 9):
+            step(model, optimizer, seed=number)
+    live = int(first.count_nonzero())
+    assert live == first.numel() // 2, "none of its live weights is lost"
+    assert torch.equal(masks_of(model)["first.weight"], start["first.weight"])
+    assert not torch.equal(masks_of(model)["second.weight"], start["second.weight"])
+    assert "does not move" in str(mts.report(model).layers[0].notes)
+    first.requires_grad_()
+    if why == "no optimizer":  # one that is made later takes them over
+        later = sparsity.apply(torch.optim.SGD([first], lr=0.05))
+        step(model, optimizer, later, seed=9)
+    else:
+        step(model, optimizer, seed=9)
+    assert not torch.equal(masks_of(model)["first.weight"], start["first.weight"])
+    assert not mts.report(model).layers[0].notes
+
+
+def test_without_an_optimizer_the_second_forward_warns():
+    model = Mlp()
+    training.SET(0.5, include="*weight", scope="matrix").apply(model)
+    pickle.loads(pickle.dumps(model))
+    x = torch.randn(2, 24)
+    model(x)
+    with pytest.warns(UserWarning, match="masks will not move: apply this SET"):
+        model(x)
+    static = Mlp()
+    training.Static(0.5, include="*weight").apply(static)
+    applied, sparsity = Mlp(), training.SET(0.5, include="*weight", scope="matrix")
+    sparsity.apply(applied)
+    sparsity.apply(torch.optim.SGD(applied.parameters()))
+    for quiet in (static, applied, model):
+        for _ in range(3):
+            quiet(x)
+
+
+@pytest.mark.parametrize("how", ["export", "export a part", "remove"])
+def test_dense_training_follows_sparse_training(how):
+    """Guide: sparse pre-training, then dense training with the same optimizer."""
+    model = Mlp()
+    sparsity = training.RigL(0.5, update=1, include="*weight", scope="matrix")
+    sparsity.apply(model)
+    optimizer = sparsity.apply(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for number in range(3):
+        step(model, optimizer, seed=number)
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    if how == "remove":
+        sparsity.remove()
+        assert not model._forward_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+    else:
+        mts.export(model if how == "export" else model.first)
+    assert_bits(optimizer.state_dict()["state"][0]["exp_avg"], moments[0]["exp_avg"])
+    dense = [module for module in (model.first, model.second) if not isinstance(module, SparseModule)]
+    assert len(dense) == 1 + (how != "export a part")
+    for number in range(3, 6):
+        step(model, optimizer, seed=number)
+    assert all(module.weight.count_nonzero() == module.weight.numel() for module in dense)
+    assert bool(optimizer._optimizer_step_post_hooks) == (how == "export a part")
+
+
+def test_remove_takes_no_masks_of_others():
+    model = mts.sparsify(Mlp(), "magnitude", pattern="2:4", include=["second"])
+    sparsity = training.SET(0.5, include="first.weight", scope="matrix")
+    sparsity.apply(model)
+    sparsity.remove()
+    assert [name for name, _ in named_masks(model)] == ["second.weight"]
+    sparsity.apply(model)
+    assert len(masks_of(model)) == 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_step_is_finished_when_all_optimizers_have_made_it(slow):
+    """Whichever of them makes its steps less often."""
+    model = Mlp()
+    sparsity = training.SET(0.5, update=1, include="*weight", scope="matrix")
+    sparsity.apply(model)
+    optimizers = [sparsity.apply(torch.optim.SGD([parameter], lr=0.1)) for parameter in model.parameters()]
+    start = masks_of(model)
+    for number in range(3):
+        step(model, optimizers[1 - slow], seed=number)
+    assert sparsity.step == 0
+    assert all(torch.equal(mask, start[name]) for name, mask in named_masks(model))
+    step(model, optimizers[slow])
+    assert sparsity.step == 1
+    assert not any(torch.equal(mask, start[name]) for name, mask in named_masks(model))
+
+
+# tools that put another weight into a sparse module -----------------------------------------------------------------
+
+TOOLS = {
+    "prune": lambda m: torch.nn.utils.prune.l1_unstructured(m, "weight", 0.5),
+    "parametrize": lambda m: torch.nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity()),
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "script": torch.jit.script,
+    "script of the model": lambda m: torch.jit.script(nn.Sequential(m)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_that_cannot_take_a_sparse_module_say_so(tool):
+    module = nn.Linear(8, 8)
+    training.Static(0.5, include="weight").apply(module)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"mts.export first"):
+        TOOLS[tool](module)
+    assert list(module.state_dict()) == list(before)
+    module(torch.randn(2, 8))
+    assert type(mts.export(module)) is nn.Linear
+    TOOLS[tool](module)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_old_weight_norm_says_so_too():
+    """It deletes the weight before anything can be said."""
+    module = nn.Linear(8, 8)
+    training.Static(0.5, include="weight").apply(module)
+    with pytest.raises(ValueError, match=r"mts.export first"):
+        torch.nn.utils.weight_norm(module)
+
+
+# what is said -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["abc", 1.5, -1, None, True])
+def test_seeds_are_whole_numbers(seed):
+    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
+        training.SET(0.5, seed=seed)
+    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
+        training.configure({"algorithm": "set", "sparsity": 0.5, "seed": seed})
+
+
+def test_warnings_of_schedules_that_do_nothing_or_too_much():
+    model = Mlp()
+    never = training.SET(0.5, include="*weight", scope="matrix", update={"freq": 10, "start": 7, "stop": 5})
+    with pytest.warns(UserWarning, match="never move: update stops"):
+        never.apply(model)
+    linear = training.GMP({"type": "linear", "init": 0.5, "slope": 0.3}, include="*weight", update=1)
+    model = Mlp()
+    linear.apply(model)
+    optimizer = linear.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    step(model, optimizer)
+    with pytest.warns(UserWarning, match="come to 1, where no weight is left"):
+        step(model, optimizer)
+
+
+def test_how_algorithms_and_their_levels_are_printed():
+    sparsity = training.RigL(0.9, update=100, scope="row", include="blocks")
+    group = training.Group({"*.mlp.*": training.SET(0.9), "*": training.Static(0.5)})
+    for each in (sparsity, group):
+        assert "\n" not in repr(each)
+        assert "0.9" in repr(each)
+    model = nn.Linear(192, 8)
+    training.Static(0.9, include="weight", scope="row").apply(model)
+    assert mts.report(model).layers[0].pattern == "90% per row"
+    mts.verify(model)
+
+
+def test_which_models_get_the_warning_of_scopes():
+    sparsity = training.SET(0.5, include="blocks")
+    (note,) = sparsity.plan(tiny_llama()).notes
+    assert "SET without a scope" in note
+    assert "RigL" not in note
+    vision = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    assert not sparsity.plan(vision).notes
+
+
+def test_a_tied_embedding_is_called_one():
+    model = tiny_llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    reasons = {each.name: each.reason for each in training.Static(0.5, include="default").plan(model).skipped}
+    assert reasons["model.embed_tokens.weight"] == "embedding"
+
+
+def test_sparse_ift_of_a_model_on_meta_and_a_rule_that_is_none():
+    example = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is on the meta device.*leave example out"):
+        training.sparse_ift(tiny_llama().to("meta"), 0.5, example=example)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
+    assert len(repr(ift).splitlines()) <= 20
+    with pytest.raises(ValueError, match="rule is a function of the level: rule=lambda level: Static"):
+        training.sparse_ift(tiny_llama(), 0.5, rule=training.Static(0.5))
+
+
+def test_nan_for_pruned_weights_names_finalize():
+    model = Mlp()
+    with torch.no_grad():
+        model.first.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"first.*NaN(.|\n)*modelopt-sparse finalize"):
+        mts.sparsify(model, "magnitude", pattern="2:4")
