@@ -9,8 +9,11 @@ import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ MASKS = "sparsity_masks.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
+OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # what a save may have written
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
 
@@ -95,30 +99,32 @@ def sources_of(model: nn.Module) -> Iterator[str]:
 def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder to write to, beside ``folder``. At the end it takes the place of ``folder``; an error removes it.
 
-    So ``folder`` is never seen half written, even if this process is killed, or if others write to the same place.
+    So ``folder`` is never seen half written, even if this process is killed, or if other threads or processes write to
+    the same place: each has a folder of its own, and one at a time puts it in place.
 
     Raises OSError if it cannot be written, with a text that says what is at ``folder`` now. Raises ValueError if there
     are files in ``folder`` at the end, unless ``overwrite`` is True.
     """
     folder = folder.resolve()
     made = missing_parents(folder)
-    writer = f".{folder.name}.{socket.gethostname()}"  # several processes may write to the same place
-    staging = folder.with_name(f"{writer}.{os.getpid()}.partial")
+    writer, started = f".{folder.name}.{socket.gethostname()}", round(psutil.Process().create_time())
+    staging = folder.with_name(f"{writer}.{os.getpid()}.{started}.{secrets.token_hex(4)}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
-        for path in (staging, *folder.parent.glob(f"{glob.escape(writer)}.*.partial")):
-            number = path.name.removeprefix(f"{writer}.").removesuffix(".partial")
-            if path == staging or (number.isdigit() and not psutil.pid_exists(int(number))):
+        for path in folder.parent.glob(f"{glob.escape(writer)}.*.partial"):
+            number, _, rest = path.name.removeprefix(f"{writer}.").partition(".")
+            if number.isdigit() and not _runs(int(number), rest.partition(".")[0]):
                 shutil.rmtree(path, ignore_errors=True)  # its process was killed
         staging.mkdir(parents=True)
         yield staging
         make_durable(staging)
-        if not renamed_if_absent(staging, folder):
-            if is_occupied(folder) and not overwrite:
-                advice = "give another path, or overwrite=True (--overwrite)"
-                raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
-            left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
-            move_in(staging, folder, [path.name for path in staging.iterdir()])
+        with _one_at_a_time(folder.parent):
+            if not renamed_if_absent(staging, folder):
+                if is_occupied(folder) and not overwrite:
+                    advice = "give another path, or overwrite=True (--overwrite)"
+                    raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
+                left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
+                move_in(staging, folder, [path.name for path in staging.iterdir()])
     except Exception as error:
         # tokenizers raise a bare Exception when the disk is full
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
@@ -128,6 +134,32 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         remove_empty(made)  # they are not empty if all went well
+
+
+def _runs(number: int, started: str) -> bool:
+    """Whether the process of this number that was started at this time still runs: numbers are given out again."""
+    try:
+        since = psutil.Process(number).create_time()
+    except psutil.Error:
+        return False
+    return not started.isdigit() or abs(since - int(started)) < 10  # the clock may be set meanwhile
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other thread or process is in here with the same folder."""
+    if sys.platform == "win32":  # it has no such locks
+        yield
+        return
+    import fcntl  # Windows has none
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_durable(folder: Path) -> None:
@@ -173,8 +205,8 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     for name in reversed(ENTRIES):
         if name in to_move:
             (folder / name).unlink(missing_ok=True)
-    for path in folder.glob("model*.safetensors*"):  # the old weight files
-        if path.name not in names:
+    for path in folder.iterdir():
+        if OLD_WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         (finished / name).replace(folder / name)
