@@ -284,16 +284,33 @@ def read_description(folder: str | Path) -> Description:
         raise ValueError(f"{str(path)!r} has format version {version}, {advice}")
     if data.pop("checksum", None) != checksum(data):
         raise ValueError(f"{str(path)!r} has been edited since it was saved (its checksum differs): save it anew")
+    data = _printable(data)
     try:
         return Description(
             model_class=str(data["model_class"]),
-            masks={name: (tuple(map(int, mask["shape"])), int(mask["kept"])) for name, mask in data["masks"].items()},
+            masks={name: (_shape(mask["shape"]), int(mask["kept"])) for name, mask in data["masks"].items()},
             aliases={name: str(other) for name, other in data["aliases"].items()},
             files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
             report=None if data["report"] is None else Report.from_dict(data["report"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
+
+
+def _shape(sizes: Iterable[Any]) -> tuple[int, ...]:
+    shape = tuple(map(int, sizes))
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a mask has the shape {list(shape)}")
+    return shape
+
+
+def _printable(value: Any) -> Any:
+    """A value of JSON whose texts hold no control characters: a terminal would obey them."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [*map(_printable, value)] if isinstance(value, list) else value
 
 
 def write_description(
@@ -428,13 +445,26 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [WEIGHTS]
     try:
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
+    if outside:
+        raise ValueError(f"{str(folder / INDEX)!r} names {outside[0]!r}, which leads out of the folder: do not use it")
+    return names
 
 
 def weight_reader(folder: Path) -> tuple[set[str], Read]:
-    """(names of the tensors in a folder's weight files, a function that reads one of them by name)."""
-    opened = [safe_open(folder / name, framework="pt") for name in weight_files(folder)]
+    """(names of the tensors in a folder's weight files, a function that reads one of them by name).
+
+    Raises ValueError that names a file that is missing, truncated or damaged.
+    """
+    opened = []
+    for name in weight_files(folder):
+        try:
+            opened.append(safe_open(folder / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            problem = f"is missing, truncated or damaged ({error})"
+            raise ValueError(f"{str(folder / name)!r} {problem}: get the file again") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
