@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.hub import snapshot_download  # transformers brings the hub's client
 
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
 from modelopt_sparse.checkpoint.folder import (
@@ -47,6 +48,7 @@ from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import convert, loading_place
 
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 SHOWN = 20  # how many problems an error names
 
@@ -208,7 +210,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
-    """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
+    """A sparse model from a Hugging Face folder that `save` wrote, or a hub name of one, masks and report included.
 
     ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
     class is the one named in config.json.
@@ -223,7 +225,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     >>> len(list(mts.named_masks(model)))
     14
     """
-    folder = checked_path(folder)
+    folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
     description, masks, _, problems = _masks_of(folder)
@@ -252,6 +254,17 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         return model.to(place.device)
     _attach(model, folder, masks, description)
     return model
+
+
+def _downloaded(folder: str | Path, revision: str | None) -> Path:
+    """The path of a folder; a name such as "org/name" that is none here is downloaded from the hub."""
+    path = checked_path(folder)
+    if path.exists() or not isinstance(folder, str) or not HUB_NAME.fullmatch(folder):
+        return path
+    try:
+        return Path(snapshot_download(folder, revision=revision))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder!r} is not a folder, nor a model that the hub gives: {error}") from None
 
 
 def report(model: nn.Module | str | Path) -> Report:

@@ -99,6 +99,8 @@ def evaluate(
     Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
     the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that are not finite.
     """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens are a {type(tokens).__name__}: give torch.tensor(tokenizer(text)['input_ids'])")
     if tokens.dim() != 1:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
     if seq_len < 2 or (batch_size is not None and batch_size < 1):
@@ -149,6 +151,9 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 def _log_probabilities(model: nn.Module, batch: Tensor) -> Tensor:
     """The log-probabilities of the next token, ``[B, S - 1, vocabulary]``, for token ids ``[B, S]``."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+    if logits.dim() != 3:
+        problem = f"{type(model).__name__} gives logits of shape {list(logits.shape)}, and not one row for each token"
+        raise ValueError(f"{problem}: evaluate is for causal language models, others take a metric of their own")
     return logits[:, :-1].float().log_softmax(-1)
 
 

@@ -271,6 +271,11 @@ def test_a_hub_name_is_read_from_the_cache(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "out" / "LICENSE").read_text() == "free"
     assert_same_folders(tmp_path / "out", in_memory(source, tmp_path / "whole", "magnitude"))
+    for path in (tmp_path / "out").iterdir():
+        path.replace(source / path.name)
+    code = "import modelopt_sparse as m; m.verify(m.load('someone/tiny'), '2:4'); m.load('someone/else')"
+    ran = run_python("-c", code, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    assert "ValueError: 'someone/else' is not a folder, nor a model that the hub gives" in ran.stderr
 
 
 def test_a_parameter_that_blocks_share_stays_one(tmp_path, monkeypatch):
