@@ -9,8 +9,11 @@ import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ MASKS = "sparsity_masks.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
+OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # what a save may have written
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
 
@@ -95,30 +99,32 @@ def sources_of(model: nn.Module) -> Iterator[str]:
 def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder to write to, beside ``folder``. At the end it takes the place of ``folder``; an error removes it.
 
-    So ``folder`` is never seen half written, even if this process is killed, or if others write to the same place.
+    So ``folder`` is never seen half written, even if this process is killed, or if other threads or processes write to
+    the same place: each has a folder of its own, and one at a time puts it in place.
 
     Raises OSError if it cannot be written, with a text that says what is at ``folder`` now. Raises ValueError if there
     are files in ``folder`` at the end, unless ``overwrite`` is True.
     """
     folder = folder.resolve()
     made = missing_parents(folder)
-    writer = f".{folder.name}.{socket.gethostname()}"  # several processes may write to the same place
-    staging = folder.with_name(f"{writer}.{os.getpid()}.partial")
+    writer, started = f".{folder.name}.{socket.gethostname()}", round(psutil.Process().create_time())
+    staging = folder.with_name(f"{writer}.{os.getpid()}.{started}.{secrets.token_hex(4)}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
-        for path in (staging, *folder.parent.glob(f"{glob.escape(writer)}.*.partial")):
-            number = path.name.removeprefix(f"{writer}.").removesuffix(".partial")
-            if path == staging or (number.isdigit() and not psutil.pid_exists(int(number))):
+        for path in folder.parent.glob(f"{glob.escape(writer)}.*.partial"):
+            number, _, rest = path.name.removeprefix(f"{writer}.").partition(".")
+            if number.isdigit() and not _runs(int(number), rest.partition(".")[0]):
                 shutil.rmtree(path, ignore_errors=True)  # its process was killed
         staging.mkdir(parents=True)
         yield staging
         make_durable(staging)
-        if not renamed_if_absent(staging, folder):
-            if is_occupied(folder) and not overwrite:
-                advice = "give another path, or overwrite=True (--overwrite)"
-                raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
-            left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
-            move_in(staging, folder, [path.name for path in staging.iterdir()])
+        with _one_at_a_time(folder.parent):
+            if not renamed_if_absent(staging, folder):
+                if is_occupied(folder) and not overwrite:
+                    advice = "give another path, or overwrite=True (--overwrite)"
+                    raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
+                left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
+                move_in(staging, folder, [path.name for path in staging.iterdir()])
     except Exception as error:
         # tokenizers raise a bare Exception when the disk is full
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
@@ -128,6 +134,32 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         remove_empty(made)  # they are not empty if all went well
+
+
+def _runs(number: int, started: str) -> bool:
+    """Whether the process of this number that was started at this time still runs: numbers are given out again."""
+    try:
+        since = psutil.Process(number).create_time()
+    except psutil.Error:
+        return False
+    return not started.isdigit() or abs(since - int(started)) < 10  # the clock may be set meanwhile
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other thread or process is in here with the same folder."""
+    if sys.platform == "win32":  # it has no such locks
+        yield
+        return
+    import fcntl  # Windows has none
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_durable(folder: Path) -> None:
@@ -173,8 +205,8 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     for name in reversed(ENTRIES):
         if name in to_move:
             (folder / name).unlink(missing_ok=True)
-    for path in folder.glob("model*.safetensors*"):  # the old weight files
-        if path.name not in names:
+    for path in folder.iterdir():
+        if OLD_WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         (finished / name).replace(folder / name)
@@ -252,16 +284,33 @@ def read_description(folder: str | Path) -> Description:
         raise ValueError(f"{str(path)!r} has format version {version}, {advice}")
     if data.pop("checksum", None) != checksum(data):
         raise ValueError(f"{str(path)!r} has been edited since it was saved (its checksum differs): save it anew")
+    data = _printable(data)
     try:
         return Description(
             model_class=str(data["model_class"]),
-            masks={name: (tuple(map(int, mask["shape"])), int(mask["kept"])) for name, mask in data["masks"].items()},
+            masks={name: (_shape(mask["shape"]), int(mask["kept"])) for name, mask in data["masks"].items()},
             aliases={name: str(other) for name, other in data["aliases"].items()},
             files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
             report=None if data["report"] is None else Report.from_dict(data["report"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
+
+
+def _shape(sizes: Iterable[Any]) -> tuple[int, ...]:
+    shape = tuple(map(int, sizes))
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a mask has the shape {list(shape)}")
+    return shape
+
+
+def _printable(value: Any) -> Any:
+    """A value of JSON whose texts hold no control characters: a terminal would obey them."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [*map(_printable, value)] if isinstance(value, list) else value
 
 
 def write_description(
@@ -396,13 +445,26 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [WEIGHTS]
     try:
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
+    if outside:
+        raise ValueError(f"{str(folder / INDEX)!r} names {outside[0]!r}, which leads out of the folder: do not use it")
+    return names
 
 
 def weight_reader(folder: Path) -> tuple[set[str], Read]:
-    """(names of the tensors in a folder's weight files, a function that reads one of them by name)."""
-    opened = [safe_open(folder / name, framework="pt") for name in weight_files(folder)]
+    """(names of the tensors in a folder's weight files, a function that reads one of them by name).
+
+    Raises ValueError that names a file that is missing, truncated or damaged.
+    """
+    opened = []
+    for name in weight_files(folder):
+        try:
+            opened.append(safe_open(folder / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            problem = f"is missing, truncated or damaged ({error})"
+            raise ValueError(f"{str(folder / name)!r} {problem}: get the file again") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None

@@ -1,15 +1,16 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.hub import snapshot_download  # transformers brings the hub's client
 
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
 from modelopt_sparse.checkpoint.folder import (
@@ -31,17 +32,26 @@ from modelopt_sparse.checkpoint.folder import (
     write_description,
     write_masks,
 )
-from modelopt_sparse.distributed import rank
+from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.hf import model_class, unloaded
+from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.layers import as_row, find_layers, refuse_packed
-from modelopt_sparse.model.masking import SUFFIX, dense_class, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.masking import (
+    SUFFIX,
+    dense_class,
+    named_masks,
+    refuse_what_cannot_be_sparse,
+    remove_masks,
+    set_mask,
+)
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import REPLACED, Report, attach_report, attached_report
 from modelopt_sparse.runtime.convert import convert, loading_place
 
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 SHOWN = 20  # how many problems an error names
 
 # writing --------------------------------------------------------------------------------------------------------------
@@ -181,13 +191,18 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     name = dense_class(inner).__name__
     if description.model_class != name:
         problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
-    slots = _slots(inner)
-    known = {alike for names, _ in slots for alike in names}
-    problems += [f"mask {mask!r} fits no parameter of the model" for mask in masks if mask not in known]
+    slots, extra = _slots(inner), _extra_states(inner)
+    known = [names for names, _ in slots]
+    problems += _misfits(inner, masks, known)
     filled: list[tuple[Tensor, Tensor]] = []
-    if damaged <= {MASKS}:
-        filled = _fill(slots, _reader(inner, slots, folder, description, masks, problems), masks, problems)
+    named = [*known, *([name] for name in extra)]
+    if damaged <= {MASKS} and (read := _reader(inner, named, folder, description, masks, problems)) is not None:
+        filled = _fill(slots, read, masks, problems)
+        extra = {name: read(name) for name in extra}
+        problems += [f"{name!r} of the model is not in the folder" for name, state in extra.items() if state is None]
     _refuse(f"{str(folder)!r} cannot be restored into this {name}", problems)
+    for name, state in extra.items():  # code of the user's own, which may fail: nothing has been changed yet
+        inner.get_submodule(name.rpartition(".")[0]).set_extra_state(state)
     remove_masks(inner)
     with torch.no_grad():
         for values, tensor in filled:
@@ -197,7 +212,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
-    """A sparse model from a Hugging Face folder that `save` wrote, masks and report included.
+    """A sparse model from a Hugging Face folder that `save` wrote, or a hub name of one, masks and report included.
 
     ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
     class is the one named in config.json.
@@ -212,7 +227,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     >>> len(list(mts.named_masks(model)))
     14
     """
-    folder = checked_path(folder)
+    folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
     description, masks, _, problems = _masks_of(folder)
@@ -221,6 +236,9 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         raise ValueError(f"{str(folder)!r} {problem}: build the model yourself and call restore(model, folder)")
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    if any(map(IFT_MEMBER.match, stored_names := weight_reader(folder)[0])):
+        fresh = empty_model(folder, **remote)
+        _refuse(head, [rewritten] if (rewritten := _rewritten(stored_names, fresh.state_dict())) else [])
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
     problems += unloaded(info)
@@ -238,6 +256,17 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         return model.to(place.device)
     _attach(model, folder, masks, description)
     return model
+
+
+def _downloaded(folder: str | Path, revision: str | None) -> Path:
+    """The path of a folder; a name such as "org/name" that is none here is downloaded from the hub."""
+    path = checked_path(folder)
+    if path.exists() or not isinstance(folder, str) or not HUB_NAME.fullmatch(folder):
+        return path
+    try:
+        return Path(snapshot_download(folder, revision=revision))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder!r} is not a folder, nor a model that the hub gives: {error}") from None
 
 
 def report(model: nn.Module | str | Path) -> Report:
@@ -282,13 +311,42 @@ def _masks_of(folder: Path) -> tuple[Description, dict[str, Tensor], set[str], l
     return description, masks, set(damaged), problems
 
 
+def _misfits(model: nn.Module, masks: Mapping[str, Tensor], known: list[list[str]]) -> Iterator[str]:
+    """What keeps masks from the parameters of a model; ``known``: the names of its tensors."""
+    names = {alike for names in known for alike in names}
+    for name in masks:
+        if name not in names:
+            yield f"mask {name!r} fits no parameter of the model"
+            continue
+        try:
+            refuse_what_cannot_be_sparse(model, name)
+        except ValueError as error:
+            yield str(error)
+
+
+def _unwritable(values: Tensor) -> str:
+    """Why a tensor of the model cannot be written to, and what to do; "" if it can."""
+    if values.is_meta:
+        return "on the meta device, where there are no values: build the model on a device first"
+    if is_sharded(values):
+        return "sharded over processes (DTensor): restore into the model before it is sharded"
+    if values.is_inference() and not torch.is_inference_mode_enabled():
+        return "made in torch.inference_mode, for reading alone: build the model outside of it"
+    if any(stride == 0 and size > 1 for stride, size in zip(values.stride(), values.shape)):
+        return "several entries in one place of memory (expand): clone it first"
+    return ""
+
+
 def _fill(
     slots: list[tuple[list[str], Tensor]], read: Read, masks: Mapping[str, Tensor], problems: list[str]
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a tensor of the model and the folder's tensor for it. What is wrong is appended to ``problems``."""
     filled: list[tuple[Tensor, Tensor]] = []
-    dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}  # (there, in the model) -> names
+    shared: dict[str, list[str]] = {}  # what is wrong, and what to do -> names
     for names, values in slots:
+        if fault := _unwritable(values):
+            shared.setdefault(fault, []).append(repr(names[0]))
+            continue
         alike = {name: tensor for name in names if (tensor := read(name)) is not None}
         if not alike:
             problems.append(f"{names[0]!r} of the model is not in the folder")
@@ -299,49 +357,72 @@ def _fill(
             if other.shape != values.shape:
                 problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
             elif other.dtype != values.dtype:
-                dtypes.setdefault((other.dtype, values.dtype), []).append(repr(name))
+                advice = f"convert the model first, with model.to({other.dtype})"
+                shared.setdefault(f"{other.dtype} there and {values.dtype} in the model: {advice}", []).append(
+                    repr(name)
+                )
             elif other is not tensor and not torch.equal(other, tensor):
                 problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
             elif name in masks and masks[name].shape != other.shape:
                 problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
             elif name in masks:
                 problems += _breaches(name, other, masks[name])
-    for (there, here), names in dtypes.items():
-        advice = f"convert the model first, with model.to({there})"
-        problems.append(f"{there} there and {here} in the model: {first_few(names, 1)}; {advice}")
+    for fault, names in shared.items():
+        what, _, advice = fault.partition(": ")
+        problems.append(f"{what}: {first_few(names, 1)}; {advice}")
     return filled
 
 
 def _reader(
     model: nn.Module,
-    slots: list[tuple[list[str], Tensor]],
+    known: list[list[str]],
     folder: Path,
     description: Description,
     masks: Mapping[str, Tensor],
     problems: list[str],
-) -> Read:
-    """A function that reads the folder's tensor for one of the model's names.
+) -> Read | None:
+    """A function that reads the folder's tensor for one of the model's names; None if they cannot be read.
 
     transformers stores some models under other names than they have in memory. For these it loads the folder into a
     second model, which takes the memory of the weights once more.
     """
     try:
         names, read = weight_reader(folder)
-    except SafetensorError as error:
-        problems.append(f"the weights cannot be read: {error}")
-        return lambda name: None
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+    if rewritten := _rewritten(names, (name for alike in known for name in alike)):
+        problems.append(rewritten)
+        return None
     same_class = description.model_class == dense_class(model).__name__
-    if isinstance(model, PreTrainedModel) and same_class and any(names.isdisjoint(alike) for alike, _ in slots):
+    if isinstance(model, PreTrainedModel) and same_class and any(map(names.isdisjoint, known)):
         fresh, info = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
         problems += unloaded(info)
         return fresh.state_dict().get
-    for name in sorted(names.difference(*(alike for alike, _ in slots))):
+    for name in sorted(names.difference(*known)):
         mask, other = masks.get(name.removesuffix(SUFFIX)), read(name)
         if mask is None or other is None or not name.endswith(SUFFIX):
             problems.append(f"{name!r} has no place in the model")
         elif not torch.equal(mask, other):  # Trainer saves masks of plain modules with the weights
             problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
     return lambda name: read(description.aliases.get(name, name))
+
+
+def _rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
+    """What to do about names of a folder whose model `training.sparse_ift` has rewritten; "" for all others.
+
+    Layers of a model with the names ``known`` are there as several.
+    """
+    paths = {path for name in stored for path in IFT_MEMBER.findall(name)}
+    if not paths & {name.rpartition(".")[0] for name in known}:
+        return ""
+    return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
+
+
+def _extra_states(model: nn.Module) -> dict[str, Tensor | None]:
+    """The tensors that modules keep in their state beside parameters and buffers (``get_extra_state``), by name."""
+    states = model.state_dict().items()
+    return {name: value for name, value in states if name.endswith("_extra_state") and isinstance(value, Tensor)}
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

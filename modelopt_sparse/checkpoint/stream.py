@@ -24,6 +24,7 @@ from modelopt_sparse.calibration.data import Call, load_calls, take_in
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
+    INDEX,
     MASKS,
     checked_place,
     is_full,
@@ -50,7 +51,11 @@ from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
 
-NOT_COPIED = re.compile(r"\.(safetensors|bin|pth?|h5|msgpack|gguf|onnx|ot|pkl|pickle|ckpt)$|\.index\.json$|^sparsity\.")
+NOT_COPIED = re.compile(
+    r"\.(safetensors|bin|pth?|h5|keras|tflite|msgpack|npz|gguf|onnx(_data)?|ot|nemo|mar|pkl|pickle|ckpt)$"
+    r"|\.index\.json$|^sparsity\.",
+    re.IGNORECASE,
+)
 IN_MEMORY = "load the model and call sparsify"
 
 
@@ -231,9 +236,31 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     described |= write_masks(masks, file)
     concatenate([*sorted((work.path / "masks").iterdir()), file], folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
-    for path in source.iterdir():
-        if path.is_file() and not NOT_COPIED.search(path.name) and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
+    report.notes += copy_companions(source, folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     write_description(folder, dense_class(model).__name__, described, report, known=known)
     work.finish()
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copy what lies beside a source's weights -> what was copied and what was left, as notes. Left are files that
+    ``folder`` has, weights of other formats, hidden files, and links that leave the source.
+
+    The folder is published as it is, and ``.env`` or a linked key are nobody's business.
+    """
+    place = source.resolve()
+    homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
+    copied, left = [], []
+    for path in sorted(path for path in source.iterdir() if path.is_file() and not (folder / path.name).exists()):
+        if path.name.startswith("."):
+            left.append(f"{path.name} (hidden)")
+        elif not any(path.resolve().is_relative_to(home) for home in homes):
+            left.append(f"{path.name} (a link that leaves the folder)")
+        elif NOT_COPIED.search(path.name):
+            ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
+            left += [] if ours else [f"{path.name} (weights of another format)"]
+        else:
+            shutil.copyfile(path, folder / path.name)
+            copied.append(path.name)
+    said = {"copied from the source": copied, "left behind": left}
+    return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]

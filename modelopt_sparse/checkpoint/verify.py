@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, read_description, read_masks, weight_reader
+from modelopt_sparse.checkpoint.folder import (
+    DESCRIPTION,
+    Read,
+    damaged_files,
+    read_description,
+    read_masks,
+    weight_reader,
+)
+from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
+from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
 from modelopt_sparse.model.masking import named_masks
@@ -44,9 +53,11 @@ class Verification:
     """What `verify` returns. ``print`` shows it as a table with equal rows folded, ``text(all_rows=True)`` all rows.
 
     layers: the layers that were checked, each with ``name``, ``pattern``, ``zeros``, ``size`` and ``problem``.
+    files: of a folder: whether its files were compared with the SHA-256 that they were saved with, as a sentence.
     """
 
     layers: tuple[Verified, ...]
+    files: str = ""
 
     def __str__(self) -> str:
         return self.text()
@@ -57,7 +68,7 @@ class Verification:
         zeros, size = (sum(getattr(layer, what) for layer in self.layers) for what in ("zeros", "size"))
         verdict = f"{wrong} of {count} layers do not hold" if wrong else f"All {count} layers hold"
         patterns = counted(layer.pattern for layer in self.layers)
-        summary = f"{verdict} their pattern: {patterns}. {zeros:,} of {size:,} weights are zero."
+        summary = f"{verdict} their pattern: {patterns}. {zeros:,} of {size:,} weights are zero. {self.files}".rstrip()
         columns = [
             Column("pattern", [layer.pattern for layer in self.layers], "levels"),
             Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in self.layers], "range"),
@@ -70,14 +81,18 @@ class Verification:
 class PatternError(ValueError):
     """Weights do not hold their pattern. ``verification`` has all layers that were checked, the good ones as well."""
 
-    def __init__(self, verification: Verification) -> None:
+    def __init__(self, verification: Verification, advice: str = "") -> None:
         self.verification = verification
         wrong = [layer for layer in verification.layers if layer.problem]
         named = first_few([f"{layer.name}: {layer.problem}" for layer in wrong])
-        super().__init__(f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}")
+        super().__init__(
+            f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}{advice}"
+        )
 
 
-def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_code: bool = False) -> Verification:
+def verify(
+    model: nn.Module | str | Path, pattern: Any = None, *, hashes: bool = True, trust_remote_code: bool = False
+) -> Verification:
     """Check that every pruned layer holds its pattern, with zeros that are exactly +0.0, and agrees with its mask.
 
     ``pattern`` is the pattern that every pruned layer is held to. Without it each layer is held to its pattern in the
@@ -90,6 +105,8 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     In a quantized folder the codes are looked at: a pruned weight's must be that of the number 0. Rounding adds zeros,
     which break no pattern.
 
+    The files of a folder are compared with the SHA-256 in its ``sparsity.json``, unless ``hashes`` is False.
+
     All other masks, those of biases and embeddings too, are checked for zeros where they are False.
 
     Raises PatternError, a ValueError, that names the layers that fail. Raises ValueError for a folder that cannot be
@@ -98,7 +115,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     >>> len(mts.verify("sparse-model", pattern="2:4").layers)
     14
     """
-    asked = None if pattern is None else parse_pattern(pattern)
+    asked, files, advice = None if pattern is None else parse_pattern(pattern), "", ""
     if isinstance(model, nn.Module):
         refuse_no_model(model)
         model = unwrapped(model)
@@ -107,6 +124,7 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
         masks, record = dict(named_masks(model)), attached_report(model)
         read: Callable[[Layer], Tensor] = attrgetter("values")
     else:
+        files = _checked_files(Path(model), hashes)
         model, read, masks, record = _open(Path(model), trust_remote_code)
     expected = [*_expected(model, masks, record, asked)]
     checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
@@ -116,10 +134,35 @@ def verify(model: nn.Module | str | Path, pattern: Any = None, *, trust_remote_c
     for name in [name for name in masks if name in every and name not in known]:
         row = as_row(model, first[id(every[name])])  # tied ones are read under their first name: files hold no other
         checked.append(replace(_look(row, read(row), masks[name], None), name=name))
-    verification = Verification(tuple(checked))
+    verification = Verification(tuple(checked), files)
     if any(layer.problem for layer in checked):
-        raise PatternError(verification)
+        if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
+            how = "run a forward or mts.apply_masks(model); mts.attach_optimizer does so after each step"
+            advice = f"; the next forward would zero {count} weights, which were written to since the last: {how}"
+        raise PatternError(verification, advice)
     return verification
+
+
+def _count_masked(model: nn.Module, name: str, mask: Tensor) -> int:
+    """How many weights of a sparse module are not +0.0 where its mask is False."""
+    path, _, key = name.rpartition(".")
+    weight = stored(model.get_submodule(path), key)[~mask]
+    return int(((weight != 0) | torch.signbit(weight)).sum())
+
+
+def _checked_files(folder: Path, hashes: bool) -> str:
+    """What is known of a folder's files, as a sentence. Raises ValueError if they are not those that were saved."""
+    if not (folder / DESCRIPTION).is_file():
+        unfinished = folder.is_dir() and (folder / STARTED).is_file() and folder.suffix == ".partial"
+        if unfinished:
+            advice = "start it again with the same arguments, and verify its target"
+            raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: {advice}")
+        return f"There is no {DESCRIPTION} to compare the files with."
+    if not hashes:
+        return "The SHA-256 of the files was not looked at."
+    if damaged := damaged_files(folder, read_description(folder)):
+        raise ValueError(f"{str(folder)!r} is damaged: {first_few([*damaged.values()])}")
+    return "The files are those that were saved, by their SHA-256."
 
 
 def _expected(

@@ -35,6 +35,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 VIOLATION, WRONG_INPUT, RANK_LOST, INTERRUPTED = 1, 2, 3, 130  # exit codes
 
+LONGEST = 10_000  # characters of a message
+
 HELP = """Make PyTorch and Hugging Face language models sparse, and see what that cost.
 
 Exit codes: 0 done; 1 verify found layers that break their pattern; 2 wrong arguments or input; 3 another process of the
@@ -68,7 +70,10 @@ def complain(message: object) -> None:
     launched = os.environ.get("WORLD_SIZE", "1") != "1"
     rank = os.environ.get("RANK", "0") if launched else "0"
     speaker = "" if rank == "0" else f"rank {rank}: "
-    typer.echo(f"modelopt-sparse: {speaker}{' '.join(str(message).split())}", err=True)
+    text = " ".join(str(message).split())
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} ... ({len(text):,} characters in all)"
+    typer.echo(f"modelopt-sparse: {speaker}{text}", err=True)
 
 
 # options of several commands ------------------------------------------------------------------------------------------
@@ -242,7 +247,7 @@ def _sparsified(
     overwrite: bool,
 ) -> "mts.Report | None":
     """Make a model sparse and write it -> the report; None in a process that another one writes for."""
-    from modelopt_sparse.checkpoint.workfolder import locked
+    from modelopt_sparse.checkpoint.workfolder import locked, work_path
     from modelopt_sparse.distributed import rank, while_others_wait
 
     method = settings.pop("method")
@@ -252,7 +257,13 @@ def _sparsified(
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
-        return mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+        try:
+            return mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+        except KeyboardInterrupt:
+            if done := len(list(work_path(out).glob("block-*.json"))):
+                count = sum(len(stack.names) for stack in planned.stacks)
+                complain(f"{done} of {count} blocks are kept in {str(work_path(out))!r}: the same command goes on")
+            raise
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
         network = source.load(quantized=quantized, masks=not settings.get("replace"))
@@ -346,7 +357,7 @@ def eval_(
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
     tokens = None if data is None else tokens_in(data, source.tokenizer, special_tokens=special_tokens)
-    place = device or "cpu"
+    place = "cpu" if device is None else device
     network, dense = source.load(place), None if beside is None else beside.load(place)
     evaluation = None if tokens is None else _evaluate(network, dense, tokens, settings)
     scores = None
@@ -367,7 +378,8 @@ def _evaluate(
     from modelopt_sparse.model.hf import default_seq_len
 
     options = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
-    seq_len = settings.get("seq_len") or default_seq_len(network)
+    seq_len = settings.get("seq_len")
+    seq_len = default_seq_len(network) if seq_len is None else seq_len
     return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **options)
 
 
@@ -375,6 +387,7 @@ def _evaluate(
 def verify(
     folder: Folder,
     pattern: str | None = Option(None, help="Pattern asked of every pruned layer."),
+    no_hash: bool = Option(False, "--no-hash", help="Do not compare the files with the SHA-256 they were saved with."),
     trust_remote_code: TrustRemoteCode = False,
     all_rows: AllRows = False,
     quiet: Quiet = False,
@@ -383,7 +396,7 @@ def verify(
     """Check the weights in DIR for a pattern. Default: the one in their report. Exit code 1 if they break it."""
     violation = None
     try:
-        verification = mts.verify(folder, pattern, trust_remote_code=trust_remote_code)
+        verification = mts.verify(folder, pattern, hashes=not no_hash, trust_remote_code=trust_remote_code)
     except mts.PatternError as error:
         verification, violation = error.verification, error
     if as_json:
@@ -405,12 +418,15 @@ def report(
     evaluation: Path | None = Option(
         None, metavar="FILE", help="What eval --json printed of the model in DIR: shown as well."
     ),
+    overwrite: bool = Option(False, "--overwrite", help="Replace a page that is there."),
     all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     from modelopt_sparse.cli.inputs import read_evaluation
 
+    if html is not None and html.exists() and not overwrite:
+        raise ValueError(f"--html {str(html)!r} exists: --overwrite replaces it, or give another path")
     if compare is not None and html is None:
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     result = mts.report(folder)
@@ -495,6 +511,10 @@ def finalize(
     destination: Annotated[Path, Option("--output", help="The file to write, with 0 for them.")],
 ) -> None:
     """Write 0 for NaN, which marks pruned weights in a file."""
+    if not destination.parent.is_dir():
+        raise ValueError(
+            f"--output {str(destination)!r}: there is no folder {str(destination.parent)!r}: make it first"
+        )
     masks, count = mts.training.finalize(source, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 

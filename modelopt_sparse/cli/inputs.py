@@ -75,6 +75,8 @@ def data_of(name: str | Path, split: str) -> Any:
 
     ``split``: taken where the name of a data set has none. Raises ValueError for anything else.
     """
+    if not str(name):
+        raise ValueError("the name of the data is empty: give a file, a folder or a data set")
     path = Path(name)
     if path.is_file() or not (path.is_dir() or is_data_set(str(name))):
         data: Any = path

@@ -89,6 +89,9 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        kind = type(mask).__name__
+        raise TypeError(f"mask of {name!r} is a {kind}: give a torch.bool tensor; export(model) removes all masks")
     if mask.dtype != torch.bool or mask.shape != like.shape:
         wanted = f"torch.bool {list(like.shape)}, True = kept"
         raise ValueError(f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be {wanted}")

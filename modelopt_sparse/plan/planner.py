@@ -303,7 +303,15 @@ DEFAULT_METHOD = "sparsegpt"
 def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
-    """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose."""
+    """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose.
+
+    ``mode`` among the options is ModelOpt's name for the method.
+    """
+    options = dict(options)
+    if "mode" in options:  # ModelOpt's name for the method
+        if method is not None:
+            raise ValueError(f"method={method!r} and mode={options['mode']!r} mean the same; give one")
+        method = options.pop("mode")
     all_options = _written(config, options)
     if all_options.get("masks") is not None:
         if method is not None:

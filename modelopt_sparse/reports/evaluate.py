@@ -104,6 +104,8 @@ def evaluate(
     the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that hold NaN. A model
     that rules a token out which comes next, or has collapsed, has an infinite perplexity.
     """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens are a {type(tokens).__name__}: give torch.tensor(tokenizer(text)['input_ids'])")
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens are {tokens.dtype}: give token ids, which are whole numbers (torch.long)")
     tokens = tokens.long()
@@ -157,6 +159,9 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 def _logits(model: nn.Module, batch: Tensor) -> Tensor:
     """The logits of the next token, a row for each prediction, for token ids ``[B, S]``. -inf rules a token out."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+    if logits.dim() != 3:
+        problem = f"{type(model).__name__} gives logits of shape {list(logits.shape)}, and not one row for each token"
+        raise ValueError(f"{problem}: evaluate is for causal language models, others take a metric of their own")
     return logits[:, :-1].float().flatten(0, 1)
 
 

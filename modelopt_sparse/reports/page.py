@@ -11,6 +11,7 @@ point: the mean.
 import base64
 import gzip
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +68,12 @@ def write_page(
         runs = list(zip(titles if titles[0] != titles[1] else ("A", "B"), (report, compare), strict=True))
         name = f"{runs[0][0]} and {runs[1][0]}"
         text = _page(name, _two_runs(runs), compared_figures(runs), [_compared_table(runs)])
-    path.write_text(text, encoding="utf-8")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")  # a full disk leaves the page that was there
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 

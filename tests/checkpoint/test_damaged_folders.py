@@ -1,10 +1,12 @@
 """Folders that are damaged, edited or made to mislead, and models that they do not fit."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import modelopt_sparse as mts
@@ -204,6 +206,10 @@ def _other_report(description):
             lambda d: d["masks"][WEIGHT].update(shape=[32, 40]),
             f"mask '{WEIGHT}' does not hold the bits of shape [32, 40]",
         ),
+        (
+            lambda d: d["masks"][WEIGHT].update(shape=[-1, 32]),
+            "does not hold what its format asks for: ValueError('a mask has the shape [-1, 32]')",
+        ),
         (_shape_of_another, f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]"),
         (lambda d: d["files"].update({"../x": d["files"][MASKS]}), "file name '../x' leads out of the folder"),
         (
@@ -261,7 +267,7 @@ def test_a_weights_file_that_is_no_safetensors_file(broken):
     folder = broken("llama")
     (folder / "model.safetensors").write_bytes(b"\x80\x04pickled")
     relist(folder, "model.safetensors")
-    refused(mts.restore, tiny_llama(), folder, parts=["the weights cannot be read"])
+    refused(mts.restore, tiny_llama(), folder, parts=["model.safetensors' is missing, truncated or damaged"])
 
 
 @pytest.mark.parametrize("name", ["llama", "net"])
@@ -383,3 +389,126 @@ def test_files_that_no_weights_are_read_from_are_not_looked_at(broken):
         (folder / name).write_bytes(b"junk")
     assert_same_state(mts.load(folder), state_of(sparse("llama")))
     assert_same_state(mts.restore(scrambled("llama"), folder), state_of(sparse("llama")))
+
+
+def test_texts_of_a_description_are_no_commands_to_a_terminal(broken):
+    folder = broken("llama")
+    rewrite(folder, lambda description: description["report"]["notes"].append("a\x1b]0;owned\x07\u202eb\nc"))
+    for found in (mts.report(folder), mts.report(mts.load(folder))):
+        assert found.notes[-1] == "a\\x1b]0;owned\\x07\\u202eb\nc"
+
+
+def into_meta() -> nn.Module:
+    with torch.device("meta"):
+        return tiny_llama()
+
+
+def into_one_place() -> nn.Module:
+    model = tiny_llama()
+    model.model.norm.weight = nn.Parameter(torch.ones(1).expand(32))
+    return model
+
+
+def into_inference() -> nn.Module:
+    with torch.inference_mode():
+        return tiny_llama()
+
+
+def into_a_forward_of_its_own() -> nn.Module:
+    model = tiny_llama()
+    module = model.get_submodule(WEIGHT.removesuffix(".weight"))
+    module.forward = lambda x: x
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (into_meta, "on the meta device, where there are no values: 'model.embed_tokens.weight'; and 19"),
+        (into_one_place, "several entries in one place of memory (expand): 'model.norm.weight'; clone it first"),
+        (into_inference, "made in torch.inference_mode, for reading alone: 'model.embed"),
+        (into_a_forward_of_its_own, "forward"),
+    ],
+)
+def test_a_model_that_cannot_be_filled_keeps_its_masks(saved, make, reason):
+    model = make()
+    name = "model.layers.1.mlp.up_proj.weight"
+    if make is not into_meta:
+        mts.set_mask(model, name, torch.arange(2048).view(64, 32) % 3 > 0)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(reason)}[^\n]*$"):
+        mts.restore(model, saved("llama"))
+    assert len([*mts.named_masks(model)]) == (make is not into_meta)
+    for key, x in model.state_dict().items():
+        assert x.is_meta or torch.equal(x, before[key])
+
+
+class Stateful(nn.Linear):
+    """A layer that keeps a tensor beside its parameters, whose shape may change, and may not take it back."""
+
+    seen, fails = torch.zeros(0), False
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if self.fails:
+            raise RuntimeError("not now")
+        self.seen = state
+
+
+def test_a_tensor_that_is_extra_state_comes_back(tmp_path):
+    model = nn.Sequential(Stateful(8, 4), nn.Linear(4, 4))
+    model[0].seen = torch.arange(3.0)
+    mts.sparsify(model, "magnitude")
+    mts.save(model, tmp_path / "out")
+    other = nn.Sequential(Stateful(8, 4), nn.Linear(4, 4))
+    mts.restore(other, tmp_path / "out")
+    assert_same_state(other, state_of(model))
+    other[0].fails, other[0].seen = True, torch.zeros(0)
+    with pytest.raises(RuntimeError, match="not now"):
+        mts.restore(other, tmp_path / "out")
+    assert len([*mts.named_masks(other)]) == 2
+    mts.save(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), tmp_path / "without")
+    refused(mts.restore, other, tmp_path / "without", parts=["'0._extra_state' of the model is not in the folder"])
+
+
+@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
+def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
+    """Nothing is said of new weights that would have to be trained."""
+    model = mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model
+    mts.save(model, tmp_path / "out")
+    advice = "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
+    refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        mts.load(tmp_path / "out")
+    assert "newly initialized" not in "".join(capfd.readouterr())
+    mts.restore(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("outside", ["../other/model.safetensors", "absolute"])
+def test_an_index_that_leads_out_of_the_folder_is_not_followed(tmp_path, outside):
+    for name in ("other", "out"):
+        mts.save(sparse("llama"), tmp_path / name)
+    inside = tmp_path / "out"
+    (inside / "model.safetensors").unlink()
+    (inside / DESCRIPTION).unlink()
+    target = str(tmp_path / "other" / "model.safetensors") if outside == "absolute" else outside
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(tmp_path / "other" / "model.safetensors"), target)}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (
+        lambda: mts.verify(inside, "2:4"),
+        lambda: mts.sparsify_checkpoint(inside, tmp_path / "x", "magnitude"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"index.json' names '{re.escape(target)}', which leads out of the folder"
+        ):
+            read()
+
+
+def test_a_truncated_file_is_named_by_verify(broken):
+    folder = broken("llama")
+    (folder / DESCRIPTION).unlink()
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model\.safetensors' is missing, truncated or damaged \(.*\): get the file"):
+        mts.verify(folder, "2:4")

@@ -2,7 +2,10 @@
 
 import copy
 import os
+import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from tests.checkpoint.folders import outputs, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
 from tests.models.net import Net, net
 
+MINE = ("notes.txt", "model_ema.safetensors", "model-old.safetensors", "model.fp16.safetensors")
+
 
 def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     """One file over shards and back: nothing of the old model is read again, other people's files stay."""
@@ -24,13 +29,49 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     out = tmp_path / "out"
     for model, options in ((first, {}), (second, {"max_shard_size": "20KB"}), (first, {})):
         mts.save(model, out, overwrite=True, **options)
-        (out / "notes.txt").write_text("mine")
-        assert len(list(out.glob("model-*"))) == 0 or options
+        for name in MINE:
+            (out / name).write_text("mine")
+        assert len(list(out.glob("model-0*"))) == 0 or options
         assert (out / "model.safetensors").exists() == (not options)
         assert (out / "model.safetensors.index.json").exists() == bool(options)
         assert_same_state(mts.load(out), state_of(model))
         assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
-    assert (out / "notes.txt").read_text() == "mine"
+    assert {name: (out / name).read_text() for name in MINE} == dict.fromkeys(MINE, "mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Wait:
+    """A companion that is saved when both of two threads have come so far."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def save_pretrained(self, staging: Path) -> None:
+        del staging
+        self.barrier.wait()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_threads_that_save_into_one_folder_leave_the_whole_of_one_model(tmp_path, overwrite):
+    out, wait = tmp_path / "out", Wait()
+    models = sparse("net"), mts.sparsify(net(), "magnitude", pattern="1:4")
+    if overwrite:
+        mts.save(models[0], out)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4 if overwrite else 1):
+            done = [pool.submit(mts.save, m, out, overwrite=overwrite, companions=[wait]) for m in models]
+            errors = [each.exception() for each in done]
+            assert [type(error) for error in errors if error] == ([] if overwrite else [ValueError]), errors
+            restored = outputs("net", mts.restore(net(), out))
+            assert any(torch.equal(restored, outputs("net", model)) for model in models)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("number", "started"), [(2**22 + 1, ""), (2**22 + 1, ".7.ab"), (os.getpid(), ".7.ab")])
+def test_what_a_killed_process_left_is_removed(tmp_path, number, started):
+    """Its number may be that of another process now, this one too."""
+    (tmp_path / f".out.{socket.gethostname()}.{number}{started}.partial").mkdir()
+    mts.save(sparse("net"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import streamed as blocks
 from modelopt_sparse.checkpoint.folder import pack_mask
+from modelopt_sparse.checkpoint.stream import copy_companions
 from modelopt_sparse.checkpoint.streamed import concatenate, spilled, write_index
 from modelopt_sparse.model import hf
 from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed, weights
@@ -193,14 +195,62 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     source = saved(tmp_path / "dense", lambda: tiny_llama(vocab_size=len(tokenizer)))
     tokenizer.save_pretrained(source)
     (source / "LICENSE").write_text("free\n")
-    (source / "old.bin").write_bytes(b"weights of another format")
+    (tmp_path / "id_rsa").write_text("secret")
+    for name in ("old.bin", "old.H5", ".env"):
+        (source / name).write_bytes(b"weights of another format, or a secret")
+    (source / "NOTICE").symlink_to("../id_rsa")
+    (source / "README.md").symlink_to("LICENSE")
     text = {"data": [(TESTBED / "calibration.txt").read_text()[:3000]], "tokenizer": tokenizer, "seq_len": 32}
-    streamed(source, tmp_path / "streamed", "wanda", num_samples=6, **text)
+    report = streamed(source, tmp_path / "streamed", "wanda", num_samples=6, **text)
+    assert report.notes == [
+        "copied from the source: LICENSE, README.md, tokenizer.json, tokenizer_config.json",
+        "left behind: .env (hidden), NOTICE (a link that leaves the folder), old.H5 (weights of another format), "
+        "old.bin (weights of another format)",
+    ]
+    assert mts.report(tmp_path / "streamed").notes == report.notes
     assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "wanda", num_samples=6, **text))
     assert (tmp_path / "streamed" / "LICENSE").read_text() == "free\n"
-    assert not (tmp_path / "streamed" / "old.bin").exists()
+    assert (tmp_path / "streamed" / "README.md").read_text() == "free\n"
+    assert not any((tmp_path / "streamed" / name).exists() for name in ("old.bin", "old.H5", ".env", "NOTICE"))
     found = AutoTokenizer.from_pretrained(tmp_path / "streamed")
     assert found("import os\n")["input_ids"] == tokenizer("import os\n")["input_ids"]
+
+
+WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3, "import": 4, "os": 5, "[UNK]": 6, "[CLS]": 7, "[SEP]": 8, "a": 9}
+IMAGES = {"do_resize": True, "size": {"height": 8, "width": 8}}
+FAMILIES: dict[str, Callable[[], list[Any]]] = {
+    "bert": lambda: [transformers.BertTokenizer(vocab=WORDS)],
+    "gpt2": lambda: [transformers.GPT2Tokenizer(vocab=WORDS, merges=[])],
+    "llama": lambda: [transformers.LlamaTokenizer(vocab=WORDS, merges=[])],
+    "roberta": lambda: [transformers.RobertaTokenizer(vocab=WORDS, merges=[])],
+    "qwen2": lambda: [transformers.Qwen2Tokenizer(vocab=WORDS, merges=[])],
+    "t5": lambda: [transformers.T5Tokenizer(vocab=[(word, 0.0) for word in WORDS], extra_ids=0)],
+    "whisper": lambda: [transformers.WhisperFeatureExtractor(feature_size=8)],
+    "vit": lambda: [transformers.ViTImageProcessor(**IMAGES)],
+    "canine": lambda: [transformers.CanineTokenizer()],
+    "byt5": lambda: [transformers.ByT5Tokenizer(extra_ids=0)],
+    "clip": lambda: [
+        transformers.CLIPProcessor(
+            transformers.CLIPImageProcessor(**IMAGES), transformers.CLIPTokenizer(vocab=WORDS, merges=[])
+        )
+    ],
+    "chat": lambda: [AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokenizers_and_processors_travel(tmp_path, family):
+    """What `save_pretrained` wrote of one comes out of the streamed folder as it was."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    folder.mkdir()
+    for companion in FAMILIES[family]():
+        companion.save_pretrained(source)
+        notes = copy_companions(source, folder)
+        assert [note.partition(":")[0] for note in notes] == ["copied from the source"]
+        type(companion).from_pretrained(folder).save_pretrained(tmp_path / "again")
+        type(companion).from_pretrained(source).save_pretrained(tmp_path / "before")
+    before, again = ({p.name: p.read_bytes() for p in (tmp_path / x).iterdir()} for x in ("before", "again"))
+    assert before == again
 
 
 @pytest.mark.slow
@@ -208,12 +258,24 @@ def test_a_hub_name_is_read_from_the_cache(tmp_path):
     """A cache as the hub's client lays it out, without a connection."""
     cache = tmp_path / "cache" / "models--someone--tiny"
     source = saved(cache / "snapshots" / "1234abcd", MODELS["llama"], max_shard_size=40_000)
+    (cache / "blobs").mkdir()
+    for path in source.iterdir():
+        path.replace(cache / "blobs" / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    (cache / "blobs" / "license").write_text("free")
+    (source / "LICENSE").symlink_to("../../blobs/license")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("1234abcd")
     code = f"import modelopt_sparse as m; m.sparsify_checkpoint('someone/tiny', {str(tmp_path / 'out')!r}, 'magnitude')"
     ran = run_python("-c", code, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
     assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "out" / "LICENSE").read_text() == "free"
     assert_same_folders(tmp_path / "out", in_memory(source, tmp_path / "whole", "magnitude"))
+    for path in (tmp_path / "out").iterdir():
+        path.replace(source / path.name)
+    code = "import modelopt_sparse as m; m.verify(m.load('someone/tiny'), '2:4'); m.load('someone/else')"
+    ran = run_python("-c", code, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    assert "ValueError: 'someone/else' is not a folder, nor a model that the hub gives" in ran.stderr
 
 
 def test_a_parameter_that_blocks_share_stays_one(tmp_path, monkeypatch):

@@ -186,7 +186,7 @@ def test_verify_of_a_folder_that_does_not_say_what_its_model_is(saved, tmp_path)
 def test_verify_of_a_folder_with_damaged_masks(broken):
     folder = broken("llama")
     (folder / MASKS).write_bytes(b"junk")
-    with pytest.raises(ValueError, match=f"has damaged masks: file '{MASKS}' cannot be read"):
+    with pytest.raises(ValueError, match=f"is damaged: file '{MASKS}' has 4 bytes, not "):
         mts.verify(folder)
 
 
@@ -195,3 +195,42 @@ def test_verify_names_layers_of_a_report_that_are_not_there():
     model.model.layers = model.model.layers[:1]
     with pytest.raises(ValueError, match=r"layer 'model\.layers\.1\..*' of the report is not in this LlamaForCausalLM"):
         mts.verify(model)
+
+
+def test_verify_compares_a_folders_files_with_their_hashes(broken):
+    """One flipped bit of a kept weight breaks no pattern."""
+    folder = broken("llama")
+    assert "by their SHA-256." in str(mts.verify(folder))
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: file 'model\.safetensors' has changed since it was saved"):
+        mts.verify(folder)
+    assert "SHA-256 of the files was not looked at" in " ".join(str(mts.verify(folder, hashes=False)).split())
+    (folder / "sparsity.json").unlink()
+    assert "no sparsity.json to compare the files with" in " ".join(str(mts.verify(folder, "2:4")).split())
+
+
+def test_verify_of_a_live_model_says_what_the_next_forward_would_zero():
+    model = sparse("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight += 1
+    with pytest.raises(mts.PatternError, match=r"; the next forward would zero 2048 weights.* mts\.apply_masks"):
+        mts.verify(model)
+    assert int((model.model.layers[0].mlp.up_proj.weight == 0).sum()) == 0
+    mts.apply_masks(model)
+    mts.verify(model)
+    mts.export(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 1
+    with pytest.raises(mts.PatternError, match=r"\(512 times\)$"):
+        mts.verify(model, "2:4")
+
+
+def test_verify_of_what_a_stopped_run_has_done(tmp_path):
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / "x.partial" / "started.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"x\.partial' is what a stopped run has done so far: start it again"):
+        mts.verify(tmp_path / "x.partial")

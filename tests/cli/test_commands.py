@@ -365,8 +365,8 @@ FLAGS = {
     "plan": f"model {PLANNED} --training --all",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
     "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
-    "verify": "folder --pattern --trust-remote-code --all --quiet --json",
-    "report": "folder --html --compare --evaluation --all --json",
+    "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",
+    "report": "folder --html --compare --evaluation --overwrite --all --json",
     "speed": "folder --tokens --timing --quantize --cache --device --dtype --trust-remote-code --json",
     "sparse-ift": "model --sparsity --out --member --iso --multiple --include --recipe --overwrite --revision "
     "--trust-remote-code --all --json",

@@ -178,6 +178,10 @@ def test_dtype(run, work, tmp_path, dtype):
 # wrong input --------------------------------------------------------------------------------------------------------
 
 
+TEN = ", ".join(["*a{}"] * 10)
+ANCHORS = "include:\n- &a0 [x, x]\n" + "".join(f"- &a{i + 1} [{TEN.replace('{}', str(i))}]\n" for i in range(4))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,6 +217,11 @@ def test_dtype(run, work, tmp_path, dtype):
         ("eval no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),
+        ("eval {llama} --data {text} --seq-len 0", "seq_len=0"),
+        ("eval {llama} --data=", "the name of the data is empty: give a file, a folder or a data set"),
+        ("eval {llama} --data {text} --device=", "--device : Device string must not be empty"),
+        ("plan {llama} --config {anchors}", "characters in all)"),
+        ("finalize --input {text} --output nodir/x", "--output 'nodir/x': there is no folder 'nodir': make it first"),
         ("verify nowhere", "'nowhere' is not a folder"),
         ("verify {llama}", "no report that says which pattern to look for"),
         ("report nowhere", "'nowhere' is not a folder"),
@@ -221,7 +230,7 @@ def test_dtype(run, work, tmp_path, dtype):
 )
 def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, message):
     places = {"root": work, "llama": work / "llama", "text": work / "text.txt"}
-    for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n"}.items():
+    for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n", "anchors": ANCHORS}.items():
         places[name] = work / f"{name}.yaml"
         places[name].write_text(content)
     done = run(*arguments.format(**places).split())
@@ -230,6 +239,7 @@ def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, mes
     (line,) = done.err.splitlines()
     assert line.startswith("modelopt-sparse: ")
     assert message in line
+    assert len(line) < 11_000
     assert not (work / "never").exists()
 
 

@@ -1,6 +1,7 @@
 """The HTML report from the command line: where it may be written, and what it shows."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,9 @@ def test_report_writes_a_page(run, sparse, tmp_path):
     assert (done.code, done.out, done.err) == (0, f"Written to {page}.\n", "")
     assert tables(page)["layers"]["layer"] == [layer.name for layer in mts.report(sparse).layers]
     assert "masks" in figures(page)
-    done = run("report", sparse, "--html", page, "--json")
+    done = run("report", sparse, "--html", page)
+    assert (done.code, "exists: --overwrite replaces it, or give another path" in done.err) == (2, True)
+    done = run("report", sparse, "--html", page, "--overwrite", "--json")
     assert json.loads(done.out) == mts.report(sparse).as_dict()
 
 
@@ -97,3 +100,18 @@ def test_wrong_pages_are_one_clear_line(run, work, sparse, tmp_path, monkeypatch
     assert message in done.err
     assert sorted(sparse.iterdir()) == before
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_whole_leaves_the_one_that_was_there(sparse, tmp_path, monkeypatch):
+    page = tmp_path / "a.html"
+    page.write_text("mine")
+
+    def full(self, text, **_options):
+        self.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        mts.report(sparse).to_html(page)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+    assert page.read_bytes() == b"mine"

@@ -219,3 +219,9 @@ def test_sparse_first_exported_then_quantized():
     weight = quantized[0].weight().dequantize()
     assert weight.any()
     assert not weight[zeros].any()
+
+
+def test_a_mask_that_is_no_tensor_is_refused():
+    model = nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(TypeError, match=r"mask of '0\.weight' is a NoneType: give a torch\.bool tensor; export"):
+        mts.set_mask(model, "0.weight", None)  # type: ignore[arg-type]

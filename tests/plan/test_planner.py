@@ -698,3 +698,19 @@ def test_complex_weights_stay_dense_and_are_not_called_quantized():
     assert reasons(plan) == {"0": "complex weights: methods prune real ones"}
     with pytest.raises(ValueError, match=r"'0' matches no prunable layer .* complex weights"):
         make_plan(model, "magnitude", include="0")
+
+
+def test_modelopts_signature():
+    """``sparsify(model, mode, config=None)``, with ``mode`` as a keyword: the method, everywhere that takes one."""
+    config = {"data_loader": token_batches(2), "collect_func": lambda batch: batch}
+    for mode in ("sparsegpt", "sparse_magnitude", [("sparse_magnitude", {"nn.Linear": {"*": {}, "*q_proj*": None}})]):
+        found = {name: mts.sparsify(tiny_llama(), progress=False, config=dict(config), **{name: mode}) for name in AS}
+        one, other = (dict(mts.named_masks(model)) for model in found.values())
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert str(mts.make_plan(tiny_llama(), mode="magnitude")) == str(mts.make_plan(tiny_llama(), "magnitude"))
+    with pytest.raises(ValueError, match="method='wanda' and mode='sparsegpt' mean the same; give one"):
+        mts.make_plan(tiny_llama(), "wanda", mode="sparsegpt")
+
+
+AS = ("method", "mode")

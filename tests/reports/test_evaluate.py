@@ -8,7 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 import modelopt_sparse as mts
 from modelopt_sparse.reports.evaluate import TaskScore, TaskScores, _scores, evaluate_tasks
@@ -350,3 +356,22 @@ def test_eval_on_a_task_of_ones_own(tmp_path, monkeypatch):
     report.tasks = TaskScores.from_dict(json.loads(printed)["tasks"])
     page = report.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "acc, next_words" in page
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, 2, 3], TypeError, r"tokens are a list: give torch\.tensor"),
+        ("text", TypeError, r"tokens are a str: give torch\.tensor"),
+        (
+            torch.arange(40),
+            ValueError,
+            r"BertForSequenceClassification gives logits of shape \[5, 2\]",
+        ),
+    ],
+)
+def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, **size))
+    with pytest.raises(error, match=message):
+        mts.evaluate(model, tokens, seq_len=8, progress=False)
