@@ -139,7 +139,7 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
         if any(named_masks(child)):
             continue  # of attention, out_proj may have one
         with without_hook(child):
-            for attribute in ("masked_names", "gradient_observers", "faint_gradients"):
+            for attribute in ("masked_names", "gradient_observers", "faint_parameters"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -169,8 +169,8 @@ def let_gradients_through(module: nn.Module, through: bool, names: Container[str
     for path, child in module.named_modules():
         if isinstance(child, SparseModule):
             own = {param for param in child.masked_names if names is None or full_name(path, param) in names}
-            others = set(child.faint_gradients) - own
-            child.faint_gradients = tuple(sorted(others | own if through else others))
+            others = set(child.faint_parameters) - own
+            child.faint_parameters = tuple(sorted(others | own if through else others))
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -246,14 +246,14 @@ MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d
 class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
-    ``masked_names`` are the parameters that carry a mask. ``faint_gradients`` are those of them whose gradients reach
+    ``masked_names`` are the parameters that carry a mask. ``faint_parameters`` are those of them whose gradients reach
     pruned places (`let_gradients_through`).
     """
 
     base: ClassVar[type[nn.Module]]
     makes_gradients: ClassVar[bool]
     masked_names: tuple[str, ...] = ()
-    faint_gradients: tuple[str, ...] = ()
+    faint_parameters: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
@@ -464,7 +464,7 @@ def _masked(module: SparseModule, name: str) -> Tensor:
     assert own_mask is not None
     mask = mask_like(own_mask, weight)
     observer = module.__dict__.get("gradient_observers", {}).get(name)
-    faint = name in module.faint_gradients
+    faint = name in module.faint_parameters
     # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
     if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
         if not hold_zeros(weight, own_mask, module):

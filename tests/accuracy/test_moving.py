@@ -132,7 +132,7 @@ def test_masks_move_and_hold_their_pattern(enforce):
         assert note.endswith("% of the places that are kept are others than those of the solution")
         shares.append(float(note.split("%")[0]))
     assert max(shares) > 0
-    assert not any(m.faint_gradients for m in model.modules() if isinstance(m, SparseModule))
+    assert not any(m.faint_parameters for m in model.modules() if isinstance(m, SparseModule))
 
 
 def test_a_method_that_looks_at_no_inputs_keeps_its_masks():
@@ -215,7 +215,7 @@ def test_an_interruption_leaves_masks_and_zeros_that_fit(monkeypatch):
     for name, mask in masks.items():
         assert not model.get_parameter(name)[~mask].any()
         assert mask.unflatten(-1, (-1, 4)).sum(-1).eq(2).all()
-    assert not any(m.faint_gradients for m in model.modules() if isinstance(m, SparseModule))
+    assert not any(m.faint_parameters for m in model.modules() if isinstance(m, SparseModule))
 
 
 def test_what_is_refused():
