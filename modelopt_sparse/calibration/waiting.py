@@ -44,6 +44,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.memory import activation_copies
 
+ADDRESSED = ("cpu", "cuda")  # devices whose tensors say where their memory is
 CANDIDATES = 4  # newest tensors of one shape that another one is compared with
 
 
@@ -193,7 +194,11 @@ class WaitingCalls:
         if call is None or not isinstance(output, (Tensor, tuple)):
             return None
         hidden, memory = next(iter(flat_tensors(output)), None), self._memory[call]
-        return map_tensors(lambda x: self._hold(x, memory, share=x is not hidden, in_place=False), output)
+
+        def hold(x: Tensor) -> Tensor:
+            return self._hold(x, memory, share=x is not hidden and x.device.type in ADDRESSED, in_place=False)
+
+        return map_tensors(hold, output)
 
     def _current(self) -> WaitingCall | None:
         """The call of these that runs now; None outside of them."""
@@ -215,7 +220,7 @@ class WaitingCalls:
             memory.shared += [(ref(y), version(y)) for y in (held, twin)]
         if share:
             alike.append(ref(held))
-        memory.held.append(ref(held))
+            memory.held.append(ref(held))
         return held
 
 
@@ -225,7 +230,8 @@ def tensors_of_frames() -> list[Tensor]:
     while frame is not None:
         tensors |= {id(x): x for x in flat_tensors(list(frame.f_locals.values()))}
         frame = frame.f_back
-    return [x for x in tensors.values() if type(x) is Tensor and x.layout == torch.strided]
+    dense = (x for x in tensors.values() if type(x) is Tensor and x.layout == torch.strided)
+    return [x for x in dense if x.device.type in ADDRESSED]
 
 
 def thread_state() -> tuple:

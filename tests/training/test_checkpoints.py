@@ -152,7 +152,7 @@ def test_sparse_ift_resumes_saves_reports_and_exports(member, tmp_path):
     if member == "wide":
         assert_same(mts.load(tmp_path / "saved"), wanted)
     else:
-        with pytest.raises(ValueError, match="of the model is not in the folder"):
+        with pytest.raises(ValueError, match="rewritten by sparse_ift"):
             mts.load(tmp_path / "saved")
     logits = again.model.eval()(input_ids=ROWS[:2]).logits
     mts.export(again.model)
