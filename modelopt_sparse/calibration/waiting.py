@@ -67,7 +67,8 @@ class Memory:
 
     def storages(self) -> set[int]:
         """Where the memory of the tensors is."""
-        return {x.untyped_storage().data_ptr() for held in self.held if (x := held()) is not None}
+        alive = [x for held in self.held if (x := held()) is not None]
+        return {x.untyped_storage().data_ptr() for x in alive if x.device.type in ADDRESSED}
 
     def is_written(self) -> bool:
         """Whether one of the shared tensors has been written to."""
@@ -220,7 +221,7 @@ class WaitingCalls:
             memory.shared += [(ref(y), version(y)) for y in (held, twin)]
         if share:
             alike.append(ref(held))
-            memory.held.append(ref(held))
+        memory.held.append(ref(held))
         return held
 
 
