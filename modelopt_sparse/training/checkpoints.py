@@ -86,7 +86,7 @@ def _read_back(model: nn.Module, folder: Path) -> None:
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 
-PICKLES = (".mdl", ".pt", ".pth", ".bin", ".ckpt")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | None = None) -> dict[str, Any]:
@@ -128,9 +128,12 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     """
     source, destination = Path(source), Path(destination)
     for path in (source, destination):
-        if path.suffix in PICKLES:
+        if path.suffix in (*PICKLES, ".mdl"):
+            kind, read = "a pickle file", "torch.load(path, weights_only=True)"
+            if path.suffix == ".mdl":
+                kind, read = "Cerebras' HDF5", 'cerebras.pytorch.load(path)["model"], where that is installed,'
             raise ValueError(
-                f"{str(path)!r} looks like a pickle file. Read it with torch.load(path, weights_only=True) and\n"
+                f"{str(path)!r} looks like {kind}. Read it with {read} and\n"
                 "write what it holds with safetensors.torch.save_file(state, other_path)"
             )
     if destination.exists():

@@ -14,6 +14,7 @@ All spellings of ``sparsity`` that Cerebras had are read:
 | ``param_name_patterns``: a mapping of them to options | a `Group`; the options around it are defaults |
 | ``param_filter``: one or several globs | ``include``, matched whole |
 | neither of these | ``include="default"`` |
+| ``add_summaries: true`` | levels in Python's logging, as INFO (`log_level`) |
 
 ``sparse_ift`` holds ``sparsity``, the level, and other arguments of `sparse_ift`; ``activation`` is the name of a class
 in torch.nn, or null. Beside it ``sparsity`` says how the layers are trained: without names, and without a level. A
@@ -36,12 +37,18 @@ from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.schedules import KINDS
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
-from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.values import read_yaml
+from modelopt_sparse.training.sparsity import LOG, Sparsity
+from modelopt_sparse.values import check_flag, read_yaml
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
-SPELLINGS = ("algorithm", "type", "schedule", "sparsity_schedule")  # keys that are no names of arguments
+SPELLINGS = (
+    "algorithm",
+    "type",
+    "schedule",
+    "sparsity_schedule",
+    "add_summaries",
+)  # keys that are no names of arguments
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
 
@@ -128,16 +135,26 @@ def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityA
     """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
     cls = _class_of(options.pop("algorithm", "static"), where)
-    known = _options_of(cls)
+    known, summaries = _options_of(cls), options.pop("add_summaries", False)
+    check_flag(f"{where}: add_summaries", summaries)
     for key in options:
         if key not in known:
-            raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{nearest(key, known)}")
+            hint = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{hint}")
     if isinstance(options.get("sparsity"), int):
         raise ValueError(f"{where}: sparsity is {options['sparsity']!r}, and must be a fraction such as 0.3")
     try:
-        return cls(**options, **more)
+        algorithm = cls(**options, **more)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
+    if summaries:
+        algorithm.add_summaries(log_level)
+    return algorithm
+
+
+def log_level(tag: str, value: float, step: int) -> None:
+    """Where a YAML file's ``add_summaries: true`` writes levels: Python's logging, as INFO."""
+    LOG.info("step %d: %s %.6g", step, tag, value)
 
 
 def _present_spelling(section: Mapping[str, Any], where: str) -> dict[str, Any]:

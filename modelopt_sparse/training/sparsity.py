@@ -1,9 +1,11 @@
 """Sparse training of a model: its masks are set, held while optimizers train it, moved between steps, and saved."""
 
+import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, level
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
+LOG = logging.getLogger("modelopt_sparse.training")
 
 
 class Sparsity(ABC):
@@ -42,6 +45,7 @@ class Sparsity(ABC):
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
         self._hooks: dict[Any, RemovableHandle] = {}  # of the model and of the optimizers
+        self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
     @abstractmethod
     def members(self) -> list[tuple[Filter, Any]]:
@@ -120,6 +124,10 @@ class Sparsity(ABC):
         before = attached_report(model)
         own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **self._describe_members()}})
         own.layers = [_entry(weight) for weight in chosen]
+        for entry in own.layers:
+            LOG.debug("sparse: %s, %s, %d of %d zeros", entry.parameter, entry.recipe, entry.zeros, entry.size)
+        for each in plan.skipped:
+            LOG.debug("dense: %s (%s)", each.name, each.reason)
         attach_report(model, own if before is None else merged_report(before, own))
         self._set_step(step or 0)
 
@@ -235,6 +243,7 @@ class Sparsity(ABC):
                     f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use "
                     "DistributedDataParallel or fully_shard, so that processes see the same weights and gradients"
                 )
+            self._tell_levels()
 
     def _set_step(self, step: int) -> None:
         for each in (self, *self.algorithms()):
@@ -258,6 +267,49 @@ class Sparsity(ABC):
 
     def _digests(self) -> dict[str, int]:
         return {name: digest(weight.mask) for name, weight in self.sparse_params.items()}
+
+    # levels -----------------------------------------------------------------------------------------------------------
+
+    def register_target_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
+        """Call ``hook(algorithm, name, level)`` with the level that each parameter should have, after every step of the
+        optimizers; ``remove()`` of the handle ends it. In a `Group`, for the parameters of all its algorithms."""
+        return self._register_level_hook(lambda algorithm, name, target, _: hook(algorithm, name, target))
+
+    def register_computed_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
+        """The same with the level that each parameter has: the share of zeros in its mask."""
+        return self._register_level_hook(lambda algorithm, name, _, actual: hook(algorithm, name, actual))
+
+    def add_summaries(self, writer: Any) -> RemovableHandle:
+        """Write ``sparsity/<name>/target`` and ``sparsity/<name>/actual`` of each parameter after every step, until
+        ``remove()`` of the handle.
+
+        writer: has ``add_scalar(tag, value, step)``, as a ``SummaryWriter`` of TensorBoard, or is such a function.
+
+        >>> sparsity.add_summaries(SummaryWriter("runs"))
+        """
+        write = getattr(writer, "add_scalar", writer)
+        if not callable(write):
+            raise TypeError(f"add_summaries takes a SummaryWriter or a function (tag, value, step), not {writer!r}")
+
+        def hook(_: Any, name: str, target: float, actual: float) -> None:
+            write(f"sparsity/{name}/target", target, self.step)
+            write(f"sparsity/{name}/actual", actual, self.step)
+
+        return self._register_level_hook(hook)
+
+    def _register_level_hook(self, hook: Callable[[Any, str, float, float], object]) -> RemovableHandle:
+        handle = RemovableHandle(self._level_hooks)
+        self._level_hooks[handle.id] = hook
+        return handle
+
+    def _tell_levels(self) -> None:
+        for each in dict.fromkeys((self, *self.algorithms())):
+            if each._level_hooks:
+                targets = levels_at(self.step, each.sparse_params.values())
+                for name, weight in each.sparse_params.items():
+                    actual = 1 - int(weight.mask.sum()) / weight.mask.numel()
+                    for hook in tuple(each._level_hooks.values()):
+                        hook(weight.algorithm, name, targets[name], actual)
 
     # what is saved, and shown -----------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ def test_the_present_spelling():
             {"algorithm": "GMP", "sparsity": {"type": "linear", "init": 0, "slope": 0.01}},
         ),
         ({"sparsity": {"sparsity": 0.5}, "model": {"x": 1}}, {"sparsity": 0.5}),
+        ({"sparsity": 0.5, "add_summaries": True}, {"sparsity": 0.5}),
     ],
 )
 def test_old_spellings(old, new):
@@ -151,6 +152,11 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
         ([], "this Group is empty"),
         ([0.5], r"sparsity\[0\] is 0.5, and must be a mapping"),
         ({"init_method": "topk"}, "Static needs a level"),
+        ({"sparsity": 0.5, "add_summaries": "yes"}, "sparsity: add_summaries='yes': must be True or False"),
+        (
+            {"algorithm": "rigl", "sparsity": 0.5, "drop_min_balance": 4},
+            "it has balance_in_groups, balance_out_groups,",
+        ),
     ],
 )
 def test_what_is_refused(config, match):

@@ -62,9 +62,15 @@ def test_finalize(run, tmp_path):
     assert "exists already" in done.err
 
 
-@pytest.mark.parametrize("name", ["model.mdl", "model.pt"])
-def test_finalize_refuses_pickles(name, tmp_path):
-    with pytest.raises(ValueError, match=r"(?s)looks like a pickle file.*weights_only=True"):
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("model.mdl", r"(?s)looks like Cerebras' HDF5.*cerebras.pytorch.load.path..\"model\""),
+        ("model.pt", r"(?s)looks like a pickle file.*weights_only=True"),
+    ],
+)
+def test_finalize_refuses_other_files(name, match, tmp_path):
+    with pytest.raises(ValueError, match=match):
         training.finalize(tmp_path / name, tmp_path / "out.safetensors")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         training.finalize(tmp_path / "none.safetensors", tmp_path / "out.safetensors")
