@@ -35,7 +35,7 @@ MORE = {  # group of SparsifyConfig's docstring -> where to read on
 
 def entries(text: str) -> dict[str, str]:
     """The lines "name: meaning" of a docstring; a meaning may go on in lines that are indented further."""
-    found = re.findall(r"^( *)([a-z_]+): (.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
+    found = re.findall(r"^( *)([a-z_0-9]+): (.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
     return {name: " ".join(meaning.split()).replace("``", "`").replace("|", "\\|") for _, name, meaning in found}
 
 

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 import transformers
 
 from modelopt_sparse.cli import commands as cli
+from modelopt_sparse.model import devices
 from tests.helpers import Done
 
 transformers.utils.logging.disable_progress_bar()
@@ -50,6 +51,12 @@ def _fixed_seed_and_threads():
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _products_of_bfloat16(monkeypatch):
+    """Tests do not depend on whether the CPU has products of bfloat16."""
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
     flat_tensors,
     free_bytes,
+    in_float32,
     input_device,
     is_out_of_memory,
     map_tensors,
@@ -246,13 +247,13 @@ class CalibrationData:
             begin(self.masks_of(Call(args, kwargs)))
 
         with ExitStack() as contexts:
+            if hooks is not None:  # they see inputs as they come to layers
+                contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
             contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             for block in run.plan.blocks:
                 if run.config.device is not None and block is not run.model:
                     contexts.enter_context(onloaded(block, run.config.device, resident=False))
-            if hooks is not None:
-                contexts.enter_context(hooks)
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return
@@ -342,6 +343,10 @@ def forward_context(run: Run) -> Iterator[None]:
     model or a part of it runs on. No solver runs in it."""
     config, mha = run.config, torch.backends.mha
     with ExitStack() as contexts:
+        if config.widens(run.model):
+            called = {module for layer_plan in run.plan.layers for module in layer_plan.layer.hooked_modules}
+            inside = (module for block in run.plan.blocks for module in block.modules())
+            contexts.enter_context(in_float32(called.union(x for x in inside if isinstance(x, nn.Linear))))
         # nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside
         # them without calling these, and packs padded batches into nested tensors
         contexts.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())

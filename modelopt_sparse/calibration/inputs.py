@@ -210,7 +210,7 @@ class AtBlock(Inputs):
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         hooks = self.data.input_hooks(layer_plans, [self.block], see)
         last = self.block is self._segment.blocks[-1]
-        with forward_context(self.data.run), hooks:
+        with hooks, forward_context(self.data.run):
             for call in self.calls:
                 hooks.begin(call.numbered.masks)
                 if go_on and not last:

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,68 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
             yield
         finally:
             block.to(home)
+
+
+# products of bfloat16 on CPUs -----------------------------------------------------------------------------------------
+
+PRODUCTS = ("avx512_bf16", "avx10_2", "amx_bf16", "bf16", "sve_bf16")  # of bfloat16; the last two are ARM's
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU says of itself that it has products of bfloat16. True where torch has no way to ask it."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is None or any(capabilities().get(name) for name in PRODUCTS)
+
+
+def widens(model: nn.Module, device: torch.device | None, choice: bool | None) -> bool:
+    """Whether layers of bfloat16 that run on the CPU are to run in float32: where it has no products of bfloat16, or as
+    the ``choice`` says."""
+    on_cpu = (device or input_device(model)).type == "cpu"
+    narrow = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    return on_cpu and narrow and (not multiplies_bfloat16() if choice is None else choice)
+
+
+@contextmanager
+def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While entered, modules with weights of bfloat16 run in float32 where no gradient is asked for. Their inputs come,
+    and their outputs go, in bfloat16.
+
+    The Parameters stay the same objects, and hold their own values again after each call, whatever happens in it.
+    """
+    running: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
+
+    def cast(value: Any, dtype: torch.dtype, to: torch.dtype) -> Any:
+        return map_tensors(lambda x: x.to(to) if x.dtype == dtype else x, value)
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        tensors = [x for x in (*module.parameters(), *module.buffers()) if x.dtype == torch.bfloat16]
+        if not tensors or torch.is_grad_enabled() or has_hook(module):
+            return None
+        running.append((module, [(x, x.data) for x in tensors]))
+        for x in tensors:
+            x.data = x.data.float()
+        return cast((args, kwargs), torch.bfloat16, torch.float32)
+
+    def put_back() -> None:
+        for x, values in running.pop()[1]:
+            x.data = values
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        if not running or running[-1][0] is not module:
+            return None
+        put_back()
+        return cast(output, torch.float32, torch.bfloat16)
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            while running:
+                put_back()
 
 
 # memory ---------------------------------------------------------------------------------------------------------------

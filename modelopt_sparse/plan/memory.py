@@ -40,18 +40,24 @@ def estimated(
     if own == "auto":
         own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
     tokens = (config.num_samples + int(own)) * window if config.holds_text else 0  # 0: not known before they are read
-    layers = [_of_layer(layer_plan, config, getattr(text, "num_experts_per_tok", None)) for layer_plan in planned]
+    calibrated = any(layer_plan.calibrated for layer_plan in planned)
+    widens, experts = calibrated and config.widens(model), getattr(text, "num_experts_per_tok", None)
+    layers = [_of_layer(layer_plan, config, experts, widens=widens) for layer_plan in planned]
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
     together = _largest(layers, [x.block for x in planned])
+    widened = Counter[nn.Module]()  # modules that are held in float32, each for the length of a call
+    for layer_plan in planned if widens else ():
+        widened[layer_plan.layer.owner] += BYTES_PER_SUM * layer_plan.size
     value = next(model.parameters()).element_size()
     hidden = value * (getattr(getattr(model, "config", None), "hidden_size", None) or 0)  # bytes of a token
-    calibrated = any(layer_plan.calibrated for layer_plan in planned)
 
     memory = {
         "statistics_of_one_block": (DETERMINISTIC_COPIES if config.deterministic else 1) * largest["statistics"],
         "solver_workspace": max(layer["workspace"] for layer in layers),
     }
+    if widened:
+        memory["layer_in_float32"] = max(widened.values())
     if config.enforce:
         memory["masks"] = sum(layer["masks"] for layer in layers)
     if reconstruct is not None:  # moving masks need the dense weights as well
@@ -101,8 +107,7 @@ def _streamed(
     if "routed_tokens_of_one_block" in memory:
         solving["routed_tokens_of_one_block"] = memory["routed_tokens_of_one_block"]
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
-    if "fisher_metrics" in memory:
-        host["fisher_metrics"] = memory["fisher_metrics"]
+    host |= {part: memory[part] for part in ("fisher_metrics", "layer_in_float32") if part in memory}
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
     # activations lie on the device if it has room, which is not known here: they count in both places
@@ -137,7 +142,9 @@ def activation_copies(config: SparsifyConfig) -> int:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, experts_per_token: int | None) -> dict[str, int]:
+def _of_layer(
+    layer_plan: LayerPlan, config: SparsifyConfig, experts_per_token: int | None, *, widens: bool
+) -> dict[str, int]:
     """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it."""
     *_, rows, columns = layer_plan.shape
     layer, matrices, size = layer_plan.layer, layer_plan.matrices, layer_plan.size
@@ -163,7 +170,7 @@ def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, experts_per_token: 
         "states": (number + 2 * moment) * remaining,
         "best": value * remaining,
         "routed": routed,
-        "batch": through * ((rows + columns) * value + columns * BYTES_PER_SUM),
+        "batch": through * ((rows + columns) * (value + widens * BYTES_PER_SUM) + columns * BYTES_PER_SUM),
     }
 
 

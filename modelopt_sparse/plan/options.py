@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
+from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
@@ -179,7 +180,7 @@ OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="
 REPORTED = (
     *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
     *("self_data", "quality", "permute", "update", "refine", "polish", "reconstruct", "distill", "allocation"),
-    *("autocast", "deterministic"),
+    *("autocast", "float32_products", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 
@@ -249,6 +250,8 @@ class SparsifyConfig:
       device: where blocks are calibrated and solved. None: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. None: the model's own precision.
+      float32_products: whether layers of bfloat16 that run on the CPU are multiplied in float32. None: where the CPU
+        has no products of bfloat16, which torch then makes slowly. What is tuned keeps its precision.
       enforce: True makes sparse modules that hold their masks; False leaves plain modules with zeros.
       progress: True or False. None: a bar on a terminal and in a notebook, elsewhere a line every minute.
     Several processes (torchrun), which end with the same bits:
@@ -294,6 +297,7 @@ class SparsifyConfig:
     quality: str | None = None
     device: torch.device | None = None
     autocast: str | None = None
+    float32_products: bool | None = None
     enforce: bool = True
     seed: int = 0
     progress: bool | None = None
@@ -368,6 +372,10 @@ class SparsifyConfig:
         each layer's row says."""
         values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
         return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
+
+    def widens(self, model: torch.nn.Module) -> bool:
+        """Whether the model's layers of bfloat16 are multiplied in float32."""
+        return self.autocast is None and widens(model, self.device, self.float32_products)
 
     @property
     def holds_text(self) -> bool:
@@ -497,6 +505,8 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)"
     if images and (config.data is None or config.tokenizer is not None):
         yield "processor= makes the model's inputs of images, or of chats with images: give data=, and no tokenizer="
+    if config.autocast is not None and config.float32_products:
+        yield f"float32_products=True and autocast={config.autocast!r} are two precisions for one product: keep one"
     if config.collect_func is not None and config.data_loader is None:
         yield "collect_func turns batches of data_loader into inputs; give data_loader as well"
     if reconstruct is not None and reconstruct.metric == "fisher" and loop:

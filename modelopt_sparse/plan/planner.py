@@ -92,7 +92,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
-    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(planned, config), streamed)
+    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
@@ -280,9 +280,11 @@ def _check_planned(
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: use experts='pool' or 'weight_only'")
 
 
-def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
+def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
     """Sentences on options that do not reach some of the layers, and on masks that stay, and on ties."""
     notes: list[str] = []
+    if any(layer_plan.calibrated for layer_plan in planned) and config.widens(model):
+        notes.append("layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)")
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     for layer_plan in planned:

@@ -132,6 +132,7 @@ VALUES = {
     "sequential": "stage",
     "device": "cpu",
     "autocast": "bfloat16",
+    "float32_products": "true",
     "enforce": "false",
     "seed": "1",
     "progress": "false",

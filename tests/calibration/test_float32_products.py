@@ -1,0 +1,169 @@
+"""Layers of bfloat16 that are multiplied in float32, where the CPU has no products of bfloat16."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse.model import devices
+from modelopt_sparse.model.devices import in_float32, multiplies_bfloat16
+from tests.helpers import Snapshot, assert_bits, refused, tiny_llama, token_batches
+
+TEXT = {"data_loader": token_batches(), "progress": False}
+
+
+@pytest.fixture
+def without_products(monkeypatch):
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: False)
+
+
+class Products(torch.overrides.TorchFunctionMode):
+    """The dtypes of the weights that F.linear is called with. ``wide``: it multiplies bfloat16 in float32 itself."""
+
+    def __init__(self, *, wide: bool = False):
+        super().__init__()
+        self.wide, self.dtypes = wide, set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.dtypes.add(args[1].dtype)
+            if self.wide and args[1].dtype == torch.bfloat16:
+                return func(*(x if x is None else x.float() for x in args), **(kwargs or {})).bfloat16()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx2": True, "avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+        ({"sve": True, "sve_bf16": True}, True),
+        ({"neon": True, "bf16": False}, False),
+    ],
+)
+def test_the_cpu_is_asked(capabilities, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert multiplies_bfloat16() is expected
+
+
+def expected_output(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ layer.weight.double().T + layer.bias.double()).float().bfloat16()
+
+
+def test_a_module_runs_in_float32_and_ends_as_it_was():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 16).bfloat16()
+    weight, values, x = layer.weight, layer.weight.data_ptr(), torch.randn(3, 64).bfloat16()
+    with in_float32([layer]), in_float32([layer]), torch.no_grad(), Products() as seen:
+        output = layer(x)
+        assert seen.dtypes == {torch.float32}
+        assert layer.weight is weight
+        assert layer.weight.dtype == torch.bfloat16
+        with torch.enable_grad():
+            layer(x).sum().backward()
+        assert seen.dtypes == {torch.float32, torch.bfloat16}
+    assert torch.equal(output, expected_output(layer, x))
+    assert weight.data_ptr() == values
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+    assert not layer._forward_pre_hooks
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_whatever_happens_in_a_call(error):
+    class Broken(nn.Linear):
+        def forward(self, input):
+            raise error("in the forward")
+
+    layer = Broken(8, 8).bfloat16()
+    weight, values = layer.weight, layer.weight.data_ptr()
+    with pytest.raises(error, match="in the forward"), in_float32([layer]), torch.no_grad():
+        layer(torch.ones(1, 8).bfloat16())
+    assert layer.weight is weight
+    assert weight.dtype == torch.bfloat16
+    assert weight.data_ptr() == values
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": "stage"}, {"sequential": "none"}, {"reconstruct": 1}], ids=str)
+def test_a_run_in_float32(options, without_products):
+    """Masks and weights are those of a run whose products someone else makes in float32."""
+    model, expected = tiny_llama().bfloat16(), tiny_llama().bfloat16()
+    parameters = dict(model.named_parameters())
+    with Products() as seen:
+        mts.sparsify(model, "sparsegpt", TEXT, **options)
+    assert torch.float32 in seen.dtypes
+    assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+    if "reconstruct" not in options:  # it tunes in the model's precision
+        with Products(wide=True):
+            mts.sparsify(expected, "sparsegpt", TEXT, float32_products=False, **options)
+        for name, tensor in expected.state_dict().items():
+            assert_bits(model.state_dict()[name], tensor)
+        assert not mts.report(expected).notes
+    note = "layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)"
+    assert note in mts.report(model).notes
+
+
+def test_a_streamed_run_is_the_same(tmp_path, without_products):
+    tiny_llama().bfloat16().save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    mts.sparsify(model, "sparsegpt", TEXT)
+    report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "sparsegpt", **TEXT)
+    streamed = mts.load(tmp_path / "sparse")
+    for name, tensor in model.state_dict().items():
+        assert_bits(streamed.state_dict()[name], tensor)
+    assert "multiplied in float32" in report.notes[0]
+
+
+def test_a_run_that_fails_leaves_the_dense_model(without_products):
+    model, calls = tiny_llama().bfloat16(), []
+    before = Snapshot(model)
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with model.model.layers[1].mlp.down_proj.register_forward_hook(fail), pytest.raises(KeyboardInterrupt):
+        mts.sparsify(model, "sparsegpt", TEXT, sequential="none")
+    assert Snapshot(model).look == before.look
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "options", "expected"),
+    [
+        (torch.bfloat16, "wanda", {}, True),
+        (torch.bfloat16, "magnitude", {}, False),  # nothing is multiplied
+        (torch.bfloat16, "wanda", {"float32_products": False}, False),
+        (torch.bfloat16, "wanda", {"autocast": "bfloat16"}, False),
+        (torch.bfloat16, "wanda", {"device": "cuda"}, False),
+        (torch.float32, "wanda", {}, False),
+        (torch.float16, "wanda", {"float32_products": True}, False),
+    ],
+)
+def test_when_the_plan_says_it(dtype, method, options, expected, without_products):
+    plan = mts.make_plan(tiny_llama().to(dtype), method, data_loader=token_batches(), **options)
+    assert any("multiplied in float32" in note for note in plan.notes) is expected
+    assert ("layer_in_float32" in plan.memory) is expected
+
+
+def test_the_option_wins_over_the_cpu():
+    plan = mts.make_plan(tiny_llama().bfloat16(), "wanda", data_loader=token_batches())
+    assert not plan.notes, "a CPU with products of bfloat16"
+    plan = mts.make_plan(tiny_llama().bfloat16(), "wanda", data_loader=token_batches(), float32_products=True)
+    assert "multiplied in float32" in plan.notes[0]
+    refused(mts.make_plan, tiny_llama(), "wanda", autocast="bfloat16", float32_products=True, match="keep one")
+
+
+def test_memory_by_hand(without_products):
+    """The largest layer in float32, and for each token the inputs and outputs of a block's layers once more."""
+    model, data = tiny_llama().bfloat16(), {"num_samples": 64, "batch_size": 16, "seq_len": 64}
+    plan, narrow = (mts.make_plan(model, "wanda", data, float32_products=choice) for choice in (None, False))
+    layers = [layer for layer in plan.layers if layer.block == plan.layers[0].block]
+    assert plan.memory["layer_in_float32"] == max(4 * layer.shape[0] * layer.shape[1] for layer in layers)
+    assert plan.streamed["host"]["layer_in_float32"] == plan.memory["layer_in_float32"]
+    more = 16 * 64 * 4 * sum(layer.shape[0] + layer.shape[1] for layer in layers)
+    assert plan.streamed["host"]["workspace"] == narrow.streamed["host"]["workspace"] + more
