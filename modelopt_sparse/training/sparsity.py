@@ -273,7 +273,7 @@ class Sparsity(ABC):
     def register_target_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
         """Call ``hook(algorithm, name, level)`` with the level that each parameter should have, after every step of the
         optimizers; ``remove()`` of the handle ends it. In a `Group`, for the parameters of all its algorithms."""
-        return self._register_level_hook(lambda algorithm, name, target, _: hook(algorithm, name, target))
+        return self._register_level_hook(lambda algorithm, name, wanted, _: hook(algorithm, name, wanted))
 
     def register_computed_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
         """The same with the level that each parameter has: the share of zeros in its mask."""
@@ -291,8 +291,8 @@ class Sparsity(ABC):
         if not callable(write):
             raise TypeError(f"add_summaries takes a SummaryWriter or a function (tag, value, step), not {writer!r}")
 
-        def hook(_: Any, name: str, target: float, actual: float) -> None:
-            write(f"sparsity/{name}/target", target, self.step)
+        def hook(_: Any, name: str, wanted: float, actual: float) -> None:
+            write(f"sparsity/{name}/target", wanted, self.step)
             write(f"sparsity/{name}/actual", actual, self.step)
 
         return self._register_level_hook(hook)
