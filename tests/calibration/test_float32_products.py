@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.model import devices
 from modelopt_sparse.model.devices import in_float32, multiplies_bfloat16
 from tests.helpers import Snapshot, assert_bits, refused, tiny_llama, token_batches
@@ -73,6 +74,22 @@ def test_a_module_runs_in_float32_and_ends_as_it_was():
     assert not layer._forward_pre_hooks
 
 
+def test_other_hooks_see_bfloat16():
+    layer, seen = nn.Linear(8, 8).bfloat16(), []
+    layer.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
+    with in_float32([layer]), torch.no_grad():
+        layer(torch.ones(1, 8).bfloat16())
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+
+
+def test_layers_still_share_their_input(without_products, monkeypatch):
+    """q, k and v, then o, gate and up, down: four inputs in each of the two blocks."""
+    prepared, prepare = [], SparseGPT.prepare
+    monkeypatch.setattr(SparseGPT, "prepare", lambda *args, **more: prepared.append(1) or prepare(*args, **more))
+    mts.sparsify(tiny_llama().bfloat16(), "sparsegpt", TEXT)
+    assert len(prepared) == 8
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_whatever_happens_in_a_call(error):
     class Broken(nn.Linear):
@@ -81,8 +98,10 @@ def test_whatever_happens_in_a_call(error):
 
     layer = Broken(8, 8).bfloat16()
     weight, values = layer.weight, layer.weight.data_ptr()
-    with pytest.raises(error, match="in the forward"), in_float32([layer]), torch.no_grad():
-        layer(torch.ones(1, 8).bfloat16())
+    with in_float32([layer]), torch.no_grad():
+        with pytest.raises(error, match="in the forward"):
+            layer(torch.ones(1, 8).bfloat16())
+        assert (layer.weight.dtype == torch.bfloat16) is (error is RuntimeError), "others end with the context"
     assert layer.weight is weight
     assert weight.dtype == torch.bfloat16
     assert weight.data_ptr() == values
