@@ -138,7 +138,8 @@ def test_a_streamed_run_is_the_same(tmp_path, without_products):
 
 
 def test_a_run_that_fails_leaves_the_dense_model(without_products):
-    model, calls = tiny_llama().bfloat16(), []
+    model: Any = tiny_llama().bfloat16()
+    calls: list[int] = []
     before = Snapshot(model)
 
     def fail(*_):
