@@ -238,10 +238,10 @@ class WorkFolder:
         seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
         if self.leads:
             seal.touch()
-        found = self.done, self.report, self.resumed, self.finished, seal.name
-        *found, seal_name = self._processes.all_gather("the work folder", found if self.leads else None)[0]
-        self.done, self.report, self.resumed, self.finished = found
-        if not (self.path / "writing" / seal_name).is_file():
+        facts = self.done, self.report, self.resumed, self.finished, seal.name
+        facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
+        self.done, self.report, self.resumed, self.finished, name = facts
+        if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(
                 f"{str(self.path)!r} {problem}: the target must be on a file system that all processes see"
