@@ -61,6 +61,7 @@ def sparsify(
     refuse_no_model(model)
     with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
         prune(unwrapped(model), *resolve(method, config, options), InMemory(), processes)
+        processes.barrier()
     return model
 
 
@@ -80,7 +81,7 @@ def prune(
     plan = plan_for(model, method, config)
     check_options(plan, config)
     _check(model, plan, config, storage)
-    if processes.size > 1:
+    if processes.size > 1 and storage.resident:  # of others all is compared when their files are opened
         facts = common_to_processes(model, plan, config)
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
@@ -113,7 +114,6 @@ def prune(
         if teacher is not None:
             with report.timed("distillation"):
                 distill(teacher, run)
-        processes.barrier()
     return report
 
 

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ from modelopt_sparse.checkpoint.streamed import (
     write_index,
 )
 from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
-from modelopt_sparse.distributed import Processes, count_processes
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
-from modelopt_sparse.plan.planner import plan_for, resolve
+from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report
 
 NOT_COPIED = re.compile(
@@ -88,44 +89,51 @@ def sparsify_checkpoint(
     set: then what is there is replaced. Raises ValueError before any work for what needs the whole model at once, and
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
+
+    Under torch.distributed all processes of the default group call it and share the work, with ``deterministic`` set,
+    so that a run may go on with another number of them; the first one writes. If one fails or dies, the others raise
+    RankError.
     """
     target = Path(target)
-    remove_leftovers(target)
-    # a run that has finished its target may have begun to fill it
-    target = checked_place(target, overwrite=overwrite or is_finished(target), sources=[source])
-    chosen, settings = resolve(method, config, options)
-    _refuse_whole_model(settings)
-    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    folder = local_folder(source, revision, remote)
-    _refuse_masks(folder, settings)
-    empty = empty_model(folder, **remote)
-    quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
-    plan = plan_for(empty, chosen, settings)
-    names = _block_names(empty, plan)
-    check_options(plan, settings)
-    calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
-    calls = load_calls(settings, empty) if calibrated else None
-    files = SourceFiles(folder)  # all that can be known without work is: from here on there is a work folder
-    started = _started_with(files, plan, settings, dtype, quantized)
-    with _full_disk_named(target), opened(target, started, overwrite=overwrite) as work:
-        if work.finished:
-            work.put_in_place()
-            return report_in(target)
-        with files.watched():
-            model, places = without_blocks(folder, names, dtype, quantized, work, remote)
-            files.check_all()  # what lies outside of the blocks has been read
-            with Streamed(model, names, places, work, files, spill=spill) as storage:
-                report = _solved_before(work, plan, calls)
-                if report is None:
-                    with Processes() as alone:
-                        report = prune(model, chosen, settings, storage, alone, calls)
-                    if quantized is not None:
-                        report.notes.append(str(quantized))
-                    if work.resumed:
-                        report.notes.append(f"{storage.reused} of {len(names)} blocks were reused from a stopped run")
-                    work.write_json("report.json", report.as_dict())
-                _finish(storage, folder, work, report)
-        return report
+    with Processes.of(distributed_in(config, options)) as processes:
+        remove_leftovers(target)
+        # a run that has finished its target may have begun to fill it
+        target = checked_place(target, overwrite=overwrite or is_finished(target), sources=[source])
+        chosen, settings = resolve(method, config, options)
+        if processes.size > 1:
+            settings = replace(settings, deterministic=True)
+        _refuse_whole_model(settings)
+        remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        folder = local_folder(source, revision, remote)
+        _refuse_masks(folder, settings)
+        empty = empty_model(folder, **remote)
+        quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
+        plan = plan_for(empty, chosen, settings)
+        names = _block_names(empty, plan)
+        check_options(plan, settings)
+        calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
+        calls = load_calls(settings, empty) if calibrated else None
+        # all that can be known without work is: from here on there is a work folder
+        files = SourceFiles(folder, processes)
+        started = _started_with(files, plan, settings, dtype, quantized)
+        processes.check_same(started, "give all of them the same source and the same options")
+        report = None
+        with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
+            if not work.finished:
+                with files.watched():
+                    model, places = without_blocks(folder, names, dtype, quantized, work, remote)
+                    files.check_all()  # what lies outside of the blocks has been read
+                    with Streamed(model, names, places, work, files, spill=spill) as storage:
+                        report = _solved_before(work, plan, calls)
+                        if report is None:
+                            report = prune(model, chosen, settings, storage, processes, calls)
+                            report.notes += _more_notes(storage, work, quantized)
+                        if work.leads:
+                            _finish(storage, folder, work, report)
+            elif work.leads:
+                work.put_in_place()
+            processes.barrier()
+    return report_in(target) if report is None else report
 
 
 @contextmanager
@@ -148,10 +156,7 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 
 
 def _refuse_whole_model(config: SparsifyConfig) -> None:
-    """Raise ValueError for options that need the whole model at once, and for several processes."""
-    if (count := count_processes(config.distributed)) > 1:
-        advice = "start one, or call it in one of them with distributed=False"
-        raise ValueError(f"checkpoints are streamed by one process, and this group has {count}: {advice}")
+    """Raise ValueError for options that need the whole model at once."""
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     options = [
@@ -205,7 +210,7 @@ def _started_with(
 def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Report | None:
     """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
     then, and are solved again."""
-    report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
+    report = work.report if all(layer_plan.block is not None for layer_plan in plan.layers) else None
     if report is None:
         return None
     digest = hashlib.sha256()
@@ -214,11 +219,20 @@ def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Re
     return Report.from_dict(report) if work.check_data(None if calls is None else digest.hexdigest()) else None
 
 
+def _more_notes(storage: Streamed, work: WorkFolder, quantized: Quantized | None) -> list[str]:
+    """What the report of a streamed run says beside that of a run in memory."""
+    notes = [] if quantized is None else [str(quantized)]
+    if work.resumed:
+        notes.append(f"{storage.reused} of {len(storage.names)} blocks were reused from a stopped run")
+    return notes
+
+
 # the end --------------------------------------------------------------------------------------------------------------
 
 
 def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -> None:
     """Write what is missing in ``folder``, all of it anew, and put it in the target's place."""
+    work.write_json("report.json", report.as_dict())
     storage.write_the_rest()
     model, folder = storage.model, work.path / "folder"
     masks = dict(named_masks(model))  # of layers outside of the blocks

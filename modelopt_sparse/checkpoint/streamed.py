@@ -30,6 +30,7 @@ from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, write_masks
 from modelopt_sparse.checkpoint.workfolder import BlockRecord, WorkFolder
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
@@ -71,14 +72,15 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
 class SourceFiles:
     """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
 
-    Raises ValueError for a file that is missing, or that is not as long as its own header says. Wrong numbers in a file
-    cannot be noticed, as safetensors stores no checksums.
+    Several processes share the hashing. Raises ValueError for a file that is missing, that is not as long as its own
+    header says, or that has another size for another process. Wrong numbers in a file cannot be noticed, as safetensors
+    stores no checksums.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: Processes) -> None:
         self._as_seen: dict[Path, tuple[int, ...]] = {}
-        self.hashes: dict[str, str] = {}
-        for name in ("config.json", *weight_files(folder)):
+        names = ["config.json", *weight_files(folder)]
+        for name in names:
             path = folder / name
             if not path.is_file():
                 advice = "get the file again, or save the model in safetensors files, with save_pretrained"
@@ -90,7 +92,11 @@ class SourceFiles:
                         pass
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"{str(path)!r} is truncated or damaged ({error}): get the file again") from None
-            self.hashes[name] = file_hash(path)
+        sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
+        processes.check_same(sizes, "copy the source again, or put it where all processes see it")
+        own = {name: file_hash(folder / name) for name in names[processes.rank :: processes.size]}
+        of_ranks = processes.all_gather("the hashes of the source", own)
+        self.hashes = {name: of_ranks[number % processes.size][name] for number, name in enumerate(names)}
 
     def check(self, path: Path) -> None:
         """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
@@ -142,7 +148,7 @@ def without_blocks(
     config = AutoConfig.from_pretrained(folder, **remote)
     architecture = model_class(config, folder)
     devices = _devices(empty_model(folder, **remote), names)
-    options = {"device_map": devices, "offload_folder": str(work.path / "converted"), **remote}
+    options = {"device_map": devices, "offload_folder": str(work.converted()), **remote}
     with quiet():
         if quantized is None:
             model, info = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -264,7 +270,10 @@ class Streamed(Storage):
         try:
             yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
             if record is None:
-                self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
+                if self._work.leads:
+                    self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
+                remove_masks(block)
+                self._work.share_block(index)
             else:
                 report.layers += [LayerReport.from_dict(layer) for layer in record.layers]
                 report.blocks += [BlockReport(**tuned) for tuned in record.blocks]

@@ -14,12 +14,16 @@ nothing to go on from then. It holds:
   converted/            what transformers converts at load; deleted at the next start
   lock                  locked by the run that is going on
 
+Of several processes the first one leads: it alone holds the lock and writes here, but for spilled activations and
+converted weights, which each writes for itself. The others read. So the folder says nothing of their number.
+
 Every file is written in ``writing/``, synced and renamed, and after that the .json file is written that lists it. So a
 run may be killed at any moment.
 """
 
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -39,6 +43,7 @@ from modelopt_sparse.checkpoint.folder import (
     size_and_hash,
     sync,
 )
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.fold import first_few
 
 STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
@@ -148,14 +153,21 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 @contextmanager
-def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> Iterator["WorkFolder"]:
-    """The work folder of a run, locked until the end; without a block that is done by then it is removed.
+def opened(
+    final_folder: Path, started: Mapping[str, Any], processes: Processes, *, overwrite: bool
+) -> Iterator["WorkFolder"]:
+    """The work folder of a run, locked until the end; without a block that is done by then it is removed. All of the
+    ``processes`` open it together.
 
     ``started`` is what this run is started with. Raises ValueError if another run holds the folder, or if something
     else is at its place. Also if it is damaged, or holds a run that was started with something else, unless
     ``overwrite`` is True: then that run is deleted. A run of which no block is done is always deleted.
     """
-    work = WorkFolder(final_folder, started, overwrite=overwrite)
+    work = WorkFolder(final_folder, started, processes, overwrite=overwrite)
+    if not work.leads:
+        work.join()
+        yield work
+        return
     of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
     there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
     if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
@@ -163,6 +175,7 @@ def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -
     with locked(final_folder):
         try:
             work.begin()
+            work.join()
             yield work
         finally:
             if not work.has_blocks():
@@ -175,15 +188,23 @@ def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -
 class WorkFolder:
     """The work folder of a run; `opened` makes and locks it.
 
+    leads: whether this process writes, and is the only one that does.
     done: index of a block -> its record, for blocks that are done.
+    report: of an earlier run, if it has done all blocks.
     resumed: whether an earlier run has done some of them.
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
     """
 
-    def __init__(self, final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -> None:
+    def __init__(
+        self, final_folder: Path, started: Mapping[str, Any], processes: Processes, *, overwrite: bool
+    ) -> None:
         self.final_folder, self.path = final_folder, work_path(final_folder)
+        self.leads = processes.rank == 0
         self.done: dict[int, BlockRecord] = {}
+        self.report: dict[str, Any] | None = None
         self.resumed = self.finished = False
+        self._processes = processes
+        self._data_is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
         self._started: dict[str, Any] = json.loads(json.dumps(started, default=str))
 
@@ -208,6 +229,29 @@ class WorkFolder:
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
         self.resumed = bool(self.done)
+        self.report = self._read_json(REPORT) if (self.path / REPORT).is_file() else None
+
+    def join(self) -> None:
+        """Let the other processes know what the one that leads has found, once it has begun."""
+        if self._processes.size == 1:
+            return
+        seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
+        if self.leads:
+            seal.touch()
+        facts = self.done, self.report, self.resumed, self.finished, seal.name
+        facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
+        self.done, self.report, self.resumed, self.finished, name = facts
+        if not (self.path / "writing" / name).is_file():
+            problem = f"of rank 0 is not there for rank {self._processes.rank}"
+            raise ValueError(
+                f"{str(self.path)!r} {problem}: the target must be on a file system that all processes see"
+            )
+
+    def converted(self) -> Path:
+        """Where this process converts weights to."""
+        folder = self.path / "converted" / str(self._processes.rank)
+        folder.mkdir()
+        return folder
 
     def _problem(self) -> str:
         """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
@@ -227,12 +271,19 @@ class WorkFolder:
         """Whether this run has the calibration data, with this hash, of the run that it continues.
 
         It is True if that run had not read its data yet. If the data differs, ValueError is raised; with ``overwrite``
-        that run is deleted instead, and False returned.
+        that run is deleted instead, and False returned. It is compared once.
         """
+        if self._data_is_same is None:
+            same = self._compare_data(sha256) if self.leads else False
+            self._data_is_same = self._processes.all_gather("the data of the work folder", same)[0]
+            if not self._data_is_same:
+                self.done, self.resumed = {}, False
+        return bool(self._data_is_same)
+
+    def _compare_data(self, sha256: str | None) -> bool:
         difference = _difference({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
         if difference:
             self._throw_away(difference)
-            self.resumed = False
         if difference or DATA not in self._started:
             self._started[DATA] = sha256
             self.write_json(STARTED, self._started)
@@ -245,10 +296,6 @@ class WorkFolder:
                 path = self.path / name
                 if not path.is_file() or path.stat().st_size != expected["size"]:
                     raise self._error(_damage(name, record))
-
-    def read_report(self) -> dict[str, Any] | None:
-        """The report, if all blocks are done, else None."""
-        return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
 
     def _throw_away(self, problem: str) -> None:
         """Delete the run that is there. Without ``overwrite`` ValueError says why."""
@@ -306,6 +353,10 @@ class WorkFolder:
         """Record that a block is done; all of its files are in their places."""
         self.write_json(f"block-{index:05d}.json", vars(record))
         self.done[index] = record
+
+    def share_block(self, index: int) -> None:
+        """Let the other processes know that a block is done; they wait for it."""
+        self.done[index] = self._processes.all_gather(f"the files of block {index}", self.done.get(index))[0]
 
     def finish(self) -> None:
         """Move ``folder``, which is complete, to the target's place.

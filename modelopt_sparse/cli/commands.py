@@ -258,7 +258,8 @@ def _sparsified(
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
         try:
-            return mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+            report = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+            return report if rank() == 0 else None
         except KeyboardInterrupt:
             if done := len(list(work_path(out).glob("block-*.json"))):
                 count = sum(len(stack.names) for stack in planned.stacks)

@@ -5,8 +5,11 @@ four, which leave what they found in FOLDER; hanging ones are killed. The proces
 imported everything, which makes them cheap.
 """
 
+import errno
+import hashlib
 import io
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -298,6 +301,103 @@ def command_that_fails(folder: Path) -> Found:
     return started(folder, "--overwrite", "--no-progress")
 
 
+# streaming -----------------------------------------------------------------------------------------------------------
+
+EVERYTHING: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
+STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, method, options
+    "everything, spilled": ("llama", "sparsegpt", {**EVERYTHING, "spill": True}),
+    "stage, five batches": ("llama", "alps", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
+    "none": ("llama", "wanda", {"sequential": "none"}),
+    "names that differ on disk": ("mixtral", "sparsegpt", {}),
+    "not calibrated": ("llama", "magnitude", {}),
+}
+
+
+def source(folder: Path, name: str) -> Path:
+    """A dense folder, of the same weights for any number of processes."""
+    path = folder / f"dense-{name}-{size()}"
+    if rank() == 0 and not path.exists():
+        model: Any = MODELS[name]()
+        model.save_pretrained(path.with_suffix(".made"))
+        path.with_suffix(".made").rename(path)
+    if size() > 1:
+        dist.barrier()
+    return path
+
+
+def stream(folder: Path, target: Path, name: str, method: Any, **options: Any) -> Found:
+    """What `sparsify_checkpoint` returns, and the SHA-256 of each file that does not tell times."""
+    given = {"data_loader": BATCHES[name], "min_tokens": 8, "deterministic": True, "progress": False, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of experts with few tokens
+        report = mts.sparsify_checkpoint(source(folder, name), target, method, **given)
+    files = [path for path in sorted(target.iterdir()) if path.name != "sparsity.json"]
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    layers = [{**vars(layer), "steps": [step.error for step in layer.steps], "seconds": 0} for layer in report.layers]
+    return {"files": hashes, "layers": layers, "notes": report.notes, "settings": report.settings}
+
+
+def streamed(folder: Path) -> Found:
+    found = {}
+    for name, (model, method, options) in STREAMED.items():
+        found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
+    return found
+
+
+def streamed_on(folder: Path) -> Found:
+    """All go on with what one process began, in the second block."""
+    target = folder / f"streamed-on-{size()}"
+    dense, error = source(folder, "llama"), ""
+    if rank() == 0:
+        began = {"data_loader": BATCHES["llama"], "min_tokens": 8, "deterministic": True, "progress": False}
+        method = Failing(where=0, after=9)
+        error = error_of(lambda: mts.sparsify_checkpoint(dense, target, method, distributed=False, **began))
+    if size() > 1:
+        dist.barrier()
+    return {"error": error, **stream(folder, target, "llama", Failing(where=0, after=-1))}
+
+
+def streaming_killed(folder: Path) -> Found:
+    """The second process is killed in the second block; what is left is gone on with by other numbers of processes."""
+    target = folder / "streamed-killed"
+    error = error_of(lambda: stream(folder, target, "llama", Killed(where=1, after=5)))
+    return {"error": error, "left": sorted(path.name for path in folder.glob("streamed-killed*"))}
+
+
+def streaming_refused(folder: Path) -> Found:
+    """What is wrong for one process is an error in all, and nothing is left."""
+    other, dense = rank() == 1, source(folder, "llama")
+    own = folder / f"dense-of-rank-{rank()}"
+    shutil.copytree(dense, own)
+    if other:
+        with (own / "config.json").open("a") as file:
+            file.write(" ")
+    target = folder / "streamed-refused"
+
+    def run(place: Path = dense, out: Path = target, **options: Any) -> str:
+        given = {"data_loader": BATCHES["llama"], "progress": False, **options}
+        return error_of(lambda: mts.sparsify_checkpoint(place, out, "wanda", **given))
+
+    cases = {
+        "source": run(own),
+        "option": run(pattern="2:4" if other else "1:4"),
+        "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
+        "target": run(out=folder / f"streamed-refused-{rank()}"),
+        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1, after=5))),
+    }
+    return {"errors": cases, "left": sorted(path.name for path in folder.glob("streamed-refused*"))}
+
+
+class Full(Failing):
+    name = "full"
+
+    def solve(self, weight, state, pattern, options):
+        try:
+            return super().solve(weight, state, pattern, options)
+        except ArithmeticError:
+            raise OSError(errno.ENOSPC, "No space left on device") from None
+
+
 # failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +454,6 @@ def failures() -> Found:
             mixtral(), "sparsegpt", data_loader=BATCHES["mixtral"], memory_limit=100_000, deterministic=True
         ),
         "write": lambda: {"error": error_of(failing_to_write)},
-        "stream": lambda: {"error": error_of(lambda: mts.sparsify_checkpoint("nowhere", "anywhere"))},
     }
     found = {name: run() for name, run in cases.items() if size() == 2 or name in ALSO_OF_FOUR}
     if size() > 2:
@@ -447,6 +546,10 @@ GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "four": (4, (*BASIC, saved, failures)),
     "interrupted": (2, (interrupted,)),
     "killed": (4, (killed,)),
+    "streaming": (2, (streamed, streamed_on, streaming_refused)),
+    "streaming in three": (3, (streamed, streamed_on)),
+    "streaming alone": (1, (streamed, streamed_on)),
+    "streaming killed": (2, (streaming_killed,)),
     "launched": (2, (command_line,)),
     "launched to fail": (2, (command_that_fails,)),
     "training": (2, TRAINING),

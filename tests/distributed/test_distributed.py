@@ -5,6 +5,7 @@ The scenarios are in ranks.py; see conftest.py for who runs them.
 
 import math
 import re
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -248,6 +249,81 @@ def test_an_error_of_one_process_ends_the_command_in_all(results):
     assert first["out"] == second["out"] == ""
 
 
+# streaming ------------------------------------------------------------------------------------------------------------
+
+STREAMING = {"streaming": 2, "streaming in three": 3}
+
+
+@slow
+@pytest.mark.parametrize("group", STREAMING)
+@pytest.mark.parametrize("name", ranks.STREAMED)
+def test_streaming_by_any_number_of_processes_writes_the_files_of_one(results, group, name):
+    """Every byte but times; five batches go evenly into neither two nor three."""
+    (alone,) = results("streaming alone", ranks.streamed)
+    assert len(alone[name]["files"]) >= 4
+    for found in results(group, ranks.streamed):
+        assert found[name]["files"] == alone[name]["files"]
+        assert found[name]["layers"] == alone[name]["layers"]
+        assert found[name]["notes"] == alone[name]["notes"]
+        assert found[name]["settings"] == {**alone[name]["settings"], "processes": STREAMING[group]}
+
+
+@slow
+def test_streaming_writes_what_is_made_in_memory(results, folder):
+    expected = ranks.sparse("mixtral", "sparsegpt", deterministic=True)
+    model = mts.load(folder / "streamed-2" / "names that differ on disk")
+    assert_equal(ranks.state(model), expected["state"])
+
+
+@slow
+@pytest.mark.parametrize("group", STREAMING)
+def test_several_processes_go_on_with_what_one_began(results, group):
+    (alone,), (first, *others) = results("streaming alone", ranks.streamed_on), results(group, ranks.streamed_on)
+    assert first["error"] == "ArithmeticError: this layer is too hard"
+    for found in (first, *others):
+        assert found["files"] == alone["files"]
+        assert found["notes"] == ["1 of 2 blocks were reused from a stopped run"]
+
+
+@slow
+def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path):
+    (alone,) = results("streaming alone", ranks.streamed)
+    first, second = results("streaming killed", ranks.streaming_killed)
+    assert second is None
+    assert first["error"].startswith("RankError: another process of this run died or left, as rank 0 noticed")
+    assert first["left"] == ["streamed-killed.partial"]
+    shutil.copytree(folder / "streamed-killed.partial", tmp_path / "sparse.partial")
+    found = ranks.stream(folder, tmp_path / "sparse", "llama", ranks.Killed(where=1, after=-1))
+    assert found["notes"] == ["1 of 2 blocks were reused from a stopped run"]
+    assert found["files"] == alone["not calibrated"]["files"]
+
+
+WRONG_FOR_ONE = {  # what rank 0 and rank 1 say
+    "source": (r"ValueError: the size of 'config.json' is not the same in all processes: rank 0 has \d+, rank 1 has",)
+    * 2,
+    "option": (r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes: .*give all of",)
+    * 2,
+    "data": (r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False",)
+    * 2,
+    "target": (
+        r"RankError: rank 1 stopped: ValueError: '.*refused-1.partial' of rank 0 is not there for rank 1: the target",
+        r"ValueError: '.*refused-1.partial' of rank 0 is not there for rank 1: the target must be on a file system",
+    ),
+    "full disk": (
+        r"RankError: rank 1 stopped: OSError: '.*streamed-full' could not be written, because the disk is full",
+        r"OSError: '.*streamed-full' could not be written, because the disk is full .*blocks that are done are kept",
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("what", WRONG_FOR_ONE)
+def test_what_is_wrong_for_one_process_stops_streaming_in_all(results, what):
+    for found, error in zip(results("streaming", ranks.streaming_refused), WRONG_FOR_ONE[what], strict=True):
+        assert re.match(error, found["errors"][what]), found["errors"][what]
+        assert found["left"] == []
+
+
 # errors ---------------------------------------------------------------------------------------------------------------
 
 FAILING = [  # what fails, what rank 1 says, what the others say
@@ -275,7 +351,6 @@ REFUSED = [
     ("not finite", r"ValueError: layer 'model.layers.0.self_attn.q_proj': its input holds NaN or inf"),
     ("few batches", r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller"),
     ("kept tokens", r"ValueError: layer 'model.layers.0.mlp.experts.gate_up_proj': memory_limit keeps.*deterministic="),
-    ("stream", r"ValueError: checkpoints are streamed by one process, and this group has \d: start one"),
     ("shards", r"ValueError: layer 'model.layers.0.self_attn.q_proj' is sharded over processes \(DTensor\): sparsify"),
 ]
 
