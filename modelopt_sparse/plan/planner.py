@@ -272,12 +272,21 @@ def _check_planned(
     if config.permute and NM not in patterns:
         problem = "permute is for N:M patterns, and no layer has one"
         raise ValueError(f"{problem}: give a pattern such as '2:4', or leave permute out")
+    homes = {_memory(x): name for name, x in model.named_buffers()}
     for layer_plan in planned:
-        adapter = layer_plan.layer.adapter
+        adapter, home = layer_plan.layer.adapter, _memory(layer_plan.layer.values)
+        if home and home in homes:
+            problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
+            raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: use experts='pool' or 'weight_only'")
+
+
+def _memory(x: Tensor) -> int:
+    """Where the memory of a plain tensor begins; 0 if it has none, or if it is of another class."""
+    return x.untyped_storage().data_ptr() if type(x) is Tensor else 0
 
 
 def _notes(planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
