@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_sparse.values import shown
+
 if torch.distributed.is_available():
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
@@ -74,7 +76,7 @@ def count_processes(asked: bool | None) -> int:
     Raises ValueError for True without a group.
     """
     if asked not in (None, True, False):
-        raise ValueError(f"distributed={asked!r}: must be True, False or None")
+        raise ValueError(f"distributed={shown(asked)}: must be True, False or None")
     ready = in_group()
     if asked and not ready:
         raise ValueError(

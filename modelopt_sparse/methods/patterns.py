@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from modelopt_sparse.values import shown
+
 SCOPES = ("row", "matrix")
 
 
@@ -253,7 +255,7 @@ def parse_pattern(value: object) -> Pattern:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         return Unstructured(float(value))
     raise ValueError(
-        f"pattern {value!r} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction such as 0.5 or "
+        f"pattern {shown(value)} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction such as 0.5 or "
         "'50%', or Unstructured(0.5, scope='row')"
     )
 

@@ -32,6 +32,7 @@ from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.values import shown
 
 
 def make_plan(
@@ -213,7 +214,7 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{layer_method.name}: {name}={value!r}: NaN is no value of an option")
+            raise ValueError(f"{layer_method.name}: {name}={shown(value)}: NaN is no value of an option")
     layer_method.check(options)
     return layer_method, pattern, options
 
@@ -319,7 +320,7 @@ def resolve(
     options = dict(options)
     if "mode" in options:  # ModelOpt's name for the method
         if method is not None:
-            raise ValueError(f"method={method!r} and mode={options['mode']!r} mean the same; give one")
+            raise ValueError(f"method={shown(method)} and mode={shown(options['mode'])} mean the same; give one")
         method = options.pop("mode")
     all_options = _written(config, options)
     if all_options.get("masks") is not None:
@@ -352,7 +353,7 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
         return method, config
     if isinstance(method, list):
         if len(method) != 1:
-            raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
+            raise ValueError(f"a mode list names one method, this one has {len(method)}: {shown(method)}")
         name, rules = parse_mode(method[0])
         if rules and not isinstance(config, Mapping | None):
             raise TypeError(f"class rules of a mode list go with a mapping as config, not a {type(config).__name__}")
@@ -361,6 +362,6 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
         raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
     name = ALIASES.get(method, method)
     if name not in METHODS:
-        allowed = [*METHODS, *ALIASES]
-        raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
+        allowed, what = [*METHODS, *ALIASES], shown(method)
+        raise ValueError(f"method {what} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
     return METHODS[name], config

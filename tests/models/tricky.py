@@ -248,7 +248,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing fits": (lambda: nn.Linear(6, 8), "6 input channels are not a multiple of 4"),
     "no inputs": (lambda: nn.Linear(0, 8), "no weights"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), "run the model once first"),
-    "scripted child": (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8)), "module '0' is a Script"),
+    "scripted child": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8)),
+        "module '0' is a Script",
+    ),
     "wholly scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), "take the module that it was made from"),
     "wholly parametrized": (lambda: weight_norm(nn.Linear(8, 8)), "remove_parametrizations first"),
     "attribute of the mask's name": (lambda: MaskName(8, 8), "attribute 'weight_mask' of its own"),
