@@ -5,6 +5,7 @@ do, or its error. So a process that failed or died is noticed at the next header
 """
 
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -74,7 +75,7 @@ def count_processes(asked: bool | None) -> int:
     Raises ValueError for True without a group.
     """
     if asked not in (None, True, False):
-        raise ValueError(f"distributed={asked!r}: must be True, False or None")
+        raise ValueError(f"distributed={reprlib.repr(asked)[:300]}: must be True, False or None")
     ready = in_group()
     if asked and not ready:
         raise ValueError(

@@ -1,10 +1,22 @@
 """The values of options: a reader of YAML 1.2, and checks that name the option and say what is allowed."""
 
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
+
+LONGEST = 300  # characters of a value in a message
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, LONGEST, LONGEST
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: its repr, or the beginning of a long one."""
+    text = SHORT.repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
 
 # checks ---------------------------------------------------------------------------------------------------------------
 
@@ -23,7 +35,7 @@ def check_whole(name: str, value: Any, least: int | None = 1) -> None:
     """Raise ValueError unless the option ``name`` is a whole number of at least ``least``."""
     if not is_whole(value, least):
         kinds = {None: "a whole number", 1: "a positive whole number"}
-        raise ValueError(f"{name}={value!r}: must be {kinds.get(least, f'a whole number of at least {least}')}")
+        raise ValueError(f"{name}={shown(value)}: must be {kinds.get(least, f'a whole number of at least {least}')}")
 
 
 def check_number(name: str, value: Any, interval: str) -> None:
@@ -31,19 +43,19 @@ def check_number(name: str, value: Any, interval: str) -> None:
     low, high = map(float, interval[1:-1].split(","))
     left_out = [end for end, bracket in ((low, "("), (high, ")")) if bracket in interval]
     if not is_number(value) or not low <= value <= high or value in left_out:
-        raise ValueError(f"{name}={value!r}: must be a number in {interval}")
+        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ValueError unless the option ``name`` is one of the values."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise ValueError unless the option ``name`` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False")
+        raise ValueError(f"{name}={shown(value)}: must be True or False")
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import pytest
 import yaml
+from torch import nn
 
-from modelopt_sparse.values import Yaml, check_choice, check_flag, check_number, check_whole
+import modelopt_sparse as mts
+from modelopt_sparse.values import Yaml, check_choice, check_flag, check_number, check_whole, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,18 @@ def test_plain_yaml_values(text, value):
     assert found == value
     assert type(found) is type(value)
     assert yaml.safe_load("2:4") == 124  # the reader of everybody else is untouched
+
+
+@pytest.mark.parametrize("option", ["pattern", "include", "rules", "seq_len", "polish", "reconstruct", "quality", "x"])
+def test_long_values_are_shortened_in_messages(option):
+    """330 bytes of YAML anchors, and a name of a megabyte."""
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in zip("abcd", "bcde", strict=True)]
+    value = read_yaml("\n".join(lines), "bomb")["e"]
+    options = {"x" * 2**20: 1} if option == "x" else {option: value}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        mts.make_plan(nn.Linear(8, 8), "magnitude", options)
+    assert len(str(caught.value)) < 2000
+    with pytest.raises(ValueError, match="sparsity") as caught:
+        mts.training.configure({"sparsity": {"algorithm": "rigl", "sparsity": value}})
+    assert len(str(caught.value)) < 2000

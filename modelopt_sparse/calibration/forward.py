@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -278,11 +279,13 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            size = samples(call.args, call.kwargs)
-            raise MemoryError(
-                f"no memory to run {type(run.model).__name__} on a batch of {size}: give smaller batches "
-                "(batch_size=1, --batch-size 1), or hold activations on disk while streaming (--spill)"
-            ) from error
+            what = f"a batch of {samples(call.args, call.kwargs)}{' windows' * run.config.holds_text}"
+            names = {block: name for stack in run.plan.stacks for name, block in zip(stack.names, stack.blocks) if name}
+            selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+            block = next((names[each] for each in selves if isinstance(each, nn.Module) and each in names), None)
+            where = f"{type(run.model).__name__} outside of its blocks" if block is None else f"block {block!r}"
+            advice = "batch_size=1, or spill=True where the checkpoint is streamed"
+            raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
         raise ValueError(
             f"{type(run.model).__name__} cannot take calibration batch "

@@ -73,7 +73,7 @@ def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequa
     quantization = quantization_of(config)
     if quantization is None:
         if dequantize:
-            raise ValueError(f"{str(source)!r} is not quantized: leave out dequantize (--dequantize)")
+            raise ValueError(f"{str(source)!r} is not quantized: leave dequantize=True out")
         return None
     method = method_of(quantization)
     where = f"{str(source)!r} is quantized ({method})"
@@ -85,7 +85,7 @@ def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequa
     size = sum(parameter.numel() for parameter in model.parameters()) * dense.itemsize
     quantized = Quantized(method, dense, size, stored)
     if not dequantize:
-        raise ValueError(f"{where}: give dequantize=True (--dequantize) to have it {quantized}; or {INSTEAD}")
+        raise ValueError(f"{where}: give dequantize=True to have it {quantized}; or {INSTEAD}")
     _refuse_what_goes_wrong(where, files, quantization)
     return quantized
 

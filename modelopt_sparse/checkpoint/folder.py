@@ -71,7 +71,7 @@ def checked_place(folder: str | Path, *, overwrite: bool, sources: Iterable[str 
     elif any(place.exists() and Path(source).is_dir() and place.samefile(source) for source in sources):
         problem = "is the folder that the weights come from, which would be lost"
     elif is_occupied(place) and not overwrite:
-        raise ValueError(f"{str(path)!r} exists and is not empty: give another path, or overwrite=True (--overwrite)")
+        raise ValueError(f"{str(path)!r} exists and is not empty: give another path, or overwrite=True")
     else:
         return path
     raise ValueError(f"{str(path)!r} {problem}: give another path")
@@ -121,7 +121,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         with _one_at_a_time(folder.parent):
             if not renamed_if_absent(staging, folder):
                 if is_occupied(folder) and not overwrite:
-                    advice = "give another path, or overwrite=True (--overwrite)"
+                    advice = "give another path, or overwrite=True"
                     raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
                 left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
                 move_in(staging, folder, [path.name for path in staging.iterdir()])

@@ -1,6 +1,7 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,9 @@ def save(
         else:
             aliases = _tied(state)
             unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+            homes = Counter(tensor.untyped_storage().data_ptr() for tensor in unique.values())
+            # safetensors takes no two tensors of one memory
+            unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
         for companion in companions:
             companion.save_pretrained(staging)

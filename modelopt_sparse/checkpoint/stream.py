@@ -173,7 +173,7 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
 def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
     """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
     if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
-        advice = f"{IN_MEMORY}, or give replace=True (--set replace=true), which drops the masks"
+        advice = f"{IN_MEMORY}, or give replace=True, which drops the masks"
         raise ValueError(f"{str(folder)!r} holds {len(masks)} masks, and streaming reads weights alone: {advice}")
 
 

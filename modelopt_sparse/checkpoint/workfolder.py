@@ -305,7 +305,7 @@ class WorkFolder:
         self.done.clear()
 
     def _error(self, problem: str) -> ValueError:
-        advice = "give another target, or overwrite=True (--overwrite) to throw it away"
+        advice = "give another target, or overwrite=True to throw it away"
         return ValueError(f"{str(self.path)!r} {problem}: {advice}")
 
     def _read_json(self, name: str) -> Any:
@@ -364,7 +364,7 @@ class WorkFolder:
         Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
         """
         if is_occupied(self.final_folder) and not self._overwrite:
-            advice = "move it and start again, or give overwrite=True (--overwrite); nothing will be solved again"
+            advice = "move it and start again, or give overwrite=True; nothing will be solved again"
             raise ValueError(f"{str(self.final_folder)!r} has come into being since the run started: {advice}")
         folder = self.path / "folder"
         make_durable(folder)

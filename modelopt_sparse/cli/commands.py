@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def main() -> None:
 
             if not isinstance(error, (mts.RankError, *WRONG)):
                 raise
-            complain(error)
+            complain(_as_flags(str(error)))
             sys.exit(RANK_LOST if isinstance(error, mts.RankError) else WRONG_INPUT)
 
 
@@ -74,6 +75,13 @@ def complain(message: object) -> None:
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} ... ({len(text):,} characters in all)"
     typer.echo(f"modelopt-sparse: {speaker}{text}", err=True)
+
+
+def _as_flags(message: str) -> str:
+    """A message of the API with options as they are called here: --batch-size 1 for batch_size=1."""
+    names = "|".join(inspect.signature(sparsify).parameters)
+    flags = re.compile(rf"(?<![-\w'\"])({names})=(True\b|(?=[\s,;:)]|$))?")
+    return flags.sub(lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] is None else ''}", message)
 
 
 # options of several commands ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Leading dimensions (``...``) are independent matrices: convolution groups, or q,
 
 import math
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -253,8 +254,8 @@ def parse_pattern(value: object) -> Pattern:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         return Unstructured(float(value))
     raise ValueError(
-        f"pattern {value!r} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction such as 0.5 or "
-        "'50%', or Unstructured(0.5, scope='row')"
+        f"pattern {reprlib.repr(value)[:300]} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction "
+        "such as 0.5 or '50%', or Unstructured(0.5, scope='row')"
     )
 
 

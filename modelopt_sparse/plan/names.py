@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from modelopt_sparse.values import shown
+
 # globs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +74,9 @@ def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
         rule = Rule(glob, options, type_name)
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
-    raise TypeError(f"rule {rule!r}: a rule is a glob of layer names with a mapping of options, or with None (dense)")
+    raise TypeError(
+        f"rule {shown(rule)}: a rule is a glob of layer names with a mapping of options, or with None (dense)"
+    )
 
 
 # ModelOpt -------------------------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
         if globs is None or globs == {}:
             globs = {"*": globs}
         if not isinstance(globs, Mapping):
-            raise TypeError(f"class rule {class_name!r}: {globs!r} must be a mapping of globs, or None")
+            raise TypeError(f"class rule {class_name!r}: {shown(globs)} must be a mapping of globs, or None")
         rules += [_as_rule(rule, type_name) for rule in reversed(list(globs.items()))]
         rules.append(Rule("*", None, type_name))  # layers of the class that no glob matches stay dense, as in ModelOpt
     return tuple(rules)
@@ -137,4 +141,4 @@ def parse_mode(entry: Any) -> tuple[str, Mapping[str, Any] | None]:
             return entry, None
         case (str() as name, None | Mapping() as rules):
             return name, rules
-    raise TypeError(f"mode list entry {entry!r}: give a name, or a name with class rules, ('sparsegpt', {{...}})")
+    raise TypeError(f"mode list entry {shown(entry)}: give a name, or a name with class rules, ('sparsegpt', {{...}})")

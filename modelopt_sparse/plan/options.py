@@ -17,7 +17,7 @@ from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
-from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole
+from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole, shown
 
 # quality --------------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,9 @@ QUALITIES: dict[str, Quality] = {
 def quality_of(name: object, method: Method | None = None) -> Quality:
     """The quality of this name. Raises ValueError if there is none, or if ``method`` does not learn from data."""
     if not isinstance(name, str) or name not in QUALITIES:
-        raise ValueError(f"quality={name!r}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}")
+        raise ValueError(
+            f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}"
+        )
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
         problem = f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not"
         raise ValueError(f"{problem}: leave one of them out")
@@ -145,7 +147,7 @@ def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning 
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name}={value!r}: give True, False, a number of epochs, or a mapping of its options")
+        raise TypeError(f"{name}={shown(value)}: give True, False, a number of epochs, or a mapping of its options")
     refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
     return make(**value)
 
@@ -405,7 +407,7 @@ def _times(name: str, value: Any) -> int:
     if value is None or isinstance(value, bool):
         return TRUE_MEANS[name] if value else 0
     if not is_whole(value, 0):
-        raise ValueError(f"{name}={value!r}: must be True, False or a positive whole number")
+        raise ValueError(f"{name}={shown(value)}: must be True, False or a positive whole number")
     return value
 
 
@@ -425,7 +427,7 @@ def _globs(key: str, value: Any) -> tuple[str, ...] | None:
         return None
     globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"{key}={value!r}: give a glob of layer names, or a list of them")
+        raise TypeError(f"{key}={shown(value)}: give a glob of layer names, or a list of them")
     return globs
 
 
@@ -435,14 +437,14 @@ def _bytes(value: Any) -> Any:
     try:
         return convert_file_size_to_int(value)
     except ValueError:
-        raise ValueError(f"memory_limit={value!r}: give bytes, or a number with a unit, such as '16GB'") from None
+        raise ValueError(f"memory_limit={shown(value)}: give bytes, or a number with a unit, such as '16GB'") from None
 
 
 def _device(value: Any) -> torch.device | None:
     try:
         return None if value is None else torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device {value!r} is not known: {error}") from None
+        raise ValueError(f"device {shown(value)} is not known: {error}") from None
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
@@ -479,7 +481,7 @@ def _check_types(config: SparsifyConfig) -> None:
         check_choice(name, getattr(config, name), allowed)
     check_choice("autocast", config.autocast, AUTOCAST)
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
-        raise ValueError(f"self_data={config.self_data!r}: must be a number of windows of text, 0, or 'auto'")
+        raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         kind = type(config.data_loader).__name__
         raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")

@@ -32,6 +32,7 @@ from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.values import shown
 
 
 def make_plan(
@@ -213,7 +214,7 @@ def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method
     refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{layer_method.name}: {name}={value!r}: NaN is no value of an option")
+            raise ValueError(f"{layer_method.name}: {name}={shown(value)}: NaN is no value of an option")
     layer_method.check(options)
     return layer_method, pattern, options
 
@@ -272,12 +273,21 @@ def _check_planned(
     if config.permute and NM not in patterns:
         problem = "permute is for N:M patterns, and no layer has one"
         raise ValueError(f"{problem}: give a pattern such as '2:4', or leave permute out")
+    homes = {_memory(x): name for name, x in model.named_buffers()}
     for layer_plan in planned:
-        adapter = layer_plan.layer.adapter
+        adapter, home = layer_plan.layer.adapter, _memory(layer_plan.layer.values)
+        if home and home in homes:
+            problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
+            raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: use experts='pool' or 'weight_only'")
+
+
+def _memory(x: Tensor) -> int:
+    """Where the memory of a plain tensor begins; 0 if it has none, or if it is of another class."""
+    return x.untyped_storage().data_ptr() if type(x) is Tensor else 0
 
 
 def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
@@ -312,7 +322,7 @@ def resolve(
     options = dict(options)
     if "mode" in options:  # ModelOpt's name for the method
         if method is not None:
-            raise ValueError(f"method={method!r} and mode={options['mode']!r} mean the same; give one")
+            raise ValueError(f"method={shown(method)} and mode={shown(options['mode'])} mean the same; give one")
         method = options.pop("mode")
     all_options = _written(config, options)
     if all_options.get("masks") is not None:
@@ -345,7 +355,7 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
         return method, config
     if isinstance(method, list):
         if len(method) != 1:
-            raise ValueError(f"a mode list names one method, this one has {len(method)}: {method!r}")
+            raise ValueError(f"a mode list names one method, this one has {len(method)}: {shown(method)}")
         name, rules = parse_mode(method[0])
         if rules and not isinstance(config, Mapping | None):
             raise TypeError(f"class rules of a mode list go with a mapping as config, not a {type(config).__name__}")
@@ -354,6 +364,6 @@ def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
         raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
     name = ALIASES.get(method, method)
     if name not in METHODS:
-        allowed = [*METHODS, *ALIASES]
-        raise ValueError(f"method {method!r} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
+        allowed, what = [*METHODS, *ALIASES], shown(method)
+        raise ValueError(f"method {what} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
     return METHODS[name], config

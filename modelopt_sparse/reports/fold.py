@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import Any, Literal
 
+from modelopt_sparse.values import shown
+
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this
 LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
@@ -68,7 +70,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str], where: str = "") 
     for name in names:
         if name not in known:
             allowed = ", ".join(sorted(known))
-            raise ValueError(f"{where}option {name!r} is not known{nearest(name, known)}; allowed are {allowed}")
+            raise ValueError(f"{where}option {shown(name)} is not known{nearest(name, known)}; allowed are {allowed}")
 
 
 def first_few(items: Sequence[str], shown: int = 5) -> str:

@@ -31,7 +31,7 @@ from modelopt_sparse.training.updates import (
     largest_magnitudes,
     uniform,
 )
-from modelopt_sparse.values import check_choice, check_number, check_whole
+from modelopt_sparse.values import check_choice, check_number, check_whole, shown
 
 DISTRIBUTIONS = ("uniform", "erk")
 DESCRIBED = ("sparsity", "pattern", "scope", "init_method", "distribution", "include", "exclude", "seed")
@@ -78,7 +78,7 @@ class SparsityAlgorithm(Sparsity):
         super().__init__()
         parsed = None if pattern is None else parse_pattern(pattern)
         if not isinstance(parsed, NM | None):
-            raise ValueError(f"pattern={pattern!r}: {type(self).__name__} takes N:M here, such as '2:4'")
+            raise ValueError(f"pattern={shown(pattern)}: {type(self).__name__} takes N:M here, such as '2:4'")
         self.pattern = parsed
         if sparsity is None:
             if self.pattern is None:
@@ -134,7 +134,7 @@ class Static(SparsityAlgorithm):
     def __init__(self, sparsity: float | None = None, **options: Any) -> None:
         super().__init__(sparsity, **options)
         if not isinstance(self.sparsity, Constant):
-            raise ValueError(f"Static keeps one level, and sparsity={sparsity!r} is a schedule: use GMP")
+            raise ValueError(f"Static keeps one level, and sparsity={shown(sparsity)} is a schedule: use GMP")
         self.when = AtSteps(())
 
     def update(self) -> None:
@@ -200,7 +200,7 @@ class GMP(DynamicSparsityAlgorithm):
         super().__init__(sparsity, **options)
         if isinstance(self.sparsity, Constant):
             raise ValueError(
-                f"GMP prunes by a schedule, and sparsity={sparsity!r} is one level: give a Cubic, or use Static"
+                f"GMP prunes by a schedule, and sparsity={shown(sparsity)} is one level: give a Cubic, or use Static"
             )
         if self.pattern is not None and self.init_method != "topk":
             raise ValueError(f"GMP towards {self.pattern} goes by magnitude: leave init_method out")

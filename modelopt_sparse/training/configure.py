@@ -38,7 +38,7 @@ from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.schedules import KINDS
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import LOG, Sparsity
-from modelopt_sparse.values import check_flag, read_yaml
+from modelopt_sparse.values import check_flag, read_yaml, shown
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
@@ -111,7 +111,9 @@ def _of_section(section: Any) -> Sparsity:
     if isinstance(section, (list, tuple)):
         entries = {f"{SECTION}[{number}]": entry for number, entry in enumerate(section)}
     elif not isinstance(section, Mapping):
-        raise ValueError(f"{SECTION}: {section!r} is neither a level such as 0.9, a mapping, nor a list of mappings")
+        raise ValueError(
+            f"{SECTION}: {shown(section)} is neither a level such as 0.9, a mapping, nor a list of mappings"
+        )
     elif not isinstance(patterns := section.get("param_name_patterns"), Mapping):
         return _algorithm(section, SECTION, include=_include(section, SECTION))
     else:
@@ -124,7 +126,7 @@ def _of_section(section: Any) -> Sparsity:
     group = Group()
     for where, entry in entries.items():
         if not isinstance(entry, Mapping):
-            raise ValueError(f"{where} is {entry!r}, and must be a mapping such as {{sparsity: 0.5}}")
+            raise ValueError(f"{where} is {shown(entry)}, and must be a mapping such as {{sparsity: 0.5}}")
         dense = entry.get("sparsity", 0.0) is None
         group.add(_include(entry, where), None if dense else _algorithm(entry, where))
     group.members()  # raises for an empty one
@@ -142,7 +144,7 @@ def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityA
             hint = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
             raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{hint}")
     if isinstance(options.get("sparsity"), int):
-        raise ValueError(f"{where}: sparsity is {options['sparsity']!r}, and must be a fraction such as 0.3")
+        raise ValueError(f"{where}: sparsity is {shown(options['sparsity'])}, and must be a fraction such as 0.3")
     try:
         algorithm = cls(**options, **more)
     except (ValueError, TypeError) as error:
@@ -173,7 +175,7 @@ def _present_spelling(section: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             steps, levels = zip(*pairs, strict=True)
         except (TypeError, ValueError):
-            raise ValueError(f"{where}: sparsity_schedule={pairs!r} must be a list of [step, level]") from None
+            raise ValueError(f"{where}: sparsity_schedule={shown(pairs)} must be a list of [step, level]") from None
         options |= {"sparsity": levels, "update": {"steps": steps}}
     return options
 
@@ -186,7 +188,9 @@ def _include(section: Mapping[str, Any], where: str) -> Any:
     if patterns is None:
         return next(iter(named.values()), DEFAULT)
     if not isinstance(patterns, (str, list, tuple)):
-        raise ValueError(f"{where}: param_name_patterns={patterns!r}: give a regular expression, several, or a mapping")
+        raise ValueError(
+            f"{where}: param_name_patterns={shown(patterns)}: give a regular expression, several, or a mapping"
+        )
     try:
         return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
     except (re.error, TypeError) as error:
@@ -213,7 +217,7 @@ def _classes() -> dict[str, type[SparsityAlgorithm]]:
 def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
     known = _classes()
     if str(name).lower() not in known:
-        raise ValueError(f"{where}: algorithm {name!r} is not known{nearest(name, known)}")
+        raise ValueError(f"{where}: algorithm {shown(name)} is not known{nearest(name, known)}")
     return known[str(name).lower()]
 
 
@@ -241,7 +245,7 @@ def configure_sparse_ift(
         activation = getattr(nn, str(options["activation"]), None)
         if not (inspect.isclass(activation) and issubclass(activation, nn.Module)):
             raise ValueError(
-                f"{IFT}: activation={options['activation']!r}: give a class of torch.nn such as ReLU, or null"
+                f"{IFT}: activation={shown(options['activation'])}: give a class of torch.nn such as ReLU, or null"
             )
         options["activation"] = activation
     trained = _without_level(content.get(SECTION))
@@ -259,7 +263,7 @@ def _without_level(section: Any) -> dict[str, Any]:
     if section is None:
         return {"algorithm": "static"}
     if not isinstance(section, Mapping):
-        raise ValueError(f"{SECTION} is {section!r}, and must be a mapping beside {IFT}")
+        raise ValueError(f"{SECTION} is {shown(section)}, and must be a mapping beside {IFT}")
     for key in (*NAMES, "sparsity", "sparsity_schedule"):
         if key in section and not _ends_open(section[key]):
             raise ValueError(f"{SECTION}: leave {key} out: {IFT} says which layers are sparse, and the (final) level")

@@ -34,6 +34,7 @@ from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import REPLACED, Skipped, attach_report, attached_report
 from modelopt_sparse.training.schedules import AtSteps, EveryFew
+from modelopt_sparse.values import shown
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -217,7 +218,7 @@ def parse_filter(include: Any) -> Filter:
     if each and all(isinstance(one, re.Pattern) for one in each):
         return Filter(regexes=tuple(one.pattern for one in each))
     raise ValueError(
-        f"include={include!r}: give a glob of parameter names such as '*.mlp.*.weight', several, compiled regular "
+        f"include={shown(include)}: give a glob of parameter names such as '*.mlp.*.weight', several, compiled regular "
         f"expressions, {DEFAULT!r}, {BLOCKS!r}, or None for every parameter"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from modelopt_sparse.reports.fold import nearest
-from modelopt_sparse.values import check_whole, is_number, is_whole
+from modelopt_sparse.values import check_whole, is_number, is_whole, shown
 
 # values ---------------------------------------------------------------------------------------------------------------
 
@@ -135,12 +135,12 @@ def parse_schedule(value: Any, what: str) -> Schedule:
         return _from_mapping(value, what)
     if isinstance(value, Sequence) and not isinstance(value, str):
         if not value or not all(map(is_number, value)):
-            raise ValueError(f"{what}={value!r}: a list of levels holds numbers, at least one")
+            raise ValueError(f"{what}={shown(value)}: a list of levels holds numbers, at least one")
         return Cycling(tuple(map(float, value)))
     if callable(value):
         return Custom(value)
     raise ValueError(
-        f"{what}={value!r} is no schedule: give a number, a list of numbers, a function of the step, or one of "
+        f"{what}={shown(value)} is no schedule: give a number, a list of numbers, a function of the step, or one of "
         f"{', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
     )
 
@@ -149,7 +149,9 @@ def _from_mapping(value: Mapping[str, Any], what: str) -> Schedule:
     rest = dict(value)
     kind = str(rest.pop("type", "")).lower()
     if kind not in KINDS:
-        raise ValueError(f"{what}={dict(value)!r}: type must be one of {', '.join(KINDS)}{nearest(kind, list(KINDS))}")
+        raise ValueError(
+            f"{what}={shown(dict(value))}: type must be one of {', '.join(KINDS)}{nearest(kind, list(KINDS))}"
+        )
     for key, number in rest.items():
         if not is_number(number):
             raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
@@ -238,6 +240,6 @@ def parse_update(value: Any) -> UpdateSchedule:
     if callable(value):
         return When(value)
     raise ValueError(
-        f"update={value!r}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}}, {{'steps': [...]}}, a "
-        "function of the step, or None for every step"
+        f"update={shown(value)}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}}, "
+        "{'steps': [...]}, a function of the step, or None for every step"
     )

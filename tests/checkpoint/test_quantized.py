@@ -310,7 +310,7 @@ def test_other_methods_are_refused_by_name(tmp_path, method):
 
 def test_what_is_not_quantized_is_not_dequantized(tmp_path, run):
     source = saved(tmp_path / "dense", llama_of_whole_blocks)
-    with pytest.raises(ValueError, match=r"dense' is not quantized: leave out dequantize"):
+    with pytest.raises(ValueError, match=r"dense' is not quantized: leave dequantize=True out"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
     assert run("plan", source, "--dequantize").code == 2
 

@@ -145,7 +145,7 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
     again = {**given, **changes}
     with pytest.raises(ValueError, match="holds a run that was started with something else") as caught:
         mts.sparsify_checkpoint(source, target, **again)
-    for part in [*parts, "give another target, or overwrite=True (--overwrite)"]:
+    for part in [*parts, "give another target, or overwrite=True"]:
         assert part in str(caught.value)
     assert content(target.with_name("sparse.partial")) == before
     mts.sparsify_checkpoint(source, target, overwrite=True, **again)

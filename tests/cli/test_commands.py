@@ -1,6 +1,8 @@
 """The commands, run in this process except where a process of its own is the point."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
     assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
     again = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream")
     assert again.code == 2
-    assert "exists and is not empty: give another path, or overwrite=True (--overwrite)" in again.err
+    assert "exists and is not empty: give another path, or --overwrite" in again.err
     assert run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream", "--overwrite").code == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
 
@@ -136,8 +138,7 @@ def test_a_folder_that_is_not_empty_needs_overwrite(run, work, tmp_path):
     done = run(*command, "--pattern", "1:4")
     assert done.code == 2
     assert done.err == (
-        f"modelopt-sparse: '{tmp_path / 'out'}' exists and is not empty: give another path, or overwrite=True "
-        "(--overwrite)\n"
+        f"modelopt-sparse: '{tmp_path / 'out'}' exists and is not empty: give another path, or --overwrite\n"
     )
     assert (tmp_path / "out" / "sparsity.json").read_bytes() == before
     assert run(*command, "--pattern", "1:4", "--overwrite").code == 0
@@ -413,6 +414,60 @@ def test_a_message_names_the_rank_that_it_comes_from(monkeypatch, capsys, world,
     monkeypatch.setenv("WORLD_SIZE", world) if world else monkeypatch.delenv("WORLD_SIZE", raising=False)
     cli.complain("two\n  lines")
     assert capsys.readouterr().err == f"modelopt-sparse: {speaker}two lines\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("seq_len=4096: takes at most 64", "--seq-len 4096: takes at most 64"),
+        ("give pattern=, or batch_size=1 and num_samples=2", "give --pattern, or --batch-size 1 and --num-samples 2"),
+        ("or overwrite=True, spill=True", "or --overwrite, --spill"),
+        ("polish=3 and my_seed=3 are no flags here", "polish=3 and my_seed=3 are no flags here"),
+        ("--set 'pattern=[': no YAML", "--set 'pattern=[': no YAML"),
+    ],
+)
+def test_messages_name_options_as_the_command_line_does(run, work, monkeypatch, message, shown):
+    def refused(*_args, **_kwargs):
+        raise ValueError(message)
+
+    monkeypatch.setattr(mts, "make_plan", refused)
+    assert run("plan", work / "llama").err == f"modelopt-sparse: {shown}\n"
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from modelopt_sparse.checkpoint.workfolder import work_path
+from modelopt_sparse.cli.commands import main
+
+def press():  # Ctrl-C, as soon as a block is done
+    while not any(work_path(Path(sys.argv[4])).glob("block-*.json")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=press, daemon=True).start()
+main()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no such signal")
+def test_ctrl_c_while_streaming_says_how_many_blocks_are_kept(run, work, tmp_path):
+    """The same command goes on with them, and ends in what a run in one go writes."""
+    shutil.copytree(work / "llama", tmp_path / "deep")
+    tiny_llama(vocab_size=2048, num_hidden_layers=12).save_pretrained(tmp_path / "deep")
+    data = ("--data", work / "text.txt", "--num-samples", 16, "--seq-len", 64, "--stream", "--quiet")
+    command = ("sparsify", tmp_path / "deep", "--out", tmp_path / "out", *data)
+    done = run_python("-c", INTERRUPTED, *command)
+    assert done.returncode == 130, done.stderr
+    line = re.fullmatch(r"modelopt-sparse: (\d+) of 12 blocks are kept in '(.*)': (.*)\n.*interrupted\n", done.stderr)
+    assert line is not None, done.stderr
+    kept = int(line[1])
+    assert 1 <= kept < 12
+    assert line[3] == "the same command goes on"
+    assert run(*command).code == 0
+    assert f"{kept} of 12 blocks were reused from a stopped run" in mts.report(tmp_path / "out").notes
+    assert run("sparsify", tmp_path / "deep", "--out", tmp_path / "whole", *data).code == 0
+    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
 
 
 def test_mistakes_of_our_own_keep_their_traceback(run, work, monkeypatch):

@@ -371,8 +371,16 @@ def test_a_gpu_that_runs_out_of_memory(name):
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("at", ["model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp", "lm_head"])
-def test_a_forward_that_runs_out_of_memory_says_what_to_do(at, failure):
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        ("model.embed_tokens", "LlamaForCausalLM outside of its blocks"),
+        ("model.layers.0.mlp", r"block 'model\.layers\.0'"),
+        ("model.layers.1.mlp", r"block 'model\.layers\.1'"),
+        ("lm_head", "LlamaForCausalLM outside of its blocks"),
+    ],
+)
+def test_a_forward_that_runs_out_of_memory_says_where_and_what_to_do(at, where, failure):
     """On the CPU that is a RuntimeError, which was a traceback on the command line."""
     model = tiny_llama()
 
@@ -380,7 +388,7 @@ def test_a_forward_that_runs_out_of_memory_says_what_to_do(at, failure):
         raise FAILURES[failure]()
 
     with model.get_submodule(at).register_forward_pre_hook(fail):
-        message = r"no memory to run LlamaForCausalLM on a batch of \d+: give smaller batches \(batch_size=1"
+        message = rf"^no memory for a batch of 2 in {where}: batch_size=1, or spill=True where the"
         refused(
             mts.sparsify, model, "wanda", match=message, error=MemoryError, data_loader=token_batches(), progress=False
         )
