@@ -6,9 +6,10 @@ predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.plan.options import SparsifyConfig
 
 # a backward pass that holds one block at a time -----------------------------------------------------------------------
 # Blocks keep nothing but their inputs for it, and run once more in it (Chen et al. 2016, arXiv 1604.06174).
@@ -85,55 +89,62 @@ class _Onloaded:
         self._block = None
 
 
-# the metric -----------------------------------------------------------------------------------------------------------
+# sums over the gradients of one backward pass -------------------------------------------------------------------------
 
 
 SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
 PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
+SEEN = (LINEAR, HF_CONV1D)  # layers whose outputs are those of their modules, one for each row of the matrix
 
 
-def with_metrics(data: CalibrationData) -> CalibrationData:
-    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by one forward and one backward
-    of the dense model over the first rows of the user's data.
+@dataclass
+class Gradients:
+    """Sums over the gradients of -log p(y) of the ``tokens`` that were predicted, up to one factor.
 
-    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
+    informations: block -> the sum of g g^T over the gradients of its output.
+    rows: layer name -> ``[..., R]``, the sum of the squared gradients of each of its outputs; of layers that are not
+      ``seen`` that of the squared gradients of each row of the weight, which has the size of the input in it.
     """
-    run = data.run
-    options = run.config.reconstruct
-    if options is None or options.metric == "plain":
-        return data
-    if data.calls is None:
-        why = "a forward_loop calls the model in its own way"
-    elif informations := _informations(data):
-        return replace(data, metrics={block: metric(fisher) for block, fisher in informations.items()})
-    else:
-        why = f"the output of a {type(run.model).__name__} has no logits"
-    if options.metric == "fisher":
-        raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
-    run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
-    return data
+
+    tokens: int = 0
+    informations: dict[nn.Module, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def add_outputs(self, block: nn.Module, gradient: Tensor) -> None:
+        rows = gradient.detach().flatten(0, -2).float()
+        product = rows.T @ rows
+        self.informations[block] = self.informations[block] + product if block in self.informations else product
+
+    def add_rows(self, name: str, gradient: Tensor, dims: tuple[int, ...] | int) -> None:
+        squares = gradient.detach().double().square().sum(dims)
+        self.rows[name] = self.rows[name] + squares if name in self.rows else squares
 
 
-def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
-    """The Fisher information of each block's output, up to one factor; {} of a model that gives no logits."""
+def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
+    """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
+    its predictions; of all processes together. None for a model that gives no logits."""
     run = data.run
-    sums: dict[nn.Module, Tensor] = {}
-    numbers = _first_of_the_users(data)
+    found = Gradients(seen={layer.name for layer in layers if layer.adapter in SEEN})
+    weights = {layer.parameter: layer for layer in layers if layer.name not in found.seen}
+    numbers = users_first(data)
     call_masks: list[TokenMasks] = []
 
-    def after_block(block: nn.Module, args: tuple, output: Any) -> None:
+    def watch(add: Callable[[Tensor], None], module: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
-        if state.dim() not in (2, 3) or not torch.is_grad_enabled():
-            return
-        if not state.requires_grad:  # nothing before it asks for gradients
-            state.requires_grad_(True)
+        if torch.is_grad_enabled():
+            if not state.requires_grad:  # nothing before it asks for gradients
+                state.requires_grad_(True)
+            state.register_hook(add)
 
-        def add(gradient: Tensor) -> None:
-            rows = gradient.detach().flatten(0, -2).float()
-            product = rows.T @ rows
-            sums[block] = sums[block] + product if block in sums else product
+    def watch_block(block: nn.Module, args: tuple, output: Any) -> None:
+        if flat_tensors(output)[0].dim() in (2, 3):
+            watch(partial(found.add_outputs, block), block, args, output)
 
-        state.register_hook(add)
+    def take_gradient(weight: Tensor) -> None:
+        layer = weights[weight]  # type: ignore[index]  # a Parameter
+        found.add_rows(layer.name, layer.matrix(weight.grad), -1)  # type: ignore[arg-type]  # it has just come
+        weight.grad = None
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         logits = getattr(output, "logits", None)
@@ -147,19 +158,64 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
             if token_mask is not None and token_mask.numel() == len(each):
                 each = each[token_mask.flatten().to(each.device, torch.bool)]
+            found.tokens += len(each)
             each.sum().backward()
 
     with ExitStack() as hooks:
-        hooks.enter_context(only_these_require_grad(run.model, {}))
+        hooks.enter_context(only_these_require_grad(run.model, weights))
         hooks.enter_context(blocks_recomputed(run))
-        for block in run.plan.blocks:
-            hooks.enter_context(block.register_forward_hook(after_block))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(watch_block))
+        for layer in layers:
+            for module in (layer.owner, *layer.tied_modules) if layer.name in found.seen else ():
+                add = partial(_add_flat, found, layer.name)
+                hooks.enter_context(module.register_forward_hook(partial(watch, add)))
+        for weight in weights:
+            hooks.callback(weight.register_post_accumulate_grad_hook(take_gradient).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(call_masks.append, numbers=numbers)
-    blocks = [block for block in run.plan.blocks if block in sums]
-    run.processes.all_reduce("the Fisher information of blocks", [sums[block] for block in blocks])
-    return {block: sums[block] for block in blocks}
+    found.informations = {block: found.informations[block] for block in blocks if block in found.informations}
+    run.processes.all_reduce("the Fisher information of blocks", list(found.informations.values()))
+    for layer in layers:
+        rows = found.rows.get(layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64))
+        found.rows[layer.name] = rows.cpu()
+    run.processes.all_reduce("the squared gradients of outputs", list(found.rows.values()))
+    found.tokens = sum(run.processes.all_gather("the tokens of gradients", found.tokens))
+    return found if found.tokens else None
+
+
+def _add_flat(found: Gradients, name: str, gradient: Tensor) -> None:
+    found.add_rows(name, gradient.flatten(0, -2), 0)
+
+
+# the metric -----------------------------------------------------------------------------------------------------------
+
+
+def wants_metrics(config: SparsifyConfig) -> bool:
+    """Whether `reconstruct` asks for metrics."""
+    return config.reconstruct is not None and config.reconstruct.metric != "plain"
+
+
+def with_metrics(data: CalibrationData, found: Gradients | None = None) -> CalibrationData:
+    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by the gradients that were
+    ``found``, or by a pass of its own.
+
+    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
+    """
+    run, options = data.run, data.run.config.reconstruct
+    if options is None or not wants_metrics(run.config) or data.metrics:
+        return data
+    if data.calls is None:
+        why = "a forward_loop calls the model in its own way"
+    elif (found := found or gradients_of(data, run.plan.blocks, [])) is not None and found.informations:
+        return replace(data, metrics={block: metric(fisher) for block, fisher in found.informations.items()})
+    else:
+        why = f"the output of a {type(run.model).__name__} has no logits"
+    if options.metric == "fisher":
+        raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
+    run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
+    return data
 
 
 def metric(fisher: Tensor) -> Tensor:
@@ -172,7 +228,7 @@ def metric(fisher: Tensor) -> Tensor:
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
-def _first_of_the_users(data: CalibrationData) -> list[int]:
+def users_first(data: CalibrationData) -> list[int]:
     """The numbers of this process's first calls that are not text of the model's own, about SAMPLES rows in all
     processes."""
     assert data.calls is not None

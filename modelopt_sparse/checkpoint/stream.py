@@ -41,7 +41,7 @@ from modelopt_sparse.checkpoint.streamed import (
     without_blocks,
     write_index,
 )
-from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
+from modelopt_sparse.checkpoint.workfolder import REPORT, WorkFolder, is_finished, opened, remove_leftovers, work_path
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
@@ -103,7 +103,7 @@ def sparsify_checkpoint(
     plan = plan_for(empty, chosen, settings)
     names = _block_names(empty, plan)
     check_options(plan, settings)
-    calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
+    calibrated = settings.budget is not None or any(layer_plan.calibrated for layer_plan in plan.layers)
     calls = load_calls(settings, empty) if calibrated else None
     files = SourceFiles(folder)  # all that can be known without work is: from here on there is a work folder
     started = _started_with(files, plan, settings, dtype, quantized)
@@ -115,7 +115,8 @@ def sparsify_checkpoint(
             model, places = without_blocks(folder, names, dtype, quantized, work, remote)
             files.check_all()  # what lies outside of the blocks has been read
             with Streamed(model, names, places, work, files, spill=spill) as storage:
-                report = _solved_before(work, plan, calls)
+                same_data = work.check_data(_hash(calls)) if work.resumed else True
+                report = _solved_before(work, plan) if same_data else None
                 if report is None:
                     with Processes() as alone:
                         report = prune(model, chosen, settings, storage, alone, calls)
@@ -155,7 +156,7 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     options = [
-        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give allocation='uniform' or rules"),
+        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give a budget, or rules"),
         (config.distill is not None, f"distill{quality}", "leave it out"),
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
@@ -202,16 +203,19 @@ def _started_with(
     return facts
 
 
-def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Report | None:
-    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
-    then, and are solved again."""
-    report = work.read_report() if all(layer_plan.block is not None for layer_plan in plan.layers) else None
-    if report is None:
-        return None
+def _hash(calls: list[Call] | None) -> str | None:
+    """Of the calibration data; None without any."""
     digest = hashlib.sha256()
     for call in calls or ():
         take_in(digest, call.args, call.kwargs)
-    return Report.from_dict(report) if work.check_data(None if calls is None else digest.hexdigest()) else None
+    return None if calls is None else digest.hexdigest()
+
+
+def _solved_before(work: WorkFolder, plan: Plan) -> Report | None:
+    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
+    then, and are solved again."""
+    report = work.read_json(REPORT) if all(layer_plan.block is not None for layer_plan in plan.layers) else None
+    return None if report is None else Report.from_dict(report)
 
 
 # the end --------------------------------------------------------------------------------------------------------------

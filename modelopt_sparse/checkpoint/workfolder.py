@@ -5,6 +5,7 @@ nothing to go on from then. It holds:
 
   started.json          what the run was started with, so that only such a run continues it
   block-00003.json      block 3 is done: its files with their hashes, its masks, and its part of the report
+  budget.json           what the layers become under a budget, from before the first block is solved
   report.json           all blocks are done, and this is the report
   finished.json         ``folder`` holds the whole target, and only has to be moved to its place
   folder/               the target's files, under their final names
@@ -41,7 +42,8 @@ from modelopt_sparse.checkpoint.folder import (
 )
 from modelopt_sparse.reports.fold import first_few
 
-STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
+STARTED, BUDGET, REPORT, FINISHED = "started.json", "budget.json", "report.json", "finished.json"
+LOCK = "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
 DATA = "calibration data"
@@ -156,7 +158,7 @@ def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -
     ``overwrite`` is True: then that run is deleted. A run of which no block is done is always deleted.
     """
     work = WorkFolder(final_folder, started, overwrite=overwrite)
-    of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
+    of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, BUDGET, REPORT}
     there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
     if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
         raise ValueError(f"{str(work.path)!r}: something else is there: move it, or give another target")
@@ -168,7 +170,7 @@ def opened(final_folder: Path, started: Mapping[str, Any], *, overwrite: bool) -
             if not work.has_blocks():
                 for name in (*FOLDERS, *SCRATCH):
                     shutil.rmtree(work.path / name, ignore_errors=True)
-                for name in (REPORT, STARTED):
+                for name in (REPORT, BUDGET, STARTED):
                     (work.path / name).unlink(missing_ok=True)
 
 
@@ -246,9 +248,9 @@ class WorkFolder:
                 if not path.is_file() or path.stat().st_size != expected["size"]:
                     raise self._error(_damage(name, record))
 
-    def read_report(self) -> dict[str, Any] | None:
-        """The report, if all blocks are done, else None."""
-        return self._read_json(REPORT) if (self.path / REPORT).is_file() else None
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """What `write_json` has written, if it has; the report only if all blocks are done."""
+        return self._read_json(name) if (self.path / name).is_file() else None
 
     def _throw_away(self, problem: str) -> None:
         """Delete the run that is there. Without ``overwrite`` ValueError says why."""
