@@ -32,7 +32,7 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import PERMUTED, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.block import sparsify_block
-from modelopt_sparse.solving.budget import budgeted
+from modelopt_sparse.solving.budget import BudgetCurve, budgeted, curve_of
 
 
 def sparsify(
@@ -123,6 +123,34 @@ def prune(
                 distill(teacher, run)
         processes.barrier()
     return report
+
+
+def budget_curve(
+    model: nn.Module,
+    method: Any = None,
+    config: SparsifyConfig | Mapping[str, Any] | None = None,
+    *,
+    budget: Any = "50% zeros",
+    **options: Any,
+) -> BudgetCurve:
+    """What budgets of a model would cost: KL over zeros, bytes or flops, beside a plain plan; and the choice for one
+    ``budget``. Nothing is pruned, and the model stays as it is.
+
+    ``method``, ``config`` and keywords are those of `sparsify`. ``losses="losses.json"`` keeps what was measured for
+    other budgets.
+    """
+    refuse_no_model(model)
+    with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
+        model = unwrapped(model)
+        resolved, config = resolve(method, config, {**options, "budget": budget})
+        plan = plan_for(model, resolved, config)
+        check_options(plan, config)
+        _check(model, plan, config, InMemory())
+        with calibrating(model):
+            run = Run(model, plan, config, InMemory(), processes, Report.begin((), (), {}))
+            curve = curve_of(CalibrationData.load(run))
+        processes.barrier()
+    return curve
 
 
 def export(model: nn.Module) -> nn.Module:

@@ -1,122 +1,69 @@
-"""Which layer gets how much of a number of unstructured zeros: by OWL, or by sparsities that are given.
+"""Zeros of unstructured layers, shared out by OWL or by sparsities that are given; and the inputs of the dense model.
 
-Both only move sparsity between layers: the model has as many zeros as was asked for, or a few more.
+Allocations only move sparsity between layers: the model has as many zeros as was asked for, or a few more.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import WholeModel, with_small_inputs
+from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import (
-    Collector,
-    SumsOfAllProcesses,
-    filled,
-    pooled,
-    without_data,
-    without_silent_experts,
-)
+from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, SharedInput
 from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.model.devices import offloaded_after_errors
-from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-
-# statistics -----------------------------------------------------------------------------------------------------------
-
-
-def statistics(data: CalibrationData, layer_plans: Sequence[LayerPlan]) -> dict[str, Stats]:
-    """Square sums of the inputs of these layers in the dense model: one run over the data."""
-    collector = Collector(needs={layer_plan.name: "square_sums" for layer_plan in layer_plans}, share=False)
-
-    def see(layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        collector.see(layer, inputs, token_mask)
-        collector.end_call()  # nothing is shared, so that no input has to stay alive
-
-    sums = SumsOfAllProcesses(collector, data.run)
-    WholeModel(data).collect(layer_plans, see, sums, go_on=False)
-    wanted = [replace(layer_plan, needs="square_sums") for layer_plan in layer_plans]
-    groups = with_small_inputs(wanted, WholeModel(data), sums.groups() or [], data.run)
-    stats = {name: summed for (name,), summed in groups if isinstance(summed, Stats)}  # none are deferred
-    for layer_plan in layer_plans:
-        name = layer_plan.name
-        summed = stats.get(name, Stats(0, torch.zeros(1)))
-        if not summed.tokens:
-            raise ValueError(f"allocation needs the inputs of all layers: {without_data(name)}")
-        if not torch.isfinite(stats[name].square_sums).all():
-            raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
-    minimum, how = data.run.config.min_tokens, data.run.config.experts
-    # what all tokens would be to an expert is not worth a run here: the pool is close
-    how = "pool" if how == "all_tokens" else how
-    for name, summed in stats.items():
-        if summed.counts is not None:
-            heard = without_silent_experts(summed)
-            assert isinstance(heard, Stats)
-            stats[name] = filled(heard, minimum, how, pooled(heard), None)
-    return {name: summed.with_dead_channels() for name, summed in stats.items()}
-
-
-def score(layer_plan: LayerPlan, stats: Mapping[str, Stats]) -> Tensor:
-    """Wanda's score of a layer's weight as a matrix."""
-    return wanda.score(layer_plan.layer.matrix(layer_plan.layer.values), stats[layer_plan.name].square_sums)
-
-
-# allocations ----------------------------------------------------------------------------------------------------------
-
+from modelopt_sparse.reports.report import Report
 
 HIGHEST = 0.99  # no layer is pruned whole
 GRID = 10_000  # sparsities have four decimals
 
 
-def allocated(data: CalibrationData) -> Run:
-    """The run with a plan in which every layer has its own sparsity, by OWL. The model stays as it is.
+def dense_inputs(
+    data: CalibrationData, layer_plans: Sequence[LayerPlan]
+) -> Iterator[tuple[BlockTask, list[SharedInput], Run]]:
+    """Block by block, the statistics of these layers' inputs in the dense model, which stays as it is; and the run that
+    they are collected in, whose weights of the block can be read."""
+    tuned = {"reconstruct": None, "distill": None, "permute": False, "refine": 0, "polish": 0}
+    config = replace(data.run.config, **tuned, sequential="none", progress=False)
+    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
+    report, plan = Report(notes=[FEWER, BY_SIZE]), replace(data.run.plan, layers=tuple(layer_plans))
+    run = replace(data.run, plan=plan, config=config, report=report)
+    with ExitStack() as ending:
+        for block in blocks_in_call_order(run, replace(data, run=run), ending):
+            inputs = block.inputs()
+            with inputs.on_device():
+                if not block.layer_plans:
+                    inputs.advance()
+                    continue
+                shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
+                if block.block is not None:
+                    run.storage.load(block.block)
+                yield block, shared_inputs, run
 
-    To be called in evaluation mode, with caches off, for a plan with unstructured patterns. Raises ValueError for
-    layers that see no data.
+
+def allocated(data: CalibrationData) -> Run:
+    """The run with a plan in which every unstructured layer has its own sparsity, by OWL. The model stays as it is.
+
+    To be called in evaluation mode, with caches off.
     """
     run = data.run
-    with torch.no_grad(), offloaded_after_errors(run.model):
-        stats = statistics(data, _unstructured(run.plan))
-        plan = allocate(run.plan, owl_sparsities(run.plan, stats), _budget(run.plan))
+    with offloaded_after_errors(run.model):
+        zeros = sum(each.pattern.zeros_in(each.shape) for each in _unstructured(run.plan))
+        plan = allocate(run.plan, owl_sparsities(data), zeros)
     run.processes.check_same({"the allocation": str(plan)}, "report this")
     run.report.notes.append(f"zeros shared out over the layers by {run.config.allocation}")
     return replace(run, plan=plan)
 
 
-def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
-    """The plan with these sparsities in its unstructured layers, all shifted alike to have so many zeros.
-
-    Each is rounded, to four decimals or less, so that together they prune no fewer weights, and more by less than the finest step of a layer (one weight of each row or matrix, or 0.0001 of it).
-    N:M layers stay as they are and do not count.
-    """
-    wanted = _on_budget(plan, sparsities, zeros)
-    layers = [_Rounded(layer_plan, wanted[layer_plan.name]) for layer_plan in _unstructured(plan)]
-    if sum(layer.zeros(layer.last) for layer in layers) < zeros:
-        raise ValueError(f"allocation prunes no layer by more than {HIGHEST:.0%}: leave it out for this plan")
-    surplus = sum(layer.zeros(layer.step) for layer in layers) - zeros
-    while surplus < 0:
-        for layer in sorted(layers, key=_Rounded.excess):
-            if layer.step < layer.last:
-                surplus += layer.move(1)
-    lowered = True
-    while lowered:
-        lowered = False
-        for layer in sorted(layers, key=_Rounded.excess, reverse=True):
-            if layer.step > layer.first and layer.zeros(layer.step) - layer.zeros(layer.step - 1) <= surplus:
-                surplus += layer.move(-1)
-                lowered = True
-    patterns = {layer.layer_plan.name: layer.pattern(layer.step) for layer in layers}
-    replaced = (replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)
-    return replace(plan, layers=tuple(replaced))
-
-
-def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:
+def owl_sparsities(data: CalibrationData, m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:
     """OWL (Yin et al. 2024, arXiv 2310.05175): blocks with more outliers stay denser.
 
     The outlier share of a block is the fraction of the scores |w| * ||x|| of all its layers that exceed ``m`` times
@@ -124,84 +71,76 @@ def owl_sparsities(plan: Plan, stats: Mapping[str, Stats], m: float = 5.0, lambd
     for all layers of a block. A layer outside of the blocks counts as one.
     """
     share: dict[str, float] = {}
-    for unit, layer_plans in _units(plan).items():
-        size = sum(layer_plan.size for layer_plan in layer_plans)
-        mean = sum(float(score(layer_plan, stats).sum(dtype=torch.float64)) for layer_plan in layer_plans) / size
-        share[unit] = sum(int((score(layer_plan, stats) > m * mean).sum()) for layer_plan in layer_plans) / size
+    own = {each.name: each.pattern.sparsity for each in _unstructured(data.run.plan)}
+    wanted = [replace(each, needs="square_sums", steps=()) for each in _unstructured(data.run.plan)]
+    for block, shared_inputs, _ in dense_inputs(data, wanted):
+        scores = [score(each, shared.stats) for shared in shared_inputs for each in shared.layer_plans]
+        size = sum(each.numel() for each in scores)
+        mean = sum(float(each.double().sum()) for each in scores) / size
+        outliers = sum(int((each > m * mean).sum()) for each in scores) / size
+        share.update({each.name: outliers for each in block.layer_plans})
     least = min(share.values())
     spread = max(share.values()) - least
-    wanted: dict[str, float] = {}
-    for unit, layer_plans in _units(plan).items():
-        denser = 2 * lambda_ * (share[unit] - least) / spread if spread else 0.0
-        wanted.update({layer_plan.name: layer_plan.pattern.sparsity - denser for layer_plan in layer_plans})
-    return _on_budget(plan, wanted, _budget(plan))
+    return {name: own[name] - (2 * lambda_ * (share[name] - least) / spread if spread else 0.0) for name in own}
 
 
-class _Rounded:
-    """A layer's sparsity as one of the steps from ``first`` to ``last``, each of which prunes more weights than the one
-    before it. A layer that carries a mask has the zeros of ``first`` already."""
-
-    def __init__(self, layer_plan: LayerPlan, wanted: float) -> None:
-        assert isinstance(layer_plan.pattern, Unstructured)
-        *_, rows, columns = layer_plan.shape
-        self.layer_plan, self.wanted, self._pattern = layer_plan, wanted, layer_plan.pattern
-        self.steps = min(columns if self._pattern.scope == "row" else rows * columns, GRID)
-        self.last = int(HIGHEST * self.steps)
-        self.first = math.ceil(_least(layer_plan) * self.steps)
-        self.step = min(max(round(wanted * self.steps), self.first), self.last)
-
-    def pattern(self, step: int) -> Unstructured:
-        return replace(self._pattern, sparsity=round(step / self.steps, 4))
-
-    def zeros(self, step: int) -> int:
-        return self.pattern(step).zeros_in(self.layer_plan.shape)
-
-    def excess(self) -> float:
-        return self.step / self.steps - self.wanted
-
-    def move(self, by: int) -> int:
-        """Go ``by`` steps -> how many more weights are pruned."""
-        self.step += by
-        return self.zeros(self.step) - self.zeros(self.step - by)
+def score(layer_plan: LayerPlan, stats: object) -> Tensor:
+    """Wanda's score of a layer's weight as a matrix; 0 where its inputs say nothing."""
+    weight = layer_plan.layer.matrix(layer_plan.layer.values)
+    if not isinstance(stats, Stats):
+        return weight.abs() * 0
+    return wanda.score(weight, stats.with_dead_channels().square_sums)
 
 
-def _on_budget(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> dict[str, float]:
-    """The sparsities plus one number, clipped to [0, HIGHEST], so that they prune so many weights; no layer has fewer zeros than the mask that it carries."""
-    layer_plans = _unstructured(plan)
-    least = {layer_plan.name: _least(layer_plan) for layer_plan in layer_plans}
+def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
+    """The plan with these sparsities in its unstructured layers, all shifted alike to have so many zeros.
 
-    def clipped(shift: float) -> dict[str, float]:
-        return {name: max(min(sparsities[name] + shift, HIGHEST), least[name]) for name in least}
+    Each is rounded, to four decimals or less, so that together they prune no fewer weights, and more by less than the
+    finest step of a layer (one weight of each row or matrix, or 0.0001 of it). None is above HIGHEST, or below the
+    zeros of a mask that stays. N:M layers stay as they are and do not count.
+    """
+    layers = _unstructured(plan)
+    by_row = [isinstance(each.pattern, Unstructured) and each.pattern.scope == "row" for each in layers]
+    sizes = [min(math.prod(each.shape[-1 if row else -2 :]), GRID) for each, row in zip(layers, by_row)]
+    first = [math.ceil(_least(each) * size) for each, size in zip(layers, sizes)]
 
-    low, high = -max(sparsities.values()), HIGHEST - min(sparsities.values())
+    def pattern(i: int, step: int) -> Unstructured:
+        return replace(layers[i].pattern, sparsity=round(step / sizes[i], 4))  # type: ignore[return-value]
+
+    def zeros_in(i: int, step: int) -> int:
+        return pattern(i, step).zeros_in(layers[i].shape)
+
+    def shifted(shift: float) -> list[int]:
+        wanted = (round((sparsities[each.name] + shift) * size) for each, size in zip(layers, sizes))
+        return [min(max(step, low), int(HIGHEST * size)) for step, low, size in zip(wanted, first, sizes)]
+
+    low, high = -1.0, 1.0
     for _ in range(64):
-        shift = (low + high) / 2
-        sparsity = clipped(shift)
-        if sum(layer_plan.size * sparsity[layer_plan.name] for layer_plan in layer_plans) < zeros:
-            low = shift
-        else:
-            high = shift
-    return clipped(high)
+        middle = (low + high) / 2
+        enough = sum(map(zeros_in, range(len(layers)), shifted(middle))) >= zeros
+        low, high = (low, middle) if enough else (middle, high)
+    steps = shifted(high)
+    surplus = sum(map(zeros_in, range(len(layers)), steps)) - zeros
+    if surplus < 0:
+        raise ValueError(f"no layer is pruned by more than {HIGHEST:.0%}, which leaves more than is asked for")
+    lowered = True
+    while lowered:
+        lowered = False
+        for i, step in enumerate(steps):
+            less = zeros_in(i, step) - zeros_in(i, step - 1) if step > first[i] else surplus + 1
+            if less <= surplus:
+                steps[i], surplus, lowered = step - 1, surplus - less, True
+    patterns = {each.name: pattern(i, steps[i]) for i, each in enumerate(layers)}
+    return replace(
+        plan, layers=tuple(replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)
+    )
 
 
 def _unstructured(plan: Plan) -> list[LayerPlan]:
     return [layer_plan for layer_plan in plan.layers if isinstance(layer_plan.pattern, Unstructured)]
 
 
-def _units(plan: Plan) -> dict[str, list[LayerPlan]]:
-    """The unstructured layers by block; one outside of the blocks is by itself."""
-    units: dict[str, list[LayerPlan]] = {}
-    for layer_plan in _unstructured(plan):
-        units.setdefault(layer_plan.name if layer_plan.block is None else layer_plan.block, []).append(layer_plan)
-    return units
-
-
 def _least(layer_plan: LayerPlan) -> float:
     """The sparsity that a layer has already, by the mask that it carries."""
     mask = layer_plan.pattern_now.within
     return 0.0 if mask is None else 1 - int(mask.sum()) / mask.numel()
-
-
-def _budget(plan: Plan) -> int:
-    """Zeros that the plan's unstructured patterns ask for."""
-    return sum(layer_plan.pattern.zeros_in(layer_plan.shape) for layer_plan in _unstructured(plan))

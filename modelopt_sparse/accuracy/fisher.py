@@ -22,7 +22,6 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -93,8 +92,8 @@ class _Onloaded:
 
 
 SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
+WEIGHED = 16  # of them are enough for the losses of layers
 PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
-SEEN = (LINEAR, HF_CONV1D)  # layers whose outputs are those of their modules, one for each row of the matrix
 
 
 @dataclass
@@ -102,48 +101,40 @@ class Gradients:
     """Sums over the gradients of -log p(y) of the ``tokens`` that were predicted, up to one factor.
 
     informations: block -> the sum of g g^T over the gradients of its output.
-    rows: layer name -> ``[..., R]``, the sum of the squared gradients of each of its outputs; of layers that are not
-      ``seen`` that of the squared gradients of each row of the weight, which has the size of the input in it.
+    rows: layer name -> ``[..., R]``, the sum over calls of the squared gradient of each row of its weight. As gradients
+      of tokens are uncorrelated, or nearly, it is the sum of |g_r|^2 |x|^2 over tokens, for any kind of layer.
     """
 
     tokens: int = 0
     informations: dict[nn.Module, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
 
     def add_outputs(self, block: nn.Module, gradient: Tensor) -> None:
         rows = gradient.detach().flatten(0, -2).float()
         product = rows.T @ rows
         self.informations[block] = self.informations[block] + product if block in self.informations else product
 
-    def add_rows(self, name: str, gradient: Tensor, dims: tuple[int, ...] | int) -> None:
-        squares = gradient.detach().double().square().sum(dims)
-        self.rows[name] = self.rows[name] + squares if name in self.rows else squares
-
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
     its predictions; of all processes together. None for a model that gives no logits."""
     run = data.run
-    found = Gradients(seen={layer.name for layer in layers if layer.adapter in SEEN})
-    weights = {layer.parameter: layer for layer in layers if layer.name not in found.seen}
-    numbers = users_first(data)
+    found = Gradients()
+    weights = {layer.parameter: layer for layer in layers}
+    numbers = users_first(data, SAMPLES if blocks else WEIGHED)
     call_masks: list[TokenMasks] = []
 
-    def watch(add: Callable[[Tensor], None], module: nn.Module, args: tuple, output: Any) -> None:
+    def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
-        if torch.is_grad_enabled():
+        if state.dim() in (2, 3) and torch.is_grad_enabled():
             if not state.requires_grad:  # nothing before it asks for gradients
                 state.requires_grad_(True)
-            state.register_hook(add)
+            state.register_hook(partial(found.add_outputs, block))
 
-    def watch_block(block: nn.Module, args: tuple, output: Any) -> None:
-        if flat_tensors(output)[0].dim() in (2, 3):
-            watch(partial(found.add_outputs, block), block, args, output)
-
-    def take_gradient(weight: Tensor) -> None:
-        layer = weights[weight]  # type: ignore[index]  # a Parameter
-        found.add_rows(layer.name, layer.matrix(weight.grad), -1)  # type: ignore[arg-type]  # it has just come
+    def take_gradient(layer: Layer, weight: Tensor) -> None:
+        assert weight.grad is not None
+        squares = layer.matrix(weight.grad).double().square().sum(-1).cpu()
+        found.rows[layer.name] = found.rows[layer.name] + squares if layer.name in found.rows else squares
         weight.grad = None
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
@@ -165,28 +156,19 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(only_these_require_grad(run.model, weights))
         hooks.enter_context(blocks_recomputed(run))
         for block in blocks:
-            hooks.enter_context(block.register_forward_hook(watch_block))
-        for layer in layers:
-            for module in (layer.owner, *layer.tied_modules) if layer.name in found.seen else ():
-                add = partial(_add_flat, found, layer.name)
-                hooks.enter_context(module.register_forward_hook(partial(watch, add)))
-        for weight in weights:
-            hooks.callback(weight.register_post_accumulate_grad_hook(take_gradient).remove)
+            hooks.enter_context(block.register_forward_hook(after_block))
+        for weight, layer in weights.items():
+            hooks.callback(weight.register_post_accumulate_grad_hook(partial(take_gradient, layer)).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(call_masks.append, numbers=numbers)
     found.informations = {block: found.informations[block] for block in blocks if block in found.informations}
     run.processes.all_reduce("the Fisher information of blocks", list(found.informations.values()))
     for layer in layers:
-        rows = found.rows.get(layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64))
-        found.rows[layer.name] = rows.cpu()
-    run.processes.all_reduce("the squared gradients of outputs", list(found.rows.values()))
+        found.rows.setdefault(layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64))
+    run.processes.all_reduce("the squared gradients of rows", [found.rows[layer.name] for layer in layers])
     found.tokens = sum(run.processes.all_gather("the tokens of gradients", found.tokens))
     return found if found.tokens else None
-
-
-def _add_flat(found: Gradients, name: str, gradient: Tensor) -> None:
-    found.add_rows(name, gradient.flatten(0, -2), 0)
 
 
 # the metric -----------------------------------------------------------------------------------------------------------
@@ -228,13 +210,13 @@ def metric(fisher: Tensor) -> Tensor:
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
-def users_first(data: CalibrationData) -> list[int]:
-    """The numbers of this process's first calls that are not text of the model's own, about SAMPLES rows in all
+def users_first(data: CalibrationData, wanted: int) -> list[int]:
+    """The numbers of this process's first calls that are not text of the model's own, about so many rows in all
     processes."""
     assert data.calls is not None
     processes, rows, numbers = data.run.processes, 0, []
     for number in range(-(-max(0, data.own - processes.rank) // processes.size), len(data.calls)):
-        if rows * processes.size >= SAMPLES:
+        if rows * processes.size >= wanted:
             break
         numbers.append(number)
         rows += samples(data.calls[number].args, data.calls[number].kwargs)

@@ -3,8 +3,9 @@
 Shape letters: N layers, K choices of each (those that a layer lacks have an infinite loss), B budgets.
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -20,7 +21,7 @@ from modelopt_sparse.reports.fold import nearest
 UNITS = ("zeros", "params", "bytes", "flops", "ms", "kl")
 NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(%?)\s*(\w*)\s*")
 DENSE = "dense"
-LEVELS = (DENSE, "20%", "35%", "50%", "60%", "70%", "80%")
+LEVELS = (DENSE, *(f"{level}%" for level in range(20, 85, 5)))
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ def _limit(given: Any, text: str, unit: Any, units: Sequence[str]) -> Limit:
 
 
 def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, ...]:
-    """Patterns, and "dense" (None), from a list of what ``pattern=`` takes; at least one is a pattern."""
-    if isinstance(value, (str, float)) or not isinstance(value, Iterable):
+    """Patterns, and "dense" (None), from a list, or text with commas, of what ``pattern=`` takes; at least one is a
+    pattern."""
+    if isinstance(value, str):
+        value = [each.strip() for each in value.split(",")]
+    if not isinstance(value, Iterable):
         raise TypeError(f"{where}={value!r}: give a list, such as ['dense', '2:4']")
     parsed = [None if each in (DENSE, None) else parse_pattern(each) for each in value]
     if not any(parsed):
@@ -84,7 +88,7 @@ def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, .
     return tuple(dict.fromkeys(parsed))
 
 
-# what costs are counted by ---------------------------------------------------------------------------------------------
+# what costs are counted by --------------------------------------------------------------------------------------------
 
 
 RUNTIMES = ("cusparselt", "cutlass")
@@ -96,7 +100,7 @@ def timings_of(value: Any) -> dict[str, tuple[float, float]] | None:
         return None
     try:
         return {
-            layer["name"]: tuple(sum(each[form] for each in layer["timings"]) for form in ("dense", "sparse"))
+            layer["name"]: (sum(t["dense"] for t in layer["timings"]), sum(t["sparse"] for t in layer["timings"]))
             for layer in value["layers"]
             if layer["timings"]
         }
@@ -108,7 +112,7 @@ def timings_of(value: Any) -> dict[str, tuple[float, float]] | None:
 
 
 STATES = 20_000  # partial plans that are held: far more than an exact choice takes but for adversarial losses
-BISECTIONS = 100
+BISECTIONS = 80
 
 
 def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]) -> np.ndarray | None:
@@ -119,39 +123,35 @@ def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]
     Pisinger 1995). With two the second's price is found by bisection. Last, single choices are exchanged while that
     lowers the loss.
     """
-    first, second = costs_BNK[0], costs_BNK[-1]
-    cheapest = np.where(np.isinf(losses_NK), np.iinfo(np.int64).max, first).min(1)
-    if cheapest.sum() > ceilings[0]:
+    cheapest = np.where(np.isinf(losses_NK), np.iinfo(np.int64).max, costs_BNK).min(-1).sum(-1)
+    if (cheapest > ceilings).any():
         return None
     if len(ceilings) == 1:
-        return _exchanged(_with_one(losses_NK, first, ceilings[0]), losses_NK, costs_BNK, ceilings)
-
-    def at(price: float) -> np.ndarray:
-        return _with_one(losses_NK + price * second, first, ceilings[0])
-
-    low, high = 0.0, _scale(losses_NK, second)
-    for _ in range(BISECTIONS):  # up to where the second is met
-        if _sum(second, at(high)) <= ceilings[1]:
-            break
-        low, high = high, high * 4
-    else:
-        return None
-    for _ in range(BISECTIONS // 2):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _sum(second, at(middle)) <= ceilings[1] else (middle, high)
-    unpriced = at(0.0)
-    best = unpriced if _sum(second, unpriced) <= ceilings[1] else at(high)
-    return _exchanged(best, losses_NK, costs_BNK, ceilings)
+        return _with_one(losses_NK, costs_BNK[0], ceilings[0])
+    first, second = costs_BNK
+    _, choice_N = _priced(lambda price: _with_one(losses_NK + price * second, first, ceilings[0]), second, ceilings[1])
+    return None if choice_N is None else _exchanged(choice_N, losses_NK, costs_BNK, ceilings)
 
 
 def _sum(values_NK: np.ndarray, choice_N: np.ndarray) -> Any:
     return values_NK[np.arange(len(choice_N)), choice_N].sum()
 
 
-def _scale(losses_NK: np.ndarray, costs_NK: np.ndarray) -> float:
-    """A small price, of the losses' and costs' own size."""
-    finite = losses_NK[np.isfinite(losses_NK)]
-    return float(max(finite.max() - finite.min(), 1e-30) / max(costs_NK.max(), 1)) * 1e-6
+def _priced(at: Callable[[float], np.ndarray], costs_NK: np.ndarray, ceiling: int) -> tuple[float, np.ndarray | None]:
+    """The lowest price of a cost whose choice, ``at`` it, meets the ceiling, and that choice; None if none does."""
+
+    def fits(price: float) -> bool:
+        return _sum(costs_NK, at(price)) <= ceiling
+
+    low, high = 0.0, 0.0
+    while not fits(high):
+        low, high = high, max(high * 8, 1e-40)
+        if high > 1e40:
+            return high, None
+    for _ in range(BISECTIONS if high else 0):
+        middle = math.sqrt(max(low, high * 1e-6) * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high, at(high)
 
 
 def _with_one(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray:
@@ -161,19 +161,14 @@ def _with_one(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.n
         """Of equal ones the cheapest, and of these the first."""
         return np.lexsort((costs_NK, losses_NK + price * costs_NK), axis=-1)[:, 0]
 
-    low, high = 0.0, _scale(losses_NK, costs_NK)
-    if _sum(costs_NK, at(0.0)) <= ceiling:
-        return at(0.0)
-    while _sum(costs_NK, at(high)) > ceiling:
-        low, high = high, high * 4
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _sum(costs_NK, at(middle)) <= ceiling else (middle, high)
-    start = _exchanged(at(high), losses_NK, costs_NK[None], [ceiling])
-    priced = losses_NK + high * costs_NK
+    price, start = _priced(at, costs_NK, ceiling)
+    assert start is not None
+    start = _exchanged(start, losses_NK, costs_NK[None], [ceiling])
+    priced = losses_NK + price * costs_NK
     more_NK = priced - priced.min(1, keepdims=True)  # than the bound: what a choice adds to it
-    gap = _sum(losses_NK, start) - (priced.min(1).sum() - high * ceiling)
-    return _searched(losses_NK, costs_NK, more_NK, max(gap, 0.0) * (1 + 1e-9), ceiling, start)
+    gap = _sum(losses_NK, start) - (priced.min(1).sum() - price * ceiling)
+    found = _searched(losses_NK, costs_NK, more_NK, max(gap, 0.0) * (1 + 1e-9), ceiling, start)
+    return _exchanged(found, losses_NK, costs_NK[None], [ceiling])
 
 
 def _searched(
@@ -211,7 +206,7 @@ def _searched(
 def _exchanged(
     choice_N: np.ndarray, losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]
 ) -> np.ndarray:
-    """Exchange the choice of one layer, the one that gains most, as long as that lowers the loss within the ceilings."""
+    """Exchange one layer's choice, the one that gains most, as long as that lowers the loss within the ceilings."""
     choice_N, layers = choice_N.copy(), np.arange(len(choice_N))
     while True:
         gain = losses_NK[layers, choice_N][:, None] - losses_NK

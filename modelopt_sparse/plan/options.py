@@ -173,6 +173,9 @@ ELSEWHERE = {
     "targets": "include=, globs of layers to prune",
     "sparsity": "pattern=, such as 0.5, '50%' or '2:4'",
     "mask_structure": "pattern=, such as '2:4'",
+    "constraints": "budget=, such as '60% flops'",
+    "effective_bits": "budget=, such as '60% bytes' with runtime='cusparselt'; nothing is quantized here",
+    "target_size": "budget=, such as '4.2e9 bytes' with runtime='cusparselt'",
 }
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # the options in a report; those of the second line only where the data is text
@@ -249,7 +252,7 @@ class SparsifyConfig:
         lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an
         amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``.
       choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
-        ``pattern`` is an N:M one, else "dense" and 20, 35, 50, 60, 70 and 80 %. A rule may have ``choices`` of its own;
+        ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
         one with nothing but a ``pattern`` fixes that.
       runtime: the library whose packed 2:4 weights a budget of bytes counts, "cusparselt" or "cutlass".
       timings: what a budget of ms counts, summed up over layers and token counts: a SpeedReport, or the path of what
@@ -462,8 +465,9 @@ def _timings(value: Any) -> Any:
             value = json.loads(Path(value).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"timings={str(value)!r} cannot be read as JSON: {error}") from None
-    known = isinstance(value, Mapping) and "layers" not in value
-    return value if known else timings_of(value.as_dict() if hasattr(value, "as_dict") else value)
+    if isinstance(value, Mapping) and "layers" not in value:
+        return value  # parsed before
+    return timings_of(value if value is None or isinstance(value, Mapping) else value.as_dict())
 
 
 def _device(value: Any) -> torch.device | None:
@@ -560,9 +564,8 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
     units = [] if config.budget is None else [limit.unit for limit in config.budget.limits]
-    if config.budget is None and (
-        extra := [x for x in ("choices", "runtime", "timings", "losses") if getattr(config, x)]
-    ):
+    extra = [name for name in ("choices", "runtime", "timings", "losses") if getattr(config, name)]
+    if not units and extra:
         yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
     if units and config.allocation != "uniform":
         yield f"budget and allocation={config.allocation!r} both say where zeros go: leave one of them out"
@@ -571,7 +574,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if "bytes" in units and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
     if "ms" in units and config.timings is None:
-        yield "a budget of ms needs timings=: time the layers on the device that will serve them (modelopt-sparse speed)"
+        yield "a budget of ms needs timings=: time layers (modelopt-sparse speed) on the device that will serve them"
     if "kl" in units and len(units) > 1:
         yield "a budget of kl goes alone: the most zeros within it are searched for"
     choosing = {

@@ -186,8 +186,8 @@ class Report(Printed):
         """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
         self.settings["budget"] = dict(said)
         tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in said["tried"].items())
-        note = f"budget {said['asked']}: {said['taken']}; KL from dense on the batches held back, before any repair: {tried}"
-        self.notes.append(note)
+        kl = f"KL from dense on the batches held back, before any repair: {tried}"
+        self.notes.append(f"budget {said['asked']}: {said['taken']}; {kl}")
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, also to the recipes of its ``layers``."""

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,21 @@ import numpy as np
 from torch import Tensor
 
 from modelopt_sparse.accuracy.allocate import allocate
-from modelopt_sparse.accuracy.fisher import gradients_of, users_first, wants_metrics, with_metrics
-from modelopt_sparse.solving.sensitivity import Losses, divergences, losses_of, solutions
+from modelopt_sparse.accuracy.fisher import WEIGHED, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.calibration.data import judging
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.model.devices import offloaded_after_errors
 from modelopt_sparse.model.hf import text_config_of
-from modelopt_sparse.plan.budget import DENSE, Budget, choose
+from modelopt_sparse.plan.budget import DENSE, Budget, choose, parse_budget
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
+from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
 from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.solving.sensitivity import Losses, divergences, losses_of, solutions
 
 Chosen = dict[str, Pattern | None]  # layer -> its pattern; None: dense
 
-# what a choice costs, and from losses to a choice ----------------------------------------------------------------------------------------------
+# what a choice costs, and from losses to a choice ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Table:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if fits(level(middle)) else (middle, high)
-            return None if high == STEPS else (f"{100 * high / STEPS:g}% in every layer", level(high))
+            return None if high == STEPS else (f"{100 * high / STEPS:.3g}% in every layer", level(high))
         chosen: Chosen = dict.fromkeys(some)
         for group in self.groups:
             if fits(chosen):
@@ -229,7 +230,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
 def _first(data: CalibrationData) -> CalibrationData:
     """The first rows of the user's data, those that gradients are of."""
     assert data.calls is not None
-    return replace(data, calls=[data.calls[number] for number in users_first(data)], own=0)
+    return replace(data, calls=[data.calls[number] for number in users_first(data, WEIGHED)], own=0)
 
 
 def _read(file: Path, plan: Plan) -> Losses:
@@ -239,14 +240,18 @@ def _read(file: Path, plan: Plan) -> Losses:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
     for each in plan.layers:
-        missing = [str(c) for c in each.choices if c and str(c) not in losses.get(each.name, ())]
+        known = [parse_pattern(text) for text in losses.get(each.name, ()) if text != DENSE]
+        levels = any(isinstance(c, Unstructured) for c in known)
+        missing = [
+            str(c) for c in each.choices if c and c not in known and not (isinstance(c, Unstructured) and levels)
+        ]
         if shapes.get(each.name) != list(each.shape) or missing:
             problem = f"has no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
             raise ValueError(f"losses={str(file)!r} {problem}: give the file of this model and choices, or a new path")
     return losses
 
 
-BEND = 0.75  # real KL = sum * (1 + BEND * sum) of losses, before two plans have been measured
+BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a factor that measured plans give
 TRIES = 4  # plans that are measured for a budget of kl
 CLOSE = 0.95  # of that budget is close enough
 
@@ -255,9 +260,9 @@ def _checked(data: CalibrationData, table: Table, budget: Budget) -> tuple[Chose
     """The patterns that the run takes, and what the report says of them: the choice by losses, or, if it turns out
     worse on the batches held back, the plain one."""
     goal = next((float(limit.amount) for limit in budget.limits if limit.unit == "kl"), None)
-    taken, bend = None, BEND
+    taken, factor = None, 1.0
     for _ in range(1 if goal is None else TRIES):
-        ceilings = table.ceilings(budget) if goal is None else _within(table, goal, bend)
+        ceilings = table.ceilings(budget) if goal is None else _within(table, _unbent(goal) / max(factor, 1e-9))
         chosen = table.best(ceilings)
         if chosen is None:
             raise ValueError(_unmet(table, budget))
@@ -265,29 +270,33 @@ def _checked(data: CalibrationData, table: Table, budget: Budget) -> tuple[Chose
         if (plain := table.plain(ceilings)) is not None:
             plans[plain[0]] = table.filled(plain[1], ceilings)
         sums, measured = [table.loss(each) for each in plans.values()], divergences_of(data, [*plans.values()])
+        factor = sum(map(_unbent, measured)) / max(sum(sums), 1e-30)
         best = min(range(len(measured)), key=measured.__getitem__)
         title, chosen = [*plans.items()][best]
         if goal is None or measured[best] <= goal:
             costs = {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()}
             tried = {name: [total, kl] for name, total, kl in zip(plans, sums, measured)}
-            taken = chosen, {"asked": str(budget), "taken": title, "tried": tried, "costs": costs}
+            taken = chosen, {"asked": str(budget), "taken": title, "tried": tried, "costs": costs, "factor": factor}
             if goal is None or measured[best] >= CLOSE * goal:
                 break
-        bends = [(kl / total - 1) / total for total, kl in zip(sums, measured) if total > 0]
-        bend = max(sum(bends) / max(len(bends), 1), 0.0)
     if taken is None:
         raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
     return taken
 
 
-def _within(table: Table, goal: float, bend: float) -> dict[str, int]:
-    """The most zeros at which losses, corrected by the ``bend``, stay within ``goal``."""
+def _unbent(kl: float) -> float:
+    """The sum of losses, times the factor, of which this is the real KL."""
+    return (math.sqrt(1 + 4 * BEND * kl) - 1) / (2 * BEND)
+
+
+def _within(table: Table, goal: float) -> dict[str, int]:
+    """The most zeros at which the sum of losses stays within ``goal``."""
     low, high = 0, table.cost("zeros", dict.fromkeys(each.name for each in table.plan.layers))
     while high - low > max(high // STEPS, 1):
         middle = (low + high) // 2
         chosen = table.best({"zeros": middle})
         total = math.inf if chosen is None else table.loss(chosen)
-        low, high = (low, middle) if total * (1 + bend * total) <= goal else (middle, high)
+        low, high = (low, middle) if total <= goal else (middle, high)
     return {"zeros": high}
 
 
@@ -316,13 +325,76 @@ def divergences_of(data: CalibrationData, plans: Sequence[Chosen]) -> list[float
     run, calls = data.run, data.calls or []
     wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
     weights: dict[tuple[str, str], Tensor] = {}
-    for layer_plan, pattern, _, weight in solutions(_first(data), wanted):
+    for layer_plan, _, weight in solutions(_first(data), wanted):
         values = layer_plan.layer.values
         held = layer_plan.layer.unmatrix(weight).to(values.device, values.dtype)
-        weights[layer_plan.name, str(pattern)] = run.storage.hold_weights(held)
+        weights[layer_plan.name, str(layer_plan.pattern)] = run.storage.hold_weights(held)
     counts = run.processes.all_gather("the batches of the check", (len(calls), data.own_among(range(len(calls)))))
     places = sorted((i, rank) for rank, (count, _) in enumerate(counts) for i in range(count))
     held_back = places[-judging(len(places) - sum(own for _, own in counts)) :]
     numbers = [i for i, rank in held_back if rank == run.processes.rank]
     variants = [{name: weights[name, str(p)] for name, p in plan.items() if p is not None} for plan in plans]
     return divergences(data, numbers, variants)
+
+
+# the curve ------------------------------------------------------------------------------------------------------------
+
+
+SHARES = {"zeros": (20, 35, 50, 60, 70), "bytes": (90, 80, 70, 65, 60), "flops": (80, 65, 50, 40, 30)}  # in percent
+
+
+@dataclass(frozen=True)
+class BudgetCurve(Printed):
+    """What budgets of a model cost, before anything is pruned.
+
+    points: (share of ``unit`` in percent, KL in nats, that of the plain plan or None, what one more point costs). KL is
+      the sum of the losses, corrected by the KL of the plans that were measured.
+    budget: what was asked, the plans that were measured for it (``tried``), and what each of ``layers`` becomes.
+    """
+
+    unit: str
+    points: list[tuple[int, float, float | None, float | None]]
+    budget: dict[str, Any]
+    layers: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: equal rows folded. ``all_rows``: a line for each layer."""
+        heads = (self.unit, "KL", "of plain", f"one more point of {self.unit} costs")
+        rows = [
+            (f"{share}%", f"{kl:.4f}", f"{kl / plain:.0%}" if plain else "", f"{more:.4f}" if more else "")
+            for share, kl, plain, more in self.points
+        ]
+        measured = ", ".join(f"{name} {kl:.4f}" for name, (_, kl) in self.budget["tried"].items())
+        said = paragraph(f"At {self.budget['asked']}, KL as measured: {measured}.", all_rows=all_rows)
+        choices = rows_of("layer", [*self.layers], [Column("choice", [*self.layers.values()])], all_rows=all_rows)
+        return "\n\n".join((table(heads, rows), said, choices))
+
+
+def curve_of(data: CalibrationData) -> BudgetCurve:
+    """The curve of the first unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
+    budget = data.run.config.budget
+    assert budget is not None
+    unit = budget.limits[0].unit if budget.limits[0].unit in SHARES else "zeros"
+    with offloaded_after_errors(data.run.model):
+        data, losses = tabled(data)
+        chosen, said = _checked(data, losses, budget)
+
+    def kl(share: int, *, plain: bool = False) -> float | None:
+        asked = parse_budget(f"{share}% {unit}")
+        assert asked is not None
+        ceilings = losses.ceilings(asked)
+        found = losses.best(ceilings) if not plain else (losses.plain(ceilings) or (None, None))[1]
+        if found is None:
+            return None
+        total = said["factor"] * losses.loss(found)
+        return total * (1 + BEND * total)
+
+    points = []
+    for share in SHARES[unit]:
+        if (own := kl(share)) is not None:
+            more = kl(share + 1 if unit == "zeros" else share - 1)
+            points.append((share, own, kl(share, plain=True), None if more is None else more - own))
+    return BudgetCurve(unit, points, said, {name: str(choice or DENSE) for name, choice in chosen.items()})

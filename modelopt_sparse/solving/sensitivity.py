@@ -15,22 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.allocate import dense_inputs
 from modelopt_sparse.accuracy.distill import logits_of
 from modelopt_sparse.accuracy.fisher import Gradients
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.padding import TokenMasks
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
+from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
-from modelopt_sparse.methods.patterns import Pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.plan.budget import DENSE
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.progress import Progress
-from modelopt_sparse.reports.report import Report
 from modelopt_sparse.solving.solve import solve_layers
 
 SOLVER = METHODS["sparsegpt"]
@@ -41,37 +38,21 @@ Losses = dict[str, dict[str, float]]  # layer -> choice -> nats per token
 
 def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
-) -> Iterator[tuple[LayerPlan, Pattern, Stats | DeferredStats | None, Tensor]]:
+) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
     """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on inputs of the dense
-    model: (layer, pattern, statistics, weight as a matrix). The model stays as it is."""
-    run = data.run
-    layers = [replace(each, method=SOLVER, options=SOLVER.options, needs="gram", steps=()) for each in run.plan.layers]
-    tuned = {"reconstruct": None, "distill": None, "permute": False, "allocation": "uniform", "progress": False}
-    config = replace(run.config, **tuned, sequential="none", refine=0, polish=0)
-    # what is noted of inputs is noted by the run itself; notes that are there keep warnings from being made twice
-    report = replace(Report(), notes=[FEWER, BY_SIZE])
-    run = replace(run, plan=replace(run.plan, layers=tuple(layers)), config=config, report=report)
-    data = replace(data, run=run)
-    with ExitStack() as ending:
-        for block in blocks_in_call_order(run, data, ending):
-            inputs = block.inputs()
-            with inputs.on_device():
-                if not block.layer_plans:
-                    inputs.advance()
-                    continue
-                shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
-                for shared in shared_inputs:
-                    names = {
-                        f"{plan.name!r} at '{pattern}'": replace(plan, pattern=pattern)
-                        for plan in shared.layer_plans
-                        for pattern in wanted[plan.name]
-                    }
-                    variants = [replace(plan, name=name) for name, plan in names.items()]
-                    if block.block is not None:
-                        run.storage.load(block.block)
-                    for solved in solve_layers([SharedInput(variants, shared.stats)] if variants else [], run):
-                        plan = names[solved.layer_plan.name]
-                        yield plan, plan.pattern, shared.stats, solved.solution.weight
+    model: (plan with the pattern, statistics, weight as a matrix). The model stays as it is."""
+    more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
+    layers = [replace(each, **more) for each in data.run.plan.layers]
+    for _, shared_inputs, run in dense_inputs(data, layers):
+        for shared in shared_inputs:
+            variants = {
+                f"{each.name} at {pattern}": replace(each, pattern=pattern)
+                for each in shared.layer_plans
+                for pattern in wanted[each.name]
+            }
+            tried = SharedInput([replace(each, name=name) for name, each in variants.items()], shared.stats)
+            for solved in solve_layers([tried], run):
+                yield variants[solved.layer_plan.name], shared.stats, solved.solution.weight
 
 
 def losses_of(data: CalibrationData, found: Gradients) -> Losses:
@@ -83,20 +64,30 @@ def losses_of(data: CalibrationData, found: Gradients) -> Losses:
             raise ValueError(
                 f"layer {layer_plan.name!r}: {problem}: run the model in bfloat16 or float32, or exclude it"
             )
-    wanted = {each.name: [choice for choice in each.choices if choice is not None] for each in run.plan.layers}
+    wanted = {each.name: solved_choices(each) for each in run.plan.layers}
     losses: Losses = {each.name: {DENSE: 0.0} for each in run.plan.layers}
     count = sum(map(len, wanted.values()))
     with Progress("weigh the choices", "choice", count, show=run.config.progress) as bar:
-        for layer_plan, pattern, stats, weight in solutions(data, wanted):
-            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, found, run)
-            losses[layer_plan.name][str(pattern)] = float(f"{loss:.9g}")
+        for layer_plan, stats, weight in solutions(data, wanted):
+            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, found)
+            losses[layer_plan.name][str(layer_plan.pattern)] = float(f"{loss:.9g}")
             bar.update()
     return run.processes.broadcast("the losses of choices", [], 0, losses)
 
 
-def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, found: Gradients, run: Run) -> float:
-    """``found`` has sums of g_r^2 over tokens, which meet mean squared errors; or such sums times the mean square of
-    the input, which meet errors relative to it."""
+def solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
+    """Of many levels the lowest, the middle and the highest are solved; the losses of others follow from theirs."""
+    levels = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
+    levels = [levels[0], levels[len(levels) // 2], levels[-1]] if len(levels) > SOLVED else levels
+    return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
+
+
+SOLVED = 3
+
+
+def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, found: Gradients) -> float:
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``found`` has the former times the mean square of
+    the input, which meets errors relative to that."""
     total, rows = 0.0, found.rows[layer_plan.name]
     dense = layer_plan.layer.matrix(layer_plan.layer.values)
     step = layer_plan.at_once or layer_plan.matrices
@@ -108,11 +99,7 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, f
         assert part.gram is not None
         error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)
         errors = ((error @ part.gram) * error).sum(-1).double().cpu()
-        if layer_plan.name in found.seen:
-            # few rows of an expert in a list were filled up with those of others
-            size: Any = max(part.tokens, run.config.min_tokens) if layer_plan.layer.mixture else part.tokens
-        else:
-            size = part.gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).double().cpu().clamp_min(1e-300)
+        size = part.square_sums.double().sum(-1, keepdim=True).cpu().clamp_min(1e-300)
         total += float((errors / size * rows[where]).sum())
     return total / 2 / found.tokens
 
