@@ -126,10 +126,11 @@ def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
     lowered = True
     while lowered:
         lowered = False
-        for i, step in enumerate(steps):
-            less = zeros_in(i, step) - zeros_in(i, step - 1) if step > first[i] else surplus + 1
+        excess = [step / size - sparsities[each.name] for each, step, size in zip(layers, steps, sizes)]
+        for i in sorted(range(len(layers)), key=lambda i: -excess[i]):
+            less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] > first[i] else surplus + 1
             if less <= surplus:
-                steps[i], surplus, lowered = step - 1, surplus - less, True
+                steps[i], surplus, lowered = steps[i] - 1, surplus - less, True
     patterns = {each.name: pattern(i, steps[i]) for i, each in enumerate(layers)}
     return replace(
         plan, layers=tuple(replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)

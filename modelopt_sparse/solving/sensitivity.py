@@ -60,10 +60,8 @@ def losses_of(data: CalibrationData, found: Gradients) -> Losses:
     run = data.run
     for layer_plan in run.plan.layers:
         if not torch.isfinite(found.rows[layer_plan.name]).all():
-            problem = "the gradients of its outputs hold NaN or inf"
-            raise ValueError(
-                f"layer {layer_plan.name!r}: {problem}: run the model in bfloat16 or float32, or exclude it"
-            )
+            problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
+            raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
     wanted = {each.name: solved_choices(each) for each in run.plan.layers}
     losses: Losses = {each.name: {DENSE: 0.0} for each in run.plan.layers}
     count = sum(map(len, wanted.values()))
@@ -86,8 +84,8 @@ SOLVED = 3
 
 
 def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, found: Gradients) -> float:
-    """Half the sum over rows of E[g_r^2] times the mean squared error. ``found`` has the former times the mean square of
-    the input, which meets errors relative to that."""
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``found`` has the former times the mean square
+    of the input, which meets errors relative to that."""
     total, rows = 0.0, found.rows[layer_plan.name]
     dense = layer_plan.layer.matrix(layer_plan.layer.values)
     step = layer_plan.at_once or layer_plan.matrices
