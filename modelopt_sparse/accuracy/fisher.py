@@ -119,7 +119,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
     its predictions; of all processes together. None for a model that gives no logits."""
     run = data.run
-    found = Gradients()
+    gradients = Gradients()
     weights = {layer.parameter: layer for layer in layers}
     numbers = users_first(data, SAMPLES if blocks else WEIGHED)
     call_masks: list[TokenMasks] = []
@@ -129,12 +129,12 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         if state.dim() in (2, 3) and torch.is_grad_enabled():
             if not state.requires_grad:  # nothing before it asks for gradients
                 state.requires_grad_(True)
-            state.register_hook(partial(found.add_outputs, block))
+            state.register_hook(partial(gradients.add_outputs, block))
 
     def take_gradient(layer: Layer, weight: Tensor) -> None:
         assert weight.grad is not None
         squares = layer.matrix(weight.grad).double().square().sum(-1).cpu()
-        found.rows[layer.name] = found.rows[layer.name] + squares if layer.name in found.rows else squares
+        gradients.rows[layer.name] = gradients.rows[layer.name] + squares if layer.name in gradients.rows else squares
         weight.grad = None
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
@@ -149,7 +149,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
             if token_mask is not None and token_mask.numel() == len(each):
                 each = each[token_mask.flatten().to(each.device, torch.bool)]
-            found.tokens += len(each)
+            gradients.tokens += len(each)
             each.sum().backward()
 
     with ExitStack() as hooks:
@@ -162,13 +162,17 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(call_masks.append, numbers=numbers)
-    found.informations = {block: found.informations[block] for block in blocks if block in found.informations}
-    run.processes.all_reduce("the Fisher information of blocks", list(found.informations.values()))
+    gradients.informations = {
+        block: gradients.informations[block] for block in blocks if block in gradients.informations
+    }
+    run.processes.all_reduce("the Fisher information of blocks", list(gradients.informations.values()))
     for layer in layers:
-        found.rows.setdefault(layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64))
-    run.processes.all_reduce("the squared gradients of rows", [found.rows[layer.name] for layer in layers])
-    found.tokens = sum(run.processes.all_gather("the tokens of gradients", found.tokens))
-    return found if found.tokens else None
+        gradients.rows.setdefault(
+            layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64)
+        )
+    run.processes.all_reduce("the squared gradients of rows", [gradients.rows[layer.name] for layer in layers])
+    gradients.tokens = sum(run.processes.all_gather("the tokens of gradients", gradients.tokens))
+    return gradients if gradients.tokens else None
 
 
 # the metric -----------------------------------------------------------------------------------------------------------
@@ -179,9 +183,9 @@ def wants_metrics(config: SparsifyConfig) -> bool:
     return config.reconstruct is not None and config.reconstruct.metric != "plain"
 
 
-def with_metrics(data: CalibrationData, found: Gradients | None = None) -> CalibrationData:
+def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> CalibrationData:
     """Data that knows the metric of each block's output, if `reconstruct` asks for one: by the gradients that were
-    ``found``, or by a pass of its own.
+    given, or by a pass of its own.
 
     Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
     """
@@ -190,8 +194,8 @@ def with_metrics(data: CalibrationData, found: Gradients | None = None) -> Calib
         return data
     if data.calls is None:
         why = "a forward_loop calls the model in its own way"
-    elif (found := found or gradients_of(data, run.plan.blocks, [])) is not None and found.informations:
-        return replace(data, metrics={block: metric(fisher) for block, fisher in found.informations.items()})
+    elif (gradients := gradients or gradients_of(data, run.plan.blocks, [])) is not None and gradients.informations:
+        return replace(data, metrics={block: metric(fisher) for block, fisher in gradients.informations.items()})
     else:
         why = f"the output of a {type(run.model).__name__} has no logits"
     if options.metric == "fisher":

@@ -58,20 +58,24 @@ def parse_budget(value: Any, units: Sequence[str] = UNITS) -> Budget | None:
     return Budget(tuple(_limit(value, str(amount), unit, units) for unit, amount in value.items()))
 
 
-def _limit(given: Any, text: str, unit: Any, units: Sequence[str]) -> Limit:
+def _limit(written: Any, text: str, unit: Any, units: Sequence[str]) -> Limit:
     match, allowed = NUMBER.fullmatch(text), ", ".join(units)
     named = (match[3] or unit) if match is not None else None
     if match is None or not named or (unit and match[3]):
         example = f"write for example '35% {unit or 'zeros'}'"
-        raise ValueError(f"budget={given!r}: say how much, and of what ({allowed}): {example}")
+        raise ValueError(f"budget={written!r}: say how much, and of what ({allowed}): {example}")
     if named not in units:
-        raise ValueError(f"budget={given!r}: unit {named!r} is not known{nearest(named, units)}; allowed are {allowed}")
+        raise ValueError(
+            f"budget={written!r}: unit {named!r} is not known{nearest(named, units)}; allowed are {allowed}"
+        )
     amount, percent = Fraction(match[1]), bool(match[2])
     if (percent and amount > 100) or amount <= 0 or (named == "kl" and percent):
         problem = "kl is an amount, in nats" if named == "kl" else "a share is more than 0 % and at most 100 %"
-        raise ValueError(f"budget={given!r}: {problem}")
+        raise ValueError(f"budget={written!r}: {problem}")
     if named in ("zeros", "params", "bytes", "flops") and not percent and amount < 1:
-        raise ValueError(f"budget={given!r}: less than one of the {named}: write a share with %, such as '35% {named}'")
+        raise ValueError(
+            f"budget={written!r}: less than one of the {named}: write a share with %, such as '35% {named}'"
+        )
     return Limit(named, amount / 100 if percent else amount, percent)
 
 
@@ -120,7 +124,7 @@ def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]
 
     With one, costs get the price at which the cheapest choices meet the ceiling (Lagrange); what these lose more than
     the bound that the price gives is little, and all partial plans within it are gone through (dynamic programming,
-    Pisinger 1995). With two the second's price is found by bisection. Last, single choices are exchanged while that
+    Pisinger 1995). With two the second's price is searched by bisection. Last, single choices are exchanged while that
     lowers the loss.
     """
     cheapest = np.where(np.isinf(losses_NK), np.iinfo(np.int64).max, costs_BNK).min(-1).sum(-1)
@@ -167,8 +171,8 @@ def _with_one(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.n
     priced = losses_NK + price * costs_NK
     more_NK = priced - priced.min(1, keepdims=True)  # than the bound: what a choice adds to it
     gap = _sum(losses_NK, start) - (priced.min(1).sum() - price * ceiling)
-    found = _searched(losses_NK, costs_NK, more_NK, max(gap, 0.0) * (1 + 1e-9), ceiling, start)
-    return _exchanged(found, losses_NK, costs_NK[None], [ceiling])
+    searched = _searched(losses_NK, costs_NK, more_NK, max(gap, 0.0) * (1 + 1e-9), ceiling, start)
+    return _exchanged(searched, losses_NK, costs_NK[None], [ceiling])
 
 
 def _searched(

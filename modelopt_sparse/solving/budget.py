@@ -49,12 +49,12 @@ class Counting:
         """What a layer costs with a choice, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds.
         ``siblings``: layers that are the experts of one mixture."""
         packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
-        kept = layer_plan.size - (0 if choice is None else choice.zeros_in(layer_plan.shape))
+        stay = layer_plan.size - (0 if choice is None else choice.zeros_in(layer_plan.shape))
         if unit == "zeros":
-            return kept
+            return stay
         if unit == "flops":
             experts = siblings if siblings > 1 else layer_plan.matrices if layer_plan.routed else 1
-            return -(-2 * kept * min(self.experts_per_token or experts, experts) // experts)
+            return -(-2 * stay * min(self.experts_per_token or experts, experts) // experts)
         if unit == "bytes":
             size = layer_plan.layer.parameter.element_size()
             if packed and takes_shape(layer_plan.shape)[str(self.runtime)]:
@@ -82,12 +82,12 @@ class Table:
 
     def ceilings(self, budget: Budget) -> dict[str, int]:
         """Unit -> the most that it may cost; of zeros, the weights that may stay."""
-        found = {}
+        ceilings = {}
         for limit in budget.limits:
             dense = self.cost(limit.unit, dict.fromkeys(each.name for each in self.plan.layers))
             amount = limit.amount * (dense if limit.of_dense else 10**6 if limit.unit == "ms" else 1)
-            found[limit.unit] = dense - math.ceil(amount) if limit.unit == "zeros" else math.floor(amount)
-        return found
+            ceilings[limit.unit] = dense - math.ceil(amount) if limit.unit == "zeros" else math.floor(amount)
+        return ceilings
 
     def cost(self, unit: str, chosen: Mapping[str, Pattern | None]) -> int:
         return sum(
@@ -213,14 +213,14 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
     )
     if file is not None and file.exists():
         return data, Table(run.plan, _read(file, run.plan), counting)
-    found = gradients_of(
+    gradients = gradients_of(
         data, run.plan.blocks if wants_metrics(run.config) else [], [each.layer for each in run.plan.layers]
     )
-    if found is None:
+    if gradients is None:
         problem = f"budget: the output of a {type(run.model).__name__} has no logits, which losses are measured by"
         raise ValueError(f"{problem}: give allocation='owl', or rules")
-    data = with_metrics(data, found)
-    losses = losses_of(_first(data), found)
+    data = with_metrics(data, gradients)
+    losses = losses_of(_first(data), gradients)
     if file is not None and run.processes.rank == 0:
         shapes = {each.name: list(each.shape) for each in run.plan.layers}
         file.write_text(json.dumps({"shapes": shapes, "losses": losses}, indent=1) + "\n", encoding="utf-8")
@@ -386,10 +386,10 @@ def curve_of(data: CalibrationData) -> BudgetCurve:
         asked = parse_budget(f"{share}% {unit}")
         assert asked is not None
         ceilings = losses.ceilings(asked)
-        found = losses.best(ceilings) if not plain else (losses.plain(ceilings) or (None, None))[1]
-        if found is None:
+        chosen_there = losses.best(ceilings) if not plain else (losses.plain(ceilings) or (None, None))[1]
+        if chosen_there is None:
             return None
-        total = said["factor"] * losses.loss(found)
+        total = said["factor"] * losses.loss(chosen_there)
         return total * (1 + BEND * total)
 
     points = []

@@ -55,11 +55,11 @@ def solutions(
                 yield variants[solved.layer_plan.name], shared.stats, solved.solution.weight
 
 
-def losses_of(data: CalibrationData, found: Gradients) -> Losses:
+def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     """The loss of each layer with each of its choices."""
     run = data.run
     for layer_plan in run.plan.layers:
-        if not torch.isfinite(found.rows[layer_plan.name]).all():
+        if not torch.isfinite(gradients.rows[layer_plan.name]).all():
             problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
             raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
     wanted = {each.name: solved_choices(each) for each in run.plan.layers}
@@ -67,7 +67,7 @@ def losses_of(data: CalibrationData, found: Gradients) -> Losses:
     count = sum(map(len, wanted.values()))
     with Progress("weigh the choices", "choice", count, show=run.config.progress) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
-            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, found)
+            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
             losses[layer_plan.name][str(layer_plan.pattern)] = float(f"{loss:.9g}")
             bar.update()
     return run.processes.broadcast("the losses of choices", [], 0, losses)
@@ -83,10 +83,10 @@ def solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
 SOLVED = 3
 
 
-def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, found: Gradients) -> float:
-    """Half the sum over rows of E[g_r^2] times the mean squared error. ``found`` has the former times the mean square
-    of the input, which meets errors relative to that."""
-    total, rows = 0.0, found.rows[layer_plan.name]
+def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients) -> float:
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
+    square of the input, which meets errors relative to that."""
+    total, rows = 0.0, gradients.rows[layer_plan.name]
     dense = layer_plan.layer.matrix(layer_plan.layer.values)
     step = layer_plan.at_once or layer_plan.matrices
     for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
@@ -99,7 +99,7 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, f
         errors = ((error @ part.gram) * error).sum(-1).double().cpu()
         size = part.square_sums.double().sum(-1, keepdim=True).cpu().clamp_min(1e-300)
         total += float((errors / size * rows[where]).sum())
-    return total / 2 / found.tokens
+    return total / 2 / gradients.tokens
 
 
 # divergence -----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def divergences(data: CalibrationData, numbers: Sequence[int], variants: Sequenc
     def after(model: nn.Module, args: tuple, output: Any) -> None:
         nonlocal rows
         logits = logits_of(output)
-        assert logits is not None  # gradients were found
+        assert logits is not None  # gradients were gradients
         real = token_mask is not None and token_mask.shape == logits.shape[:-1]
         rows = logits[token_mask.to(logits.device)] if real else logits.flatten(0, -2)  # type: ignore[union-attr]
 
