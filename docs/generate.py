@@ -27,8 +27,9 @@ After this page you know every flag of `modelopt-sparse`. Examples and what lies
 MORE = {  # group of SparsifyConfig's docstring -> where to read on
     "What to prune": "[plan and rules](plan-and-rules.md), [masks of your own](accuracy.md#masks-of-your-own)",
     "Calibration data": "[data](data.md), [calibration](calibration.md), [experts](experts.md)",
-    "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), [allocation](allocation.md), "
-    "[refinement](refine.md), [devices](calibration.md#devices-and-offloading), [training](training.md)",
+    "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), [budget](budget.md), "
+    "[allocation](allocation.md), [refinement](refine.md), "
+    "[devices](calibration.md#devices-and-offloading), [training](training.md)",
     "Several processes": "[many GPUs](distributed.md)",
 }
 

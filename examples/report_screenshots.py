@@ -42,7 +42,7 @@ def mixture() -> torch.nn.Module:
     config = MixtralConfig(vocab_size=256, num_hidden_layers=4, num_local_experts=8, **sizes)
     model = MixtralForCausalLM(config).eval()
     batches = list(torch.randint(3, 256, (32, 64)).split(4))
-    options = {"pattern": "60%", "polish": 5, "allocation": "search", "data_loader": batches, "progress": False}
+    options = {"budget": "60% zeros", "polish": 5, "data_loader": batches, "progress": False}
     return mts.sparsify(model, "sparsegpt", options)
 
 

@@ -23,6 +23,7 @@ from .model.masking import attach_optimizer as attach_optimizer
 from .model.masking import named_masks as named_masks
 from .model.masking import observe_gradient as observe_gradient
 from .model.masking import set_mask as set_mask
+from .oneshot import budget_curve as budget_curve
 from .oneshot import export as export
 from .oneshot import sparsify as sparsify
 from .plan.names import Rule as Rule
@@ -39,5 +40,6 @@ from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense
 from .runtime.convert import to_semi_structured as to_semi_structured
+from .solving.budget import BudgetCurve as BudgetCurve
 
 __version__: str

@@ -32,6 +32,7 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import PERMUTED, Report, attach_report, attached_report, merged_report
 from modelopt_sparse.solving.block import sparsify_block
+from modelopt_sparse.solving.budget import BudgetCurve, budgeted, curve_of
 
 
 def sparsify(
@@ -86,14 +87,21 @@ def prune(
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
         run = Run(model, plan, config, storage, processes, report)
-        wanted = config.allocation != "uniform" or any(layer_plan.calibrated for layer_plan in plan.layers)
+        wanted = (
+            config.allocation != "uniform"
+            or config.budget is not None
+            or any(layer_plan.calibrated for layer_plan in plan.layers)
+        )
         wanted = wanted or config.distill is not None
         with report.timed("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.allocation != "uniform":
             with report.timed("allocation"):
                 data = replace(data, run=allocated(data))
-            run = data.run
+        if data is not None and config.budget is not None:
+            with report.timed("budget"):
+                data = budgeted(data)
+        run = run if data is None else data.run
         with report.timed("metrics"):
             data = None if data is None else with_metrics(data)
         with report.timed("dense predictions"):
@@ -115,6 +123,34 @@ def prune(
             with report.timed("distillation"):
                 distill(teacher, run)
     return report
+
+
+def budget_curve(
+    model: nn.Module,
+    method: Any = None,
+    config: SparsifyConfig | Mapping[str, Any] | None = None,
+    *,
+    budget: Any = "50% zeros",
+    **options: Any,
+) -> BudgetCurve:
+    """What budgets of a model would cost: KL over zeros, bytes or flops, beside a plain plan; and the choice for one
+    ``budget``. Nothing is pruned, and the model stays as it is.
+
+    ``method``, ``config`` and keywords are those of `sparsify`. ``losses="losses.json"`` keeps what was measured for
+    other budgets.
+    """
+    refuse_no_model(model)
+    with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
+        model = unwrapped(model)
+        resolved, config = resolve(method, config, {**options, "budget": budget})
+        plan = plan_for(model, resolved, config)
+        check_options(plan, config)
+        _check(model, plan, config, InMemory())
+        with calibrating(model):
+            run = Run(model, plan, config, InMemory(), processes, Report.begin((), (), {}))
+            curve = curve_of(CalibrationData.load(run))
+        processes.barrier()
+    return curve
 
 
 def export(model: nn.Module) -> nn.Module:
@@ -164,6 +200,8 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
         needing.append("distill")
     if config.allocation != "uniform":
         needing.append(f"allocation={config.allocation!r}")
+    if config.budget is not None:
+        needing.append(f"budget='{config.budget}'")
     if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
         raise ValueError(
             f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="

@@ -574,7 +574,7 @@ def commands(*lines: str) -> Result:
 # how, with which model: method and options; the next job of the same kind
 LINES = """
 two llama: sparsegpt; sparsegpt deterministic=true; wanda permute=true polish=4 reconstruct=2
-two llama: wanda pattern=0.5 allocation=search; alps reconstruct=1 deterministic=true
+two llama: wanda budget="50% zeros"; alps reconstruct=1 deterministic=true
 two mixtral: sparsegpt memory_limit=400KB; sparsegpt deterministic=true
 two t5: sparsegpt sequential=stage deterministic=true
 two padded: DEFAULT quality=balanced sequential=stage; wanda sequential=none polish=2
@@ -599,8 +599,8 @@ sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=bal
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
 sparse llama: DEFAULT quality=best; sparsegpt permute=true; wanda refine=true; ria polish=true; alps update=false
 sparse llama: sparsegpt update=false refine=2; sparsegpt reconstruct=true; wanda reconstruct=CHILDREN
-sparse llama: sparsegpt pattern=0.6 allocation=block; wanda pattern=60% allocation=owl
-sparse llama: wanda pattern="60% per row" allocation=search; wanda rules=RULES; sparsegpt enforce=false
+sparse llama: wanda pattern=60% allocation=owl
+sparse llama: wanda budget="60% zeros"; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj
 sparse deep: sparsegpt sequential=stage permute=true reconstruct=2; alps sequential=none; wanda reconstruct=MOVE
 sparse gpt2: sparsegpt; wanda reconstruct=2 sequential=stage; sparsegpt sequential=none

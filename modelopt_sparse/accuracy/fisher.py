@@ -6,9 +6,10 @@ predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.plan.options import SparsifyConfig
 
 # a backward pass that holds one block at a time -----------------------------------------------------------------------
 # Blocks keep nothing but their inputs for it, and run once more in it (Chen et al. 2016, arXiv 1604.06174).
@@ -85,55 +88,54 @@ class _Onloaded:
         self._block = None
 
 
-# the metric -----------------------------------------------------------------------------------------------------------
+# sums over the gradients of one backward pass -------------------------------------------------------------------------
 
 
 SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
+WEIGHED = 16  # of them are enough for the losses of layers
 PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
 
 
-def with_metrics(data: CalibrationData) -> CalibrationData:
-    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by one forward and one backward
-    of the dense model over the first rows of the user's data.
+@dataclass
+class Gradients:
+    """Sums over the gradients of -log p(y) of the ``tokens`` that were predicted, up to one factor.
 
-    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
+    informations: block -> the sum of g g^T over the gradients of its output.
+    rows: layer name -> ``[..., R]``, the sum over calls of the squared gradient of each row of its weight. As gradients
+      of tokens are uncorrelated, or nearly, it is the sum of |g_r|^2 |x|^2 over tokens, for any kind of layer.
     """
-    run = data.run
-    options = run.config.reconstruct
-    if options is None or options.metric == "plain":
-        return data
-    if data.calls is None:
-        why = "a forward_loop calls the model in its own way"
-    elif informations := _informations(data):
-        return replace(data, metrics={block: metric(fisher) for block, fisher in informations.items()})
-    else:
-        why = f"the output of a {type(run.model).__name__} has no logits"
-    if options.metric == "fisher":
-        raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
-    run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
-    return data
+
+    tokens: int = 0
+    informations: dict[nn.Module, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_outputs(self, block: nn.Module, gradient: Tensor) -> None:
+        rows = gradient.detach().flatten(0, -2).float()
+        product = rows.T @ rows
+        self.informations[block] = self.informations[block] + product if block in self.informations else product
 
 
-def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
-    """The Fisher information of each block's output, up to one factor; {} of a model that gives no logits."""
+def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
+    """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
+    its predictions; of all processes together. None for a model that gives no logits."""
     run = data.run
-    sums: dict[nn.Module, Tensor] = {}
-    numbers = _first_of_the_users(data)
+    gradients = Gradients()
+    weights = {layer.parameter: layer for layer in layers}
+    numbers = users_first(data, SAMPLES if blocks else WEIGHED)
     call_masks: list[TokenMasks] = []
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
-        if state.dim() not in (2, 3) or not torch.is_grad_enabled():
-            return
-        if not state.requires_grad:  # nothing before it asks for gradients
-            state.requires_grad_(True)
+        if state.dim() in (2, 3) and torch.is_grad_enabled():
+            if not state.requires_grad:  # nothing before it asks for gradients
+                state.requires_grad_(True)
+            state.register_hook(partial(gradients.add_outputs, block))
 
-        def add(gradient: Tensor) -> None:
-            rows = gradient.detach().flatten(0, -2).float()
-            product = rows.T @ rows
-            sums[block] = sums[block] + product if block in sums else product
-
-        state.register_hook(add)
+    def take_gradient(layer: Layer, weight: Tensor) -> None:
+        assert weight.grad is not None
+        squares = layer.matrix(weight.grad).double().square().sum(-1).cpu()
+        gradients.rows[layer.name] = gradients.rows[layer.name] + squares if layer.name in gradients.rows else squares
+        weight.grad = None
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         logits = getattr(output, "logits", None)
@@ -147,19 +149,59 @@ def _informations(data: CalibrationData) -> dict[nn.Module, Tensor]:
             each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
             if token_mask is not None and token_mask.numel() == len(each):
                 each = each[token_mask.flatten().to(each.device, torch.bool)]
+            gradients.tokens += len(each)
             each.sum().backward()
 
     with ExitStack() as hooks:
-        hooks.enter_context(only_these_require_grad(run.model, {}))
+        hooks.enter_context(only_these_require_grad(run.model, weights))
         hooks.enter_context(blocks_recomputed(run))
-        for block in run.plan.blocks:
+        for block in blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
+        for weight, layer in weights.items():
+            hooks.callback(weight.register_post_accumulate_grad_hook(partial(take_gradient, layer)).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(call_masks.append, numbers=numbers)
-    blocks = [block for block in run.plan.blocks if block in sums]
-    run.processes.all_reduce("the Fisher information of blocks", [sums[block] for block in blocks])
-    return {block: sums[block] for block in blocks}
+    gradients.informations = {
+        block: gradients.informations[block] for block in blocks if block in gradients.informations
+    }
+    run.processes.all_reduce("the Fisher information of blocks", list(gradients.informations.values()))
+    for layer in layers:
+        gradients.rows.setdefault(
+            layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64)
+        )
+    run.processes.all_reduce("the squared gradients of rows", [gradients.rows[layer.name] for layer in layers])
+    gradients.tokens = sum(run.processes.all_gather("the tokens of gradients", gradients.tokens))
+    return gradients if gradients.tokens else None
+
+
+# the metric -----------------------------------------------------------------------------------------------------------
+
+
+def wants_metrics(config: SparsifyConfig) -> bool:
+    """Whether `reconstruct` asks for metrics."""
+    return config.reconstruct is not None and config.reconstruct.metric != "plain"
+
+
+def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> CalibrationData:
+    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by the gradients that were
+    given, or by a pass of its own.
+
+    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
+    """
+    run, options = data.run, data.run.config.reconstruct
+    if options is None or not wants_metrics(run.config) or data.metrics:
+        return data
+    if data.calls is None:
+        why = "a forward_loop calls the model in its own way"
+    elif (gradients := gradients or gradients_of(data, run.plan.blocks, [])) is not None and gradients.informations:
+        return replace(data, metrics={block: metric(fisher) for block, fisher in gradients.informations.items()})
+    else:
+        why = f"the output of a {type(run.model).__name__} has no logits"
+    if options.metric == "fisher":
+        raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
+    run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")
+    return data
 
 
 def metric(fisher: Tensor) -> Tensor:
@@ -172,13 +214,13 @@ def metric(fisher: Tensor) -> Tensor:
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
-def _first_of_the_users(data: CalibrationData) -> list[int]:
-    """The numbers of this process's first calls that are not text of the model's own, about SAMPLES rows in all
+def users_first(data: CalibrationData, wanted: int) -> list[int]:
+    """The numbers of this process's first calls that are not text of the model's own, about so many rows in all
     processes."""
     assert data.calls is not None
     processes, rows, numbers = data.run.processes, 0, []
     for number in range(-(-max(0, data.own - processes.rank) // processes.size), len(data.calls)):
-        if rows * processes.size >= SAMPLES:
+        if rows * processes.size >= wanted:
             break
         numbers.append(number)
         rows += samples(data.calls[number].args, data.calls[number].kwargs)

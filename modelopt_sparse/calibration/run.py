@@ -62,6 +62,18 @@ class Storage(ABC):
         """The same values, wherever activations are held from one block to the next."""
 
     @abstractmethod
+    def hold_weights(self, x: Tensor) -> Tensor:
+        """The same values, wherever solutions that are only tried are held."""
+
+    @abstractmethod
+    def recall(self) -> dict[str, Any] | None:
+        """What the run that this one goes on from has kept of its budget."""
+
+    @abstractmethod
+    def keep(self, budget: dict[str, Any]) -> None:
+        """Keep what a budget led to for a run that goes on from this one."""
+
+    @abstractmethod
     def check_whole_runs(self, why: str) -> None:
         """Raise ValueError if a stack cannot be calibrated by a run of the whole model for each block."""
 
@@ -79,6 +91,15 @@ class InMemory(Storage):
 
     def hold_activations(self, x: Tensor) -> Tensor:
         return x
+
+    def hold_weights(self, x: Tensor) -> Tensor:
+        return x
+
+    def recall(self) -> dict[str, Any] | None:
+        return None
+
+    def keep(self, budget: dict[str, Any]) -> None:
+        del budget
 
     def check_whole_runs(self, why: str) -> None:
         del why

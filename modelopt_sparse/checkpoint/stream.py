@@ -111,7 +111,7 @@ def sparsify_checkpoint(
         plan = plan_for(empty, chosen, settings)
         names = _block_names(empty, plan)
         check_options(plan, settings)
-        calibrated = any(layer_plan.calibrated for layer_plan in plan.layers)
+        calibrated = settings.budget is not None or any(layer_plan.calibrated for layer_plan in plan.layers)
         calls = load_calls(settings, empty) if calibrated else None
         # all that can be known without work is: from here on there is a work folder
         files = SourceFiles(folder, processes)
@@ -124,7 +124,9 @@ def sparsify_checkpoint(
                     model, places = without_blocks(folder, names, dtype, quantized, work, remote)
                     files.check_all()  # what lies outside of the blocks has been read
                     with Streamed(model, names, places, work, files, spill=spill) as storage:
-                        report = _solved_before(work, plan, calls)
+                        if work.resumed:
+                            work.check_data(_hash(calls))
+                        report = _solved_before(work, plan)
                         if report is None:
                             report = prune(model, chosen, settings, storage, processes, calls)
                             report.notes += _more_notes(storage, work, quantized)
@@ -160,7 +162,7 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     options = [
-        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give allocation='uniform' or rules"),
+        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give a budget, or rules"),
         (config.distill is not None, f"distill{quality}", "leave it out"),
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
@@ -207,16 +209,19 @@ def _started_with(
     return facts
 
 
-def _solved_before(work: WorkFolder, plan: Plan, calls: list[Call] | None) -> Report | None:
-    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
-    then, and are solved again."""
-    report = work.report if all(layer_plan.block is not None for layer_plan in plan.layers) else None
-    if report is None:
-        return None
+def _hash(calls: list[Call] | None) -> str | None:
+    """Of the calibration data; None without any."""
     digest = hashlib.sha256()
     for call in calls or ():
         take_in(digest, call.args, call.kwargs)
-    return Report.from_dict(report) if work.check_data(None if calls is None else digest.hexdigest()) else None
+    return None if calls is None else digest.hexdigest()
+
+
+def _solved_before(work: WorkFolder, plan: Plan) -> Report | None:
+    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
+    then, and are solved again."""
+    report = work.report if all(layer_plan.block is not None for layer_plan in plan.layers) else None
+    return None if report is None else Report.from_dict(report)
 
 
 def _more_notes(storage: Streamed, work: WorkFolder, quantized: Quantized | None) -> list[str]:

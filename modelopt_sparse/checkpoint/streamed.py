@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, write_masks
-from modelopt_sparse.checkpoint.workfolder import BlockRecord, WorkFolder
+from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
@@ -285,6 +285,16 @@ class Streamed(Storage):
 
     def hold_activations(self, x: Tensor) -> Tensor:
         return spilled(x, self._work.path / "writing") if self.spills else x
+
+    def hold_weights(self, x: Tensor) -> Tensor:
+        return spilled(x, self._work.path / "writing")
+
+    def recall(self) -> dict[str, Any] | None:
+        return self._work.budget
+
+    def keep(self, budget: dict[str, Any]) -> None:
+        if self._work.leads:
+            self._work.write_json(BUDGET, budget)
 
     def check_whole_runs(self, why: str) -> None:
         raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")

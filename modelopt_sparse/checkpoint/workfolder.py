@@ -5,6 +5,7 @@ nothing to go on from then. It holds:
 
   started.json          what the run was started with, so that only such a run continues it
   block-00003.json      block 3 is done: its files with their hashes, its masks, and its part of the report
+  budget.json           what the layers become under a budget, from before the first block is solved
   report.json           all blocks are done, and this is the report
   finished.json         ``folder`` holds the whole target, and only has to be moved to its place
   folder/               the target's files, under their final names
@@ -46,7 +47,8 @@ from modelopt_sparse.checkpoint.folder import (
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.fold import first_few
 
-STARTED, REPORT, FINISHED, LOCK = "started.json", "report.json", "finished.json", "lock"
+STARTED, BUDGET, REPORT, FINISHED = "started.json", "budget.json", "report.json", "finished.json"
+LOCK = "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
 DATA = "calibration data"
@@ -168,7 +170,7 @@ def opened(
         work.join()
         yield work
         return
-    of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, REPORT}
+    of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, BUDGET, REPORT}
     there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
     if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
         raise ValueError(f"{str(work.path)!r}: something else is there: move it, or give another target")
@@ -181,7 +183,7 @@ def opened(
             if not work.has_blocks():
                 for name in (*FOLDERS, *SCRATCH):
                     shutil.rmtree(work.path / name, ignore_errors=True)
-                for name in (REPORT, STARTED):
+                for name in (REPORT, BUDGET, STARTED):
                     (work.path / name).unlink(missing_ok=True)
 
 
@@ -190,6 +192,7 @@ class WorkFolder:
 
     leads: whether this process writes, and is the only one that does.
     done: index of a block -> its record, for blocks that are done.
+    budget: what an earlier run has kept of its budget.
     report: of an earlier run, if it has done all blocks.
     resumed: whether an earlier run has done some of them.
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
@@ -201,6 +204,7 @@ class WorkFolder:
         self.final_folder, self.path = final_folder, work_path(final_folder)
         self.leads = processes.rank == 0
         self.done: dict[int, BlockRecord] = {}
+        self.budget: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
         self.resumed = self.finished = False
         self._processes = processes
@@ -229,7 +233,9 @@ class WorkFolder:
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
         self.resumed = bool(self.done)
-        self.report = self._read_json(REPORT) if (self.path / REPORT).is_file() else None
+        self.budget, self.report = (
+            self._read_json(name) if (self.path / name).is_file() else None for name in (BUDGET, REPORT)
+        )
 
     def join(self) -> None:
         """Let the other processes know what the one that leads has found, once it has begun."""
@@ -238,9 +244,9 @@ class WorkFolder:
         seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
         if self.leads:
             seal.touch()
-        facts = self.done, self.report, self.resumed, self.finished, seal.name
+        facts = self.done, self.budget, self.report, self.resumed, self.finished, seal.name
         facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
-        self.done, self.report, self.resumed, self.finished, name = facts
+        self.done, self.budget, self.report, self.resumed, self.finished, name = facts
         if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(
@@ -277,7 +283,7 @@ class WorkFolder:
             same = self._compare_data(sha256) if self.leads else False
             self._data_is_same = self._processes.all_gather("the data of the work folder", same)[0]
             if not self._data_is_same:
-                self.done, self.resumed = {}, False
+                self.done, self.budget, self.report, self.resumed = {}, None, None, False
         return bool(self._data_is_same)
 
     def _compare_data(self, sha256: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `modelopt-sparse sparsify | plan | eval | verify | report | speed | sparse-ift | finalize`.
+"""The command line: `modelopt-sparse COMMAND`.
 
 A command is one function: its signature declares the options, its body calls the public API. What needs torch is
 imported in the bodies, so that help texts, the version and completion come at once.
@@ -112,6 +112,11 @@ def _flags(
         None, help=f"{', '.join(QUALITIES)}: chooses the method and what follows it. Default: neither."
     ),
     pattern: str | None = Option(None, help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4."),
+    budget: str | None = Option(
+        None, help="What layers may have in all, such as '35% zeros' or '60% flops': what each becomes is chosen."
+    ),
+    choices: str | None = Option(None, metavar="A,B", help="With a budget: what a layer may become. dense,2:4 or so."),
+    losses: Path | None = Option(None, help="JSON file that keeps what choices lose, for other budgets."),
     data: str | None = Option(
         None,
         metavar="FILE",
@@ -331,6 +336,28 @@ def plan(
         if quantized is not None:
             planned = replace(planned, notes=(*planned.notes, str(quantized)))
     typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
+
+
+@command
+def budget(
+    model: Model,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    progress: Progress = None,
+    all_rows: AllRows = False,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Show what budgets of MODEL would cost. KL over zeros, bytes or flops, and the choice of each layer for one."""
+    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+
+    settings = settings_of(**flags, progress=progress)
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
+    if "data" in settings:
+        settings["tokenizer"] = source.tokenizer
+    curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
+    typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
 
 
 @command

@@ -1,5 +1,6 @@
 """Every option of `sparsify`, checked before any work; and what each ``quality=`` stands for."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +16,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
+from modelopt_sparse.plan.budget import DENSE, LEVELS, RUNTIMES, UNITS, Budget, parse_budget, parse_choices, timings_of
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole, shown
@@ -28,24 +30,22 @@ class Quality:
 
     method: name of the method.
     options: options of `SparsifyConfig`, for any pattern.
-    places_zeros: whether zeros also go where they cost least: N:M patterns by ``permute``, others by ``allocation``.
+    permutes: whether N:M patterns get ``permute``.
     """
 
     method: str
     options: Mapping[str, Any]
-    places_zeros: bool = True
+    permutes: bool = True
 
     def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
         """The options for a pattern; None: only those for any pattern."""
-        if pattern is None or not self.places_zeros:
-            return dict(self.options)
-        return {**self.options, **({"permute": True} if isinstance(pattern, NM) else {"allocation": "block"})}
+        return {**self.options, **({"permute": True} if self.permutes and isinstance(pattern, NM) else {})}
 
 
 BALANCED = {"epochs": 4, "masks": "auto"}
 BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": 3}, places_zeros=False),
+    "fast": Quality("sparsegpt", {"polish": 3}, permutes=False),
     "balanced": Quality("alps", {"reconstruct": BALANCED}),
     "best": Quality("alps", BEST),
     "max": Quality("alps", {**BEST, "distill": True}),
@@ -158,7 +158,7 @@ def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning 
 CHOICES: dict[str, tuple[str, ...]] = {
     "sequential": ("block", "stage", "none"),
     "experts": ("pool", "all_tokens", "weight_only"),
-    "allocation": ("uniform", "block", "owl", "search"),
+    "allocation": ("uniform", "owl"),
 }
 AUTOCAST = ("bfloat16", "float16", None)
 LEAST = {"refine": 0, "polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
@@ -176,13 +176,16 @@ ELSEWHERE = {
     "targets": "include=, globs of layers to prune",
     "sparsity": "pattern=, such as 0.5, '50%' or '2:4'",
     "mask_structure": "pattern=, such as '2:4'",
+    "constraints": "budget=, such as '60% flops'",
+    "effective_bits": "budget=, such as '60% bytes' with runtime='cusparselt'; nothing is quantized here",
+    "target_size": "budget=, such as '4.2e9 bytes' with runtime='cusparselt'",
 }
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # the options in a report; those of the second line only where the data is text
 REPORTED = (
     *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
     *("self_data", "quality", "permute", "update", "refine", "polish", "reconstruct", "distill", "allocation"),
-    *("autocast", "float32_products", "deterministic"),
+    *("budget", "choices", "runtime", "autocast", "float32_products", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 
@@ -247,8 +250,17 @@ class SparsifyConfig:
         the number of epochs, or a mapping of `Reconstruct`'s options.
       distill: after the last block, tune the kept weights, norms and biases of the whole model to predict what the
         dense model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
-      allocation: "uniform", "block", "owl" or "search": how the zeros of an unstructured pattern are shared out over
-        the layers.
+      allocation: "uniform" or "owl": how the zeros of an unstructured pattern are shared out over the layers.
+      budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
+        lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an
+        amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``.
+      choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
+        ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
+        one with nothing but a ``pattern`` fixes that.
+      runtime: the library whose packed 2:4 weights a budget of bytes counts, "cusparselt" or "cutlass".
+      timings: what a budget of ms counts, summed up over layers and token counts: a SpeedReport, or the path of what
+        ``modelopt-sparse speed --json`` printed.
+      losses: path of a JSON file with the losses of all choices: written, or if it is there used for another budget.
       device: where blocks are calibrated and solved. None: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. None: the model's own precision.
@@ -296,6 +308,11 @@ class SparsifyConfig:
     reconstruct: Reconstruct | None = None
     distill: Distill | None = None
     allocation: str = "uniform"
+    budget: Budget | None = None
+    choices: tuple[Pattern | None, ...] | None = None
+    runtime: str | None = None
+    timings: Mapping[str, tuple[float, float]] | None = None
+    losses: Path | None = None
     quality: str | None = None
     device: torch.device | None = None
     autocast: str | None = None
@@ -315,6 +332,9 @@ class SparsifyConfig:
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
+        if self.budget is not None and self.choices is None:
+            named = isinstance(self.pattern, NM) and "pattern" in self.__dict__["_passed"]
+            object.__setattr__(self, "choices", (None, self.pattern) if named else parse_choices(LEVELS))
         _check_types(self)
         if (problem := next(_problems(self), None)) is not None:
             raise ValueError(problem)
@@ -373,6 +393,8 @@ class SparsifyConfig:
         """The options in a report, as values of JSON: all that the result depends on, without the data and without what
         each layer's row says."""
         values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
+        values |= {"budget": None if self.budget is None else str(self.budget)}
+        values |= {"choices": None if self.choices is None else [str(choice or DENSE) for choice in self.choices]}
         return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
 
     def widens(self, model: torch.nn.Module) -> bool:
@@ -440,6 +462,24 @@ def _bytes(value: Any) -> Any:
         raise ValueError(f"memory_limit={shown(value)}: give bytes, or a number with a unit, such as '16GB'") from None
 
 
+def _allocation(value: Any) -> Any:
+    if value in ("block", "search"):
+        problem = f"allocation={value!r} is no more: a budget shares zeros out by what layers lose, and better"
+        raise ValueError(f"{problem}: give budget='50% zeros', with your share, in the place of pattern and allocation")
+    return "uniform" if value is None else value
+
+
+def _timings(value: Any) -> Any:
+    if isinstance(value, (str, Path)):
+        try:
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"timings={str(value)!r} cannot be read as JSON: {error}") from None
+    if isinstance(value, Mapping) and "layers" not in value:
+        return value  # parsed before
+    return timings_of(value if value is None or isinstance(value, Mapping) else value.as_dict())
+
+
 def _device(value: Any) -> torch.device | None:
     try:
         return None if value is None else torch.device(value)
@@ -454,7 +494,11 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "polish": lambda value: _times("polish", value),
     "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
     "distill": lambda value: _parse_tuning("distill", Distill, value),
-    "allocation": lambda value: "uniform" if value is None else value,
+    "allocation": _allocation,
+    "budget": lambda value: parse_budget(value, [unit for unit in UNITS if unit != "params"]),
+    "choices": lambda value: None if value is None else parse_choices(value),
+    "timings": _timings,
+    "losses": lambda value: None if value is None else Path(value),
     "memory_limit": _bytes,
     "masks": _masks,
     "data": lambda value: list(value) if isinstance(value, Iterator) else value,  # it may be read twice
@@ -480,6 +524,7 @@ def _check_types(config: SparsifyConfig) -> None:
     for name, allowed in CHOICES.items():
         check_choice(name, getattr(config, name), allowed)
     check_choice("autocast", config.autocast, AUTOCAST)
+    check_choice("runtime", config.runtime, (*RUNTIMES, None))
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
@@ -530,7 +575,26 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    choosing = {"refine": config.refine, "permute": config.permute, "allocation": config.allocation != "uniform"}
+    units = [] if config.budget is None else [limit.unit for limit in config.budget.limits]
+    extra = [name for name in ("choices", "runtime", "timings", "losses") if getattr(config, name)]
+    if not units and extra:
+        yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
+    if units and config.allocation != "uniform":
+        yield f"budget and allocation={config.allocation!r} both say where zeros go: leave one of them out"
+    if units and loop:
+        yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
+    if "bytes" in units and config.runtime is None:
+        yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
+    if "ms" in units and config.timings is None:
+        yield "a budget of ms needs timings=: time layers (modelopt-sparse speed) on the device that will serve them"
+    if "kl" in units and len(units) > 1:
+        yield "a budget of kl goes alone: the most zeros within it are searched for"
+    choosing = {
+        "budget": bool(units),
+        "refine": config.refine,
+        "permute": config.permute,
+        "allocation": config.allocation != "uniform",
+    }
     if masks and any(choosing.values()):
         names = " and ".join(name for name, wanted in choosing.items() if wanted)
         yield f"masks= says which weights stay, and {names} would choose others; leave one of them out"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
+from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.model.wrappers import full_name
@@ -42,6 +43,7 @@ class LayerPlan:
     layer: the parameter and its modules in the model.
     at_once: how many experts of a mixture are solved together under a memory limit, None if all are.
     within_mask: whether the layer carries a mask whose zeros stay: the new mask lies within it.
+    choices: what the layer may become under a budget, which decides on ``pattern``; None: dense.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerPlan:
     layer: Layer = field(repr=False, compare=False)
     at_once: int | None = None
     within_mask: bool = False
+    choices: tuple[Pattern | None, ...] = ()
 
     @property
     def pattern_now(self) -> Pattern:
@@ -76,6 +79,11 @@ class LayerPlan:
     def matrices(self) -> int:
         """How many matrices [R, C] the layer has: 1, or the product of the leading dimensions of ``shape``."""
         return torch.Size(self.shape[:-2]).numel()
+
+    @property
+    def routed(self) -> bool:
+        """Whether the layer holds experts, each of which has an input of its own."""
+        return isinstance(self.layer.adapter, RoutedAdapter)
 
     @property
     def size(self) -> int:

@@ -26,6 +26,7 @@ from modelopt_sparse.model.layers import (
 )
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
+from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
@@ -79,20 +80,24 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         if isinstance(outcome, str):
             skipped.append(Skipped(layer.name, kind, shape, outcome))
             continue
-        layer_method, pattern, _ = outcome
+        layer_method, pattern, layer_options, choices = outcome
         steps = _steps(layer, layer_method, block, config)
         needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
-        if needs == "nothing" and config.permute and isinstance(pattern, NM):
+        if needs == "nothing" and config.permute and any(isinstance(each, NM) for each in (*choices, pattern)):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
-        layer_plan = LayerPlan(layer.name, kind, shape, block, *outcome, needs, steps, layer, within_mask=within_mask)
-        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
+        more = {"within_mask": within_mask, "choices": choices}
+        decided = layer_method, pattern, layer_options
+        layer_plan = LayerPlan(layer.name, kind, shape, block, *decided, needs, steps, layer, **more)
+        weighed = replace(layer_plan, needs="gram") if choices else layer_plan  # by SparseGPT's solutions
+        planned.append(replace(layer_plan, at_once=experts_at_once(weighed, config)))
     # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
-    memory, streamed = estimated(model, planned, stacks, config)
+    weighed = [replace(each, needs="gram") if each.choices else each for each in planned]
+    memory, streamed = estimated(model, weighed, stacks, config)
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
 
 
@@ -134,8 +139,8 @@ def _decide(
     protected: str | None,
     method: Method,
     config: SparsifyConfig,
-) -> str | tuple[Method, Pattern, dict[str, Any]]:
-    """A layer's method, pattern and options; or, as a string, why it stays dense.
+) -> str | tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
+    """A layer's method, pattern, options and choices; or, as a string, why it stays dense.
 
     ``protected``: why it stays dense unless it is named in full; None: it does not.
     """
@@ -155,7 +160,7 @@ def _decide(
     if block is None and not included:
         return OUTSIDE
 
-    layer_method, pattern, options = _by_rule(rule, method, config)
+    layer_method, pattern, options, choices = _by_rule(rule, method, config)
     if isinstance(layer_method, GivenMask):
         outcome = _user_mask(layer, pattern, config)
         if isinstance(outcome, str):
@@ -165,12 +170,15 @@ def _decide(
     if holds_codes(layer.parameter):
         problem = f"layer {layer.name!r} holds codes, this {type(model).__name__} is {codes_in(model)}"
         raise ValueError(f"{problem}: load the model dequantized, or exclude the layer")
-    misfit = pattern.misfit(layer.columns(layer.parameter))
+    columns = layer.columns(layer.parameter)
+    choices = tuple(choice for choice in choices if choice is None or not choice.misfit(columns))
+    pattern = next(filter(None, choices), pattern)  # until the budget decides
+    misfit = pattern.misfit(columns)
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
     if misfit and in_full:
         raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
-    return misfit or (layer_method, pattern, options)
+    return misfit or (layer_method, pattern, options, choices)
 
 
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
@@ -202,21 +210,33 @@ def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
     return None if mask is None or mask.is_meta else mask
 
 
-def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> tuple[Method, Pattern, dict[str, Any]]:
-    """The method, pattern and options of the layers that a rule matches."""
+def _by_rule(
+    rule: Rule, method: Method, config: SparsifyConfig
+) -> tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
+    """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
     layer_method = method
     if "method" in rule_options:
         layer_method, _ = resolve_method(rule_options.pop("method"), None)
+    fixed = rule_options.get("pattern")
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
+    choices = rule_options.pop("choices", config.choices or () if fixed is None else [pattern])
+    if choices and config.budget is not None:
+        choices = parse_choices(choices, f"rule {rule.glob!r}: choices")
+    elif rule.options and "choices" in rule.options:
+        raise ValueError(f"rule {rule.glob!r}: choices go with budget=: give one, such as budget='35% zeros'")
+    else:
+        choices = ()
+    choices = tuple(choice and choice.with_scope(layer_method.scope) for choice in choices)
+    pattern = next(filter(None, choices), pattern)
     options = {**layer_method.options, **(config.options if layer_method is method else {}), **rule_options}
-    taken = ["method", "pattern", *layer_method.options]  # the first two are not left among the rule's
+    taken = ["method", "pattern", "choices", *layer_method.options]  # the first are not left among the rule's
     refuse_unknown(rule_options, taken, f"rule {rule.glob!r} with method {layer_method.name!r}: ")
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{layer_method.name}: {name}={shown(value)}: NaN is no value of an option")
     layer_method.check(options)
-    return layer_method, pattern, options
+    return layer_method, pattern, options, choices
 
 
 def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[Method, Pattern] | str:
@@ -266,7 +286,7 @@ def _check_planned(
         if quantization_of(getattr(model, "config", None)) is not None:
             reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    patterns = {type(layer_plan.pattern) for layer_plan in planned}
+    patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
     if config.allocation != "uniform" and Unstructured not in patterns:
         problem = f"allocation={config.allocation!r} is for unstructured patterns, and no layer has one"
         raise ValueError(f"{problem}: give a pattern such as 0.5, or leave allocation out")
@@ -279,6 +299,15 @@ def _check_planned(
         if home and home in homes:
             problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
+        if config.budget is not None and layer_plan.within_mask:
+            problem = "carries a mask whose zeros stay, and a budget shares out those of a dense model"
+            raise ValueError(
+                f"layer {layer_plan.name!r} {problem}: give replace=True, which drops the mask, or exclude it"
+            )
+        if config.timings is not None and layer_plan.name not in config.timings:
+            raise ValueError(
+                f"timings: there are none of layer {layer_plan.name!r}: time the same model, or exclude it"
+            )
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
@@ -300,7 +329,11 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     for layer_plan in planned:
         if names := layer_plan.layer.tied_names:
             notes.append(f"{layer_plan.name} is tied: also held by {', '.join(names)}")
-    experts = [layer_plan.name for layer_plan in planned if isinstance(layer_plan.layer.adapter, RoutedAdapter)]
+    for choice in filter(None, config.choices or ()):
+        why = [choice.misfit(layer_plan.layer.columns(layer_plan.layer.parameter)) for layer_plan in planned]
+        if misfits := [reason for reason in why if reason]:
+            notes.append(f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}")
+    experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
     if config.permute and experts:
         notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")
     return tuple(notes)

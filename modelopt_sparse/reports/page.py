@@ -394,7 +394,7 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
         _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
         _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, _percent)}, "% zeros"),
         _levels(layers),
-        _tried(report.settings.get("allocation")),
+        _tried(report.settings.get("budget")),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
         _experts(layers),
         _mask_maps(masks, report),
@@ -427,11 +427,11 @@ def _levels(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("levels", "Allocation", caption, _grouped(points), _blocks(points), "% zeros")
 
 
-def _tried(allocation: object) -> Figure | None:
-    """The plans that an allocation tried, and what they measured."""
-    if not isinstance(allocation, Mapping) or not allocation.get("tried"):
+def _tried(budget: object) -> Figure | None:
+    """The plans that were measured for a budget."""
+    if not isinstance(budget, Mapping) or not budget.get("tried"):
         return None
-    tried, chosen = allocation["tried"], allocation["chosen"]
+    tried, chosen = {name: kl for name, (_, kl) in budget["tried"].items()}, budget["taken"]
     bars = {
         "type": "bar",
         "orientation": "h",
@@ -442,10 +442,10 @@ def _tried(allocation: object) -> Figure | None:
         "cliponaxis": False,
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
-    axis = {"title": {"text": escape(str(allocation["measure"]))}, "range": room}
-    caption = "What the allocations that were tried measured; lower is better."
+    axis = {"title": {"text": "KL from dense, in nats"}, "range": room}
+    caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
     layout = {"xaxis": axis, "yaxis": {"autorange": "reversed"}}
-    return Figure("tried", "Allocations tried", caption, [bars], layout)
+    return Figure("tried", "Plans tried", caption, [bars], layout)
 
 
 def _experts(layers: Sequence[LayerReport]) -> Figure | None:

@@ -182,15 +182,12 @@ class Report(Printed):
             if spent := round(time.perf_counter() - began, 3):
                 self.seconds[part] = round(self.seconds.get(part, 0.0) + spent, 3)
 
-    def allocated(self, chosen: str, measure: str | None, tried: Mapping[str, float]) -> None:
-        """Add how the zeros were shared out over the layers, and what the plans that were tried measured."""
-        how = self.settings["allocation"]
-        numbers = {name: value if math.isfinite(value) else None for name, value in tried.items()}  # as JSON has them
-        self.settings["allocation"] = {"how": how, "chosen": chosen, "measure": measure, "tried": numbers}
-        note = f"zeros shared out over the layers by {chosen}"
-        if chosen in tried:
-            note += f" ({measure}: {tried[chosen]:.4f}, and {next(iter(tried.values())):.4f} for the plan as it came)"
-        self.notes.append(note)
+    def budgeted(self, said: Mapping[str, Any]) -> None:
+        """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
+        self.settings["budget"] = dict(said)
+        tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in said["tried"].items())
+        kl = f"KL from dense on the batches held back, before any repair: {tried}"
+        self.notes.append(f"budget {said['asked']}: {said['taken']}; {kl}")
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, also to the recipes of its ``layers``."""

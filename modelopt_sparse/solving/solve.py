@@ -22,7 +22,6 @@ from modelopt_sparse.methods.base import Solution, Stats, masked_solution, outpu
 from modelopt_sparse.methods.patterns import NM, cut
 from modelopt_sparse.methods.refine import REFINE_DAMPING, refine
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import StepReport
@@ -85,7 +84,7 @@ class Job:
     @classmethod
     def of(cls, layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> "Job":
         """The weight is a copy: a method that writes to its input does not reach the model."""
-        where = slice(experts.start, experts.stop) if _is_routed(layer_plan) else slice(None)
+        where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
         states = states_of(experts)
         device = run.config.device if states.stats is None else states.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
@@ -176,7 +175,7 @@ def joined(layer_plan: LayerPlan, pieces: Sequence[SolvedPiece], notes: Sequence
         return sum(part.energy * value for part, value in zip(pieces, known)) / total if total > 0 else 0.0
 
     def together(tensors: list[Tensor]) -> Tensor:
-        if not _is_routed(layer_plan):
+        if not layer_plan.routed:
             return torch.cat(tensors, -2)
         return torch.cat([x.flatten(0, -2) for x in tensors]).view(-1, *layer_plan.shape[-2:])
 
@@ -218,7 +217,7 @@ class PieceSizes:
         """Make pieces smaller, if they can be; ``rows``: whether fewer rows would help."""
         layer_plan, pattern = self._layer_plan, self._layer_plan.pattern
         by_row = layer_plan.method.rows_independent and (isinstance(pattern, NM) or pattern.scope == "row")
-        if _is_routed(layer_plan) and self.experts > 1:
+        if layer_plan.routed and self.experts > 1:
             self.experts = -(-self.experts // 2)
         elif rows and by_row and self.rows > max(layer_plan.shape[-1] // SMALLEST, 1):
             self.rows = -(-self.rows // 2)
@@ -283,7 +282,7 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
             matrices = step = layer_plan.matrices
             if size > 1 and layer_plan.at_once is not None:
                 step = layer_plan.at_once
-            elif _is_routed(layer_plan) and not run.config.deterministic:
+            elif layer_plan.routed and not run.config.deterministic:
                 step = -(-matrices // size)
             pieces = [range(start, min(start + step, matrices)) for start in range(0, matrices, step)]
             shares[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
@@ -347,7 +346,7 @@ def _own_work(
     """The experts (or all of a layer that has none) that this process solves in a turn, each with what gives the states
     of some of them. Layers with one input share ``states``; each expert has an input of its own."""
     rank = run.processes.rank
-    if not _is_routed(layer_plan):
+    if not layer_plan.routed:
         return [(experts, lambda _: states) for experts, owner in turn if owner == rank]
     if run.processes.size == 1:
         return [(experts, partial(_states_of_some, shared.stats, 0)) for experts, _ in turn]
@@ -374,7 +373,7 @@ def _exchanged(
     for experts, owner in shares.items():
         part, facts = own.pop((layer_plan.name, experts), None), None
         if part is None:
-            shape = (len(experts), *layer_plan.shape[-2:]) if _is_routed(layer_plan) else layer_plan.shape
+            shape = (len(experts), *layer_plan.shape[-2:]) if layer_plan.routed else layer_plan.shape
             weight = torch.empty(shape, dtype=layer_plan.layer.parameter.dtype, device=device)
             mask = torch.empty(shape, dtype=torch.bool, device=device)
         else:
@@ -384,8 +383,3 @@ def _exchanged(
         error, notes, steps, energy = facts
         pieces.append(part or SolvedPiece(Solution(weight, mask, error, notes), steps, energy))
     return pieces
-
-
-def _is_routed(layer_plan: LayerPlan) -> bool:
-    """Whether the layer holds experts, each of which has an input of its own."""
-    return isinstance(layer_plan.layer.adapter, RoutedAdapter)

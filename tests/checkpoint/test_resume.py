@@ -13,6 +13,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import stream
 from modelopt_sparse.methods.scores import Wanda
+from modelopt_sparse.solving import budget
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
@@ -298,6 +299,32 @@ def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
     assert len(report.layers) == len(mts.verify(target, "2:4").layers) == 14
 
 
+def test_a_run_that_goes_on_keeps_the_plan_of_its_budget(tmp_path, monkeypatch):
+    """Nothing is measured again; what it ends in is what a run ends in that was not stopped."""
+    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
+    given: dict[str, Any] = {"data_loader": token_batches(3), "progress": False, "budget": "50% zeros"}
+    method = Stopping(10)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", method, **given)
+    kept = json.loads((tmp_path / "sparse.partial" / "budget.json").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "tabled", None)
+        report = mts.sparsify_checkpoint(source, tmp_path / "sparse", method, **given)
+    assert report.settings["budget"] == kept
+    assert len({layer.pattern for layer in report.layers}) > 2
+    mts.sparsify_checkpoint(source, tmp_path / "whole", Stopping(10**6), **given)
+    assert_same_folders(tmp_path / "sparse", tmp_path / "whole")
+    assert mts.report(tmp_path / "sparse").settings["budget"]["layers"] == kept["layers"]
+    # other data: the plan is not taken over
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, tmp_path / "third", Stopping(10), **given)
+    given["data_loader"] = token_batches(3, seed=7)
+    with pytest.raises(ValueError, match="calibration data"):
+        mts.sparsify_checkpoint(source, tmp_path / "third", method, **given)
+    report = mts.sparsify_checkpoint(source, tmp_path / "third", method, overwrite=True, **given)
+    assert report.settings["budget"]["tried"] != kept["tried"]
+
+
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
@@ -306,10 +333,9 @@ def test_refused_before_any_work_with_what_to_do(tmp_path):
     data = {"data_loader": token_batches(2)}
     refused: list[tuple[dict[str, Any], str]] = [
         (
-            {"pattern": 0.5, "allocation": "search", **data},
-            r"allocation='search' runs the whole model.*rules, or load the model",
+            {"pattern": 0.5, "allocation": "owl", **data},
+            r"allocation='owl' runs the whole model.*give a budget, or rules, or load the model",
         ),
-        ({"pattern": 0.5, "quality": "balanced", "method": None, **data}, r"allocation='block'.*allocation='uniform'"),
         ({"forward_loop": lambda model: None}, "forward_loop runs the whole model, .* give data_loader= or data="),
         ({"include": ["lm_head"], **data}, "nothing to prune|lm_head"),
         ({"pattern": "2:4", "dampin": 1}, "option 'dampin' is not known"),

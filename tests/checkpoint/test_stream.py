@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude"},
     "sparsegpt": {"method": "sparsegpt"},
     "balanced": {"method": None, "quality": "balanced", "reconstruct": 1},
+    "budget": {"method": "wanda", "budget": "40% zeros", "choices": ["dense", "2:4", "30%", "60%"]},
     "fisher": {"method": "wanda", "reconstruct": {"epochs": 1, "masks": "move", "metric": "fisher"}},
 }
 

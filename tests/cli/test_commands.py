@@ -359,11 +359,13 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 
 # help, and processes ------------------------------------------------------------------------------------------------
 
-PLANNED = "--method --quality --pattern --data --num-samples --seq-len --batch-size --include --exclude --sequential "
-PLANNED += "--seed --deterministic --config --set --device --dtype --dequantize --revision --trust-remote-code --json"
+PLANNED = "--method --quality --pattern --budget --choices --losses --data --num-samples --seq-len --batch-size "
+PLANNED += "--include --exclude --sequential --seed --deterministic --config --set --device --dtype "
+PLANNED += "--dequantize --revision --trust-remote-code --json"
 FLAGS = {
     "sparsify": f"model --out {PLANNED} --eval --stream --spill --overwrite --html --progress --no-progress --quiet",
     "plan": f"model {PLANNED} --training --all",
+    "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
     "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",

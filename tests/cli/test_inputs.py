@@ -146,6 +146,11 @@ VALUES = {
     "reconstruct": "{epochs: 2, target: sparse}",
     "distill": "true",
     "allocation": "uniform",
+    "budget": "35% zeros",
+    "choices": "null",
+    "runtime": "null",
+    "timings": "null",
+    "losses": "null",
     "quality": "best",
 }
 

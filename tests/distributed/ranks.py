@@ -144,12 +144,12 @@ def in_order() -> Found:
 def more_in_order() -> Found:
     more: dict[str, Any] = {"deterministic": True}
     every: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1, "distill": 1}
-    search: dict[str, Any] = {"pattern": 0.5, "allocation": "search"}
+    budget: dict[str, Any] = {"budget": "50% zeros", "choices": ["dense", "2:4", "40%", "60%"]}
     return {
         "stage": sparse("llama", "sparsegpt", sequential="stage", **more),
         "none": sparse("llama", "wanda", sequential="none", **more),
         "everything": sparse("llama", "sparsegpt", **every, **more),
-        "search": sparse("llama", "wanda", **search, **more),
+        "budget": sparse("llama", "wanda", **budget, **more),
         "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
     }
 
@@ -181,6 +181,7 @@ def more_options() -> Found:
         "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
         "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
         "owl": sparse("llama", "wanda", pattern=0.5, allocation="owl"),
+        "budget": sparse("llama", "wanda", budget="50% zeros", choices=["dense", "2:4", "40%", "60%"]),
         "best": sparse("llama", "sparsegpt", self_data=12, reconstruct=BEST, distill=1),
     }
 

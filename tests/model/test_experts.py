@@ -450,7 +450,7 @@ STEPS = {
     "1:4": ("sparsegpt", {"pattern": "1:4"}),
     "half": ("sparsegpt", {"pattern": 0.5}),
     "owl": ("wanda", {"pattern": 0.5, "allocation": "owl"}),
-    "search": ("wanda", {"pattern": 0.5, "allocation": "search"}),
+    "budget": ("wanda", {"budget": "50% zeros", "choices": ["30%", "50%", "70%"]}),
     "no masks": ("wanda", {"enforce": False}),
 }
 

@@ -435,11 +435,11 @@ def test_a_pattern_that_does_not_fit_a_layer_named_in_full_is_an_error(options):
         (
             {"rules": {"*.q_proj": {"dampening": 0.1}}},
             r"rule '\*.q_proj' with method 'sparsegpt': option 'dampening' is not known, did you mean 'damping'\?; "
-            "allowed are block_size, damping, method, pattern",
+            "allowed are block_size, choices, damping, method, pattern",
         ),
         (
             {"rules": {"*.q_proj": {"method": "wanda", "damping": 0.1}}},
-            r"rule '\*.q_proj' with method 'wanda': option 'damping' is not known; allowed are method, pattern",
+            r"rule '\*.q_proj' with method 'wanda': option 'damping' is not known; allowed are choices, method",
         ),
         ({"rules": {"*.q_proj": {"method": "wandas"}}}, "method 'wandas' is not known, did you mean 'wanda'"),
         ({"rules": {"*.q_proj": {"pattern": "2/4"}}}, "pattern '2/4' is not known"),

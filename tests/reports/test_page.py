@@ -112,25 +112,18 @@ def test_a_plot_without_data_is_left_out(tmp_path):
     assert unpacked(tmp_path / "empty.html", "plotly") == ""
 
 
-def test_an_allocation_that_could_not_be_measured(tmp_path):
-    report = Report.begin((), (), {"allocation": "search"})
-    report.allocated("b", "KL", {"a": float("inf"), "b": 0.5})
-    (bars,) = figures(report.to_html(tmp_path / "a.html"))["tried"]["traces"]
-    assert (bars["x"], bars["text"]) == ([0, 0.5], ["not finite", "0.5"])
-
-
-def test_allocation_and_experts(tmp_path):
+def test_budget_and_experts(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=97, num_hidden_layers=2, num_local_experts=4, **sizes)).eval()
-    options = {"data_loader": token_batches(1), "progress": False, "pattern": "50%", "allocation": "search"}
+    options = {"data_loader": token_batches(1), "progress": False, "budget": "50% zeros"}
     mts.sparsify(model, "sparsegpt", options)
     report = mts.report(model)
     drawn = figures(report.to_html(tmp_path / "a.html", masks=dict(mts.named_masks(model))))
-    tried = report.settings["allocation"]["tried"]
+    said = report.settings["budget"]
     (bars,) = drawn["tried"]["traces"]
-    assert bars["x"] == list(tried.values())
-    assert [name for name in bars["y"] if "(chosen)" in name] == [f"{report.settings['allocation']['chosen']} (chosen)"]
+    assert bars["x"] == [kl for _, kl in said["tried"].values()]
+    assert [name for name in bars["y"] if "(chosen)" in name] == [f"{said['taken']} (chosen)"]
     (levels,) = drawn["levels"]["traces"]
     by_place = {place_of(each.name): 100 * each.zeros / each.size for each in report.layers}
     for role, row in zip(levels["y"], levels["z"], strict=True):
@@ -265,7 +258,7 @@ def test_names_and_notes_are_no_html(tmp_path):
     report = Report(
         rows, [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),), [EVIL], {EVIL: EVIL}
     )
-    report.settings["allocation"] = {"chosen": EVIL, "measure": EVIL, "tried": {EVIL: 0.1}}
+    report.settings["budget"] = {"asked": EVIL, "taken": EVIL, "tried": {EVIL: [0.1, 0.1]}}
     report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
     plain = report.to_html(tmp_path / "a.html", title=EVIL, masks={EVIL: torch.ones(4, 4, dtype=torch.bool)})
     both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report(rows[:1], settings={EVIL: 1}))

@@ -1,0 +1,183 @@
+"""Budgets as users write them, and the choice within them: against all choices gone through, and an exact solver."""
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+import modelopt_sparse as mts
+from modelopt_sparse.plan.budget import choose, parse_budget, parse_choices
+from tests.helpers import tiny_llama, token_batches
+
+PARSED = {
+    "35% zeros": [("zeros", Fraction(35, 100), True)],
+    " 70 % flops ": [("flops", Fraction(7, 10), True)],
+    "4.2e9 bytes": [("bytes", Fraction(4_200_000_000), False)],
+    "12ms": [("ms", Fraction(12), False)],
+    "0.05 kl": [("kl", Fraction(5, 100), False)],
+}
+
+
+@pytest.mark.parametrize(("text", "limits"), PARSED.items(), ids=PARSED)
+def test_one_string(text, limits):
+    found = parse_budget(text)
+    assert found is not None
+    assert [(each.unit, each.amount, each.of_dense) for each in found.limits] == limits
+    assert parse_budget(str(found)) == found == parse_budget(found)
+
+
+def test_a_mapping_of_two():
+    found = parse_budget({"bytes": "60%", "ms": 12})
+    assert str(found) == "60% bytes, 12 ms"
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [
+        ("35%", r"'35%': say how much, and of what \(zeros, params, bytes, flops, ms, kl\)"),
+        ("zeros", "say how much"),
+        ("35% zero", r"unit 'zero' is not known, did you mean 'zeros'"),
+        ("0.35 zeros", "write a share with %, such as '35% zeros'"),
+        ("135% zeros", "at most 100 %"),
+        ("0% zeros", "more than 0 %"),
+        ("5% kl", "kl is an amount"),
+        ({"zeros": "35% zeros"}, "say how much"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said(budget, error):
+    with pytest.raises(ValueError, match=error):
+        parse_budget(budget)
+
+
+TOGETHER = [
+    ({"budget": "35% zeros", "allocation": "owl", "pattern": 0.5}, "both say where zeros go"),
+    ({"budget": "60% bytes"}, "a plain folder stores zeros: give runtime='cusparselt'"),
+    ({"budget": "1 ms"}, "needs timings=: time layers"),
+    ({"budget": "70% macs"}, "unit 'macs' is not known"),
+    ({"budget": "70% params"}, "unit 'params' is not known"),
+    ({"choices": ["dense", "2:4"]}, "choices go with budget="),
+    ({"rules": {"*": {"choices": ["2:4"]}}}, "choices go with budget="),
+    ({"budget": "35% zeros", "choices": ["dense"]}, "at least one pattern beside 'dense'"),
+    ({"budget": {"kl": 1, "zeros": "3%"}}, "a budget of kl goes alone"),
+    ({"budget": "1 ms", "timings": {"layers": [{"name": "x", "timings": []}]}}, "there are none of layer 'model.la"),
+    ({"budget": "1 ms", "timings": {"layers": 3}}, "no speed report"),
+    ({"constraints": 3}, "option 'constraints' is not known: give budget="),
+    ({"effective_bits": 3}, "give budget="),
+    ({"target_size": 3}, "give budget="),
+]
+
+
+@pytest.mark.parametrize(("options", "error"), TOGETHER, ids=lambda value: str(value)[:60])
+def test_options_that_do_not_go_together(options, error):
+    with pytest.raises(ValueError, match=error):
+        mts.make_plan(tiny_llama(), "wanda", **options)
+
+
+def test_choices_of_layers():
+    """Those of the option, where they fit; a rule's own; a rule's pattern is fixed. Scopes are the method's."""
+    rules = {"*0*q_proj": {"choices": "dense, 1:4"}, "*0*k_proj": {"pattern": "30%"}, "*0*v_proj": None}
+    plan = mts.make_plan(tiny_llama(intermediate_size=42), "wanda", budget="9% zeros", choices="dense,2:4", rules=rules)
+    found = {each.name.removeprefix("model.layers."): [str(c) for c in each.choices] for each in plan.layers}
+    assert found["0.self_attn.q_proj"] == ["None", "1:4"]
+    assert found["0.self_attn.k_proj"] == ["30% per row"]
+    assert "0.self_attn.v_proj" not in found
+    assert found["0.mlp.up_proj"] == ["None", "2:4"]
+    assert "0.mlp.down_proj" not in found  # 42 columns
+    levels = mts.make_plan(tiny_llama(), "wanda", budget="9% zeros").layers[0].choices
+    assert [str(each) for each in levels] == ["None", *(f"{level}% per row" for level in range(20, 85, 5))]
+    by_pattern = mts.make_plan(tiny_llama(), "wanda", budget="9% zeros", pattern="4:8").layers[0].choices
+    assert [str(each) for each in by_pattern] == ["None", "4:8"]
+    assert parse_choices(["2:4", None, "2:4"]) == parse_choices("2:4,dense")
+
+
+# the choice -----------------------------------------------------------------------------------------------------------
+
+
+def instance(seed: int, layers: int, choices: int, budgets: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Losses [N, K] that grow with the level, not always, and costs [B, N, K] in whole numbers."""
+    pick = np.random.default_rng(seed)
+    levels = np.linspace(0, 0.9, choices)
+    sizes = pick.choice([4096, 16384, 45056, 65536], (budgets, layers))
+    costs = (sizes[..., None] * (1 - levels)).round().astype(np.int64)
+    steep = pick.uniform(2, 4, (layers, 1))
+    losses = pick.lognormal(0, 1.5, (layers, 1)) * levels**steep * pick.lognormal(0, 0.2, (layers, choices))
+    if choices > 2:
+        losses[0, -1] = np.inf  # a layer with fewer choices
+    return losses, costs
+
+
+def total(values: np.ndarray, choice: np.ndarray) -> float:
+    return values[np.arange(len(choice)), choice].sum()
+
+
+def assert_no_exchange_helps(choice, losses, costs, ceilings) -> None:
+    for n, k in product(range(losses.shape[0]), range(losses.shape[1])):
+        other = choice.copy()
+        other[n] = k
+        if all(total(cost, other) <= ceiling for cost, ceiling in zip(costs, ceilings)):
+            assert total(losses, other) >= total(losses, choice) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("budgets", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_against_all_choices(seed, budgets):
+    losses, costs = instance(seed, 5, 3, budgets)
+    ceilings = [int(cost[:, 0].sum() * share) for cost, share in zip(costs, (0.55, 0.7))]
+    found = choose(losses, costs, ceilings)
+    best = min(
+        total(losses, np.array(choice))
+        for choice in product(range(3), repeat=5)
+        if all(total(cost, np.array(choice)) <= ceiling for cost, ceiling in zip(costs, ceilings))
+    )
+    assert found is not None
+    assert all(total(cost, found) <= ceiling for cost, ceiling in zip(costs, ceilings))
+    assert total(losses, found) <= best * (1.000001 if budgets == 1 else 1.5)
+    assert_no_exchange_helps(found, losses, costs, ceilings)
+
+
+@pytest.mark.parametrize(("layers", "choices"), [(42, 14), (224, 9)])
+def test_the_choice_against_an_exact_solver(layers, choices):
+    optimize = pytest.importorskip("scipy.optimize")
+    losses, costs = instance(0, layers, choices)
+    ceiling = int(costs[0, :, 0].sum() * 0.6)
+    one_each = np.kron(np.eye(layers), np.ones(choices))
+    limits = [optimize.LinearConstraint(one_each, 1, 1), optimize.LinearConstraint(costs.reshape(1, -1), ub=ceiling)]
+    bounds = optimize.Bounds(0, np.isfinite(losses).ravel().astype(float))
+    finite = np.where(np.isinf(losses), 0, losses).ravel()
+    exact = optimize.milp(finite, constraints=limits, integrality=np.ones(losses.size), bounds=bounds)
+    found = choose(losses, costs, [ceiling])
+    assert found is not None
+    assert total(losses, found) <= exact.fun * 1.015
+    assert_no_exchange_helps(found, losses, costs, [ceiling])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_budget_never_loses_more(seed):
+    """And no exchange helps, the choice is the same each time, and the ceiling is kept to the last weight."""
+    losses, costs = instance(seed, 30, 6)
+    before = np.inf
+    for ceiling in np.linspace(costs[0].min(1).sum() * 1.5, costs[0, :, 0].sum(), 25).astype(int):
+        found = choose(losses, costs, [ceiling])
+        assert found is not None
+        assert total(costs[0], found) <= ceiling
+        assert total(losses, found) <= before
+        assert_no_exchange_helps(found, losses, costs, [ceiling])
+        assert (found == choose(losses, costs, [ceiling])).all()
+        before = total(losses, found)
+    assert before == 0
+
+
+def test_what_no_choice_keeps():
+    losses, costs = instance(0, 5, 3, 2)
+    low, high = (int(cost.min(1).sum()) for cost in costs)
+    assert choose(losses, costs[:1], [low - 1]) is None
+    assert choose(losses, costs, [low * 9, high - 1]) is None
+
+
+def test_a_budget_needs_data():
+    with pytest.raises(ValueError, match="budget='35% zeros' needs calibration data"):
+        mts.sparsify(tiny_llama(), "magnitude", budget="35% zeros")
+    with pytest.raises(ValueError, match="give data= or data_loader= instead of forward_loop"):
+        mts.sparsify(tiny_llama(), "wanda", budget="35% zeros", forward_loop=lambda model: model(token_batches()[0]))

@@ -1,0 +1,222 @@
+"""Budgets: losses against gradients taken one by one, and what a run makes of them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.solving import budget as solving
+from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+
+DATA = {"data_loader": token_batches(4), "progress": False}
+
+
+def zeros_of(model: nn.Module) -> int:
+    return sum(int((layer.weight == 0).sum()) for layer in model.modules() if hasattr(layer, "weight_mask"))
+
+
+def size_of(plan: mts.Plan) -> int:
+    return sum(layer.size for layer in plan.layers)
+
+
+def test_losses_by_gradients_one_by_one():
+    """Labels are drawn once more as the code draws them; solutions are those of a run on dense inputs."""
+    model, batches = tiny_llama().eval(), token_batches(2)
+    before = state_of(model)
+    options = {"data_loader": batches, "budget": "50% zeros", "choices": ["dense", "2:4", "30%"]}
+    _, data = calibrated_run(model, "wanda", **options)
+    with calibrating(model):
+        _, table = solving.tabled(data)
+    assert_same_state(model, before)
+    layers = {layer.name: model.get_submodule(layer.name) for layer in table.plan.layers}
+    squares = {name: torch.zeros(len(layer.weight), dtype=torch.float64) for name, layer in layers.items()}
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs[name].append(args[0].detach().flatten(0, -2)))
+        for name, layer in layers.items()
+    ]
+    for number, ids in enumerate(batches):
+        labels = torch.Generator().manual_seed(number)
+        log_p = model(ids).logits.flatten(0, 1).log_softmax(-1)
+        places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
+        cumulative = log_p.detach().double().exp().cumsum(-1)
+        drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
+        loss = -log_p[torch.arange(len(log_p)), drawn].sum()
+        for name, gradient in zip(layers, torch.autograd.grad(loss, [layer.weight for layer in layers.values()])):
+            squares[name] += gradient.double().square().sum(1)
+    for hook in hooks:
+        hook.remove()
+    tokens = sum(ids.numel() for ids in batches)
+    for pattern in ("2:4", "30% per row"):
+        solved = mts.sparsify(tiny_llama(), "sparsegpt", pattern=pattern, sequential="none", data_loader=batches)
+        for name, layer in layers.items():
+            x = torch.cat(inputs[name]).double()
+            error = (layer.weight - solved.get_submodule(name).weight).detach().double()
+            relative = (x @ error.T).square().sum(0) / x.square().sum()
+            expected = float((squares[name] * relative).sum()) / 2 / tokens
+            assert table.losses[name][pattern] == pytest.approx(expected, rel=1e-3)
+            assert table.losses[name]["dense"] == 0
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
+def test_zeros_are_met_to_a_weight(method):
+    model = tiny_llama()
+    size = size_of(mts.make_plan(model, "wanda"))
+    mts.sparsify(model, method, budget="43.21% zeros", **DATA)
+    report = mts.report(model)
+    said = report.settings["budget"]
+    assert sum(layer.zeros for layer in report.layers) == zeros_of(model) == -(-size * 4321 // 10_000)
+    assert len({layer.pattern for layer in report.layers}) > 1
+    assert said["asked"] == "43.21% zeros"
+    assert said["tried"][said["taken"]][1] == min(kl for _, kl in said["tried"].values())
+    assert {layer.name: layer.pattern for layer in report.layers}.items() <= said["layers"].items()
+    dense = [weight for weight in report.skipped if weight.reason == "dense, by the budget"]
+    assert [weight.name for weight in dense] == [name for name, choice in said["layers"].items() if choice == "dense"]
+    mts.verify(model)
+
+
+def timings(model: nn.Module) -> dict:
+    """Layers are twice as fast 2:4, but for those that are slower."""
+    times = {"up": (4e-6, 2e-6), "down": (4e-6, 5e-6)}
+    return {
+        "layers": [
+            {
+                "name": name,
+                "timings": [dict(zip(("dense", "sparse"), times.get(name.split(".")[-1][:-5], (2e-6, 1e-6))))],
+            }
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear) and name != "lm_head"
+        ]
+    }
+
+
+CEILINGS = {
+    "flops": ("70% flops", {}, 0.7),
+    "bytes": ("75% bytes", {"runtime": "cusparselt"}, 0.75),
+    "ms": ("0.026 ms", {"timings": timings(tiny_llama())}, 26_000),
+    "two": ({"flops": "80%", "ms": "90%"}, {"timings": timings(tiny_llama())}, 0.8),
+}
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_ceilings_are_kept(name):
+    """And one more layer 2:4 would be one too many; the plain plan is that of the last layers dense."""
+    budget, more, _ = CEILINGS[name]
+    model = tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    mts.sparsify(model, "sparsegpt", budget=budget, choices=["dense", "2:4"], **more, **DATA)
+    report = mts.report(model)
+    said = report.settings["budget"]
+    assert all(ceiling - cost >= 0 for cost, ceiling in said["costs"].values())
+    assert 0 < len(report.layers) < 14
+    assert set(said["tried"]) == {"the choice by losses", "the last layers dense"}
+    if name == "flops":
+        plan = mts.make_plan(tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4), "sparsegpt")
+        stay = sum(layer.size for layer in plan.layers) - zeros_of(model)
+        assert said["costs"]["flops"][0] == 2 * stay
+    if name == "bytes":  # float32: half of the values, and two bits for each of them
+        sizes = {layer.name: layer.size for layer in mts.make_plan(model, "sparsegpt", replace=True).layers}
+        sparse = {layer.name for layer in report.layers}
+        expected = sum(size * 17 // 8 if name in sparse else size * 4 for name, size in sizes.items())
+        assert said["costs"]["bytes"][0] == expected
+
+
+def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
+    """Losses that say the opposite of what is so; the file is read and not written to."""
+    model, file = tiny_llama(), tmp_path / "losses.json"
+    options = {**DATA, "budget": "50% zeros", "choices": ["10%", "50%", "90%"], "losses": file}
+    curve = mts.budget_curve(model, "sparsegpt", **options)
+    assert curve.budget["taken"] == "the choice by losses"
+    value = json.loads(file.read_text())
+    for place, losses in enumerate(value["losses"].values()):
+        losses.update({choice: 1e-3 * (place % 2) * float(choice.split("%")[0]) for choice in losses if "%" in choice})
+    file.write_text(json.dumps(value))
+    mts.sparsify(model, "sparsegpt", options)
+    said = mts.report(model).settings["budget"]
+    assert said["taken"] == "50% in every layer"
+    assert {layer.pattern for layer in mts.report(model).layers} == {"50% per matrix"}
+    assert json.loads(file.read_text()) == value
+    with pytest.raises(ValueError, match=r"has no losses of layer 'model.layers.0.self_attn.q_proj' \[32, 32\] at 2:4"):
+        mts.sparsify(tiny_llama(), "sparsegpt", {**options, "choices": ["dense", "2:4"]})
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="is no file of losses"):
+        mts.sparsify(tiny_llama(), "sparsegpt", options)
+
+
+def test_losses_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
+    options = {**DATA, "losses": tmp_path / "losses.json"}
+    first = mts.sparsify(tiny_llama(), "sparsegpt", budget="35% zeros", **options)
+    monkeypatch.setattr(solving, "losses_of", None)
+    second = mts.sparsify(tiny_llama(), "sparsegpt", budget="35% zeros", **options)
+    assert_same_state(first, state_of(second))
+    mts.sparsify(tiny_llama(), "sparsegpt", budget="60% flops", **options)
+
+
+def test_kl_is_kept_as_measured():
+    model = mts.sparsify(tiny_llama(), "sparsegpt", budget="0.01 kl", **DATA)
+    said = mts.report(model).settings["budget"]
+    assert said["tried"][said["taken"]][1] <= 0.01
+    assert zeros_of(model) > 0.1 * size_of(mts.make_plan(tiny_llama(), "wanda"))
+
+
+class Classifier(nn.Module):
+    """Its logits have no finite gradient by what ``bad`` puts out."""
+
+    def __init__(self, bad: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+        self.bad = bad
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return SequenceClassifierOutput(logits=x + (x * 0).sqrt() if self.bad else x)
+
+
+def test_errors_say_what_to_give():
+    rows = {"data_loader": [torch.randn(16, 8)], "progress": False}
+    model = Classifier(bad=True)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"layer 'blocks.0.0': its gradients hold NaN or inf.*or exclude it"):
+        mts.sparsify(model, "sparsegpt", budget="35% zeros", **rows)
+    assert_same_state(model, before)
+    with pytest.raises(ValueError, match=r"budget='95% zeros': the choices allow 80.0% zeros at most: add sparser"):
+        mts.sparsify(tiny_llama(), "sparsegpt", budget="95% zeros", **DATA)
+    both = {"zeros": "50%", "flops": "10%"}
+    with pytest.raises(ValueError, match=r"50.0% zeros at most and 50.0% of flops at least \(each alone\)"):
+        mts.sparsify(tiny_llama(), "sparsegpt", budget=both, choices=["dense", "2:4"], **DATA)
+    with pytest.raises(ValueError, match=r"output of a LlamaModel has no logits.*give allocation='owl', or rules"):
+        mts.sparsify(LlamaModel(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
+
+
+def test_a_curve_is_of_a_model_that_stays():
+    model = tiny_llama()
+    before = state_of(model)
+    curve = mts.budget_curve(model, "sparsegpt", budget="50% zeros", **DATA)
+    assert_same_state(model, before)
+    shares, kl, plain, more = zip(*curve.points)
+    assert shares == (20, 35, 50, 60, 70)
+    assert list(kl) == sorted(kl)
+    assert all(own <= other * 1.0001 for own, other in zip(kl, plain))
+    assert min(more) > 0
+    text = str(curve)
+    assert "one more point of zeros costs" in text
+    assert "At 50% zeros, KL as measured: the choice by losses" in text
+    assert "down_proj" in text
+
+
+def test_sums_of_a_run_with_metrics_come_from_one_pass(monkeypatch):
+    """The metric is that of a run without a budget, and gradients are taken once."""
+    calls = []
+    from modelopt_sparse.accuracy import fisher
+
+    real = fisher.gradients_of
+    for module in (fisher, solving):
+        monkeypatch.setattr(module, "gradients_of", lambda *args: calls.append(args) or real(*args))
+    tuned = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
+    mts.sparsify(tiny_llama(), "wanda", budget="50% zeros", **tuned, **DATA)
+    assert len(calls) == 1
