@@ -85,7 +85,8 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     text = (TESTBED / "calibration.txt").read_text(encoding="utf-8")
-    batches = list(cut(tokenizer, text, given.windows or (16 if given.width else 128)).split(8 if not given.width else 4))
+    count, size = (16, 4) if given.width else (128, 8)
+    batches = list(cut(tokenizer, text, given.windows or count).split(size))
     print(f"| CPU seconds | all | {' | '.join([*PARTS, 'passes'])} |")
     print(f"| --- |{' ---: |' * (len(PARTS) + 2)}")
     for quality in given.qualities:
