@@ -156,8 +156,8 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor]
         _reorder(moves[1:])
         here = all(a <= share * b for a, b, share in zip(changes(), torn, SAME)) if all(torn) else None
         # the first process that has a batch decides
-        found = run.processes.all_gather("a permutation", (bool(inputs.calls), here))
-        same = next(of_process for has_batch, of_process in found if has_batch)
+        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), here))
+        same = next(of_process for has_batch, of_process in verdicts if has_batch)
     finally:
         if not same:  # or interrupted half way
             for values, old in before:
@@ -209,11 +209,11 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 64) -> Tensor:
     score = score.float()
     chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
     groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1)
-    kept = gained = kept_share(score[:, groups.flatten()], n, m) * float(score.sum())
+    kept_score = gained = kept_share(score[:, groups.flatten()], n, m) * float(score.sum())
     groups, score_CR, random = groups.cpu(), score.T.contiguous(), torch.Generator().manual_seed(0)
     parts = -(-columns // block)
     size = len(groups) // parts  # a round leaves out what remains
-    while gained > SMALL * kept:
+    while gained > SMALL * kept_score:
         gained = 0.0
         for part in torch.randperm(len(groups), generator=random)[: parts * size].view(parts, size):
             groups[part], more = _swapped(groups[part], score_CR, n)
