@@ -6,7 +6,7 @@ orders put weights that should stay into different groups of M (apex's ASP; RIA,
 belong together is not told by names: it is tried, and a block that puts out something else is put back as it was.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,8 +52,9 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     """Reorder channels of a block, in place, where the pattern keeps more of the score and the block computes the same
     -> layer name -> what the report says of it. ``undo`` gets what puts the old orders back.
 
-    The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken. A block that cannot be
-    run by itself stays as it is; the report says so.
+    The score is w^2 ||x||^2. Of several ways to reorder a layer the first that works is taken. What one block has shown
+    not to work is not tried in others of its type. A block that cannot be run by itself stays as it is; the report says
+    so.
     """
     folds = list(possible_folds(run.model, block.by_input()))
     if not folds or not isinstance(inputs, AtBlock):
@@ -65,16 +66,25 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
 
     permuted: dict[str, str] = {}
     with forward_context(run):
+        modules = [*(taker.layer.owner for taker in takers), inputs.block]
+        dense = dict(zip(modules, inputs.outputs_of(modules, 0))) if inputs.calls else {}
         for fold in folds:
             taker = fold.taker
-            if taker.name in permuted or taker.name not in stats:
+            names = (layer.name.removeprefix(block.name) for layer in (taker.layer, *fold.makers))
+            kind = type(inputs.block), *names, fold.head
+            if taker.name in permuted or taker.name not in stats or kind in run.not_foldable:
                 continue
             pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
             score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
             moves = _moves(fold, score, pattern)
             before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
-            if after > before and _moved(moves, inputs, run):
+            if not after > before:
+                continue
+            moved = _moved(moves, inputs, dense, run)
+            if moved is False:
+                run.not_foldable.add(kind)
+            if moved:
                 undo.callback(_reorder, [(layer, dim, order.argsort()) for layer, dim, order in moves])
                 permuted[taker.name] = (
                     f"channels reordered: the pattern keeps {after:.1%} of the score, not {before:.1%}"
@@ -93,16 +103,15 @@ def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> I
             columns = taker.shape[-1]
             if not isinstance(taker.pattern, NM) or not _movable(taker.layer):
                 continue
+            head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
+            if isinstance(head, int) and head % taker.pattern.m == 0:
+                for maker in reversed(before):  # values mostly come after queries and keys
+                    if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
+                        yield Fold(taker, (maker.layer,), head)
             # a layer that makes twice as many channels is gate and up in one
             makers = tuple(maker.layer for maker in before if maker.shape[-2] in (columns, 2 * columns))
             if makers and all(map(_movable, makers)):
                 yield Fold(taker, makers)
-            head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
-            if not isinstance(head, int) or head % taker.pattern.m:
-                continue
-            for maker in before:
-                if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
-                    yield Fold(taker, (maker.layer,), head)
 
 
 def _movable(layer: Layer) -> bool:
@@ -126,32 +135,29 @@ def _moves(fold: Fold, score: Tensor, pattern: NM) -> list[Move]:
     return [(fold.taker.layer, 1, columns), *((maker, 0, order) for maker, order in zip(fold.makers, rows))]
 
 
-def _moved(moves: list[Move], inputs: AtBlock, run: Run) -> bool:
+def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor], run: Run) -> bool | None:
     """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
-    not, everything is as before.
+    not, everything is as before. ``dense``: what modules put out on it.
 
     Reordering the columns alone, which is the first move, has to change the output, else the batch does not reach the
-    layer and shows nothing.
+    layer and shows nothing: None.
     """
-
-    def outputs() -> list[Tensor]:
-        return inputs.outputs_of([moves[0][0].owner, inputs.block], 0) if inputs.calls else []
+    modules = [moves[0][0].owner, inputs.block]
 
     def changes() -> list[float]:
-        return [float((now.float() - then.float()).norm()) for now, then in zip(outputs(), dense)]
+        outputs = inputs.outputs_of(modules, 0) if inputs.calls else []
+        return [float((now.float() - dense[module].float()).norm()) for now, module in zip(outputs, modules)]
 
     before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
-    same = False
+    same: bool | None = False
     try:
-        dense = outputs()
         _reorder(moves[:1])
         torn = changes()
         _reorder(moves[1:])
-        here = all(b > 0 and a <= share * b for a, b, share in zip(changes(), torn, SAME))
+        here = all(a <= share * b for a, b, share in zip(changes(), torn, SAME)) if all(torn) else None
         # the first process that has a batch decides
-        same = next(
-            x for x in run.processes.all_gather("a permutation", here if inputs.calls else None) if x is not None
-        )
+        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), here))
+        same = next(of_process for has_batch, of_process in verdicts if has_batch)
     finally:
         if not same:  # or interrupted half way
             for values, old in before:
@@ -179,18 +185,19 @@ def _reordered(layer: Layer, dim: int) -> list[Tensor]:
 # Shape letters: R rows (out features), C columns (input channels), G groups of m consecutive columns.
 
 
-SMALL = 1e-4  # a swap must add at least this share of the score that an average group keeps
+SMALL = 1e-4  # the last round adds less than this share of the kept score
 
 
-def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
+def channel_order(score: Tensor, n: int, m: int, block: int = 64) -> Tensor:
     """Score ``[R, C]`` (larger = keep, additive) -> order ``[C]``: ``score[:, order]`` keeps more under n:m.
 
     ``order[i]`` is the channel that moves to place i. It is found in two steps:
 
     1. Channels sorted by their total score are dealt out in serpentine order, so that every group gets one of each
        quantile (RIA's heuristic, Zhang et al. 2024).
-    2. Channels of different groups swap places as long as that raises the kept score, among about ``block`` columns at
-       a time. That bounds the work to O(C * block * R) per sweep.
+    2. Channels of different groups swap places where that raises the kept score. In each round the groups are dealt
+       into parts of about ``block`` columns at random, and swaps stay within a part. That bounds the work of a round to
+       O(C * block * R), on tensors that fit into the processor's cache.
 
     Raises ValueError if C is not a multiple of m.
     """
@@ -201,52 +208,60 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 1024) -> Tensor:
         return torch.arange(columns, device=score.device)
     score = score.float()
     chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
-    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1).cpu()
+    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1)
+    kept_score = gained = kept_share(score[:, groups.flatten()], n, m) * float(score.sum())
+    groups, score_CR, random = groups.cpu(), score.T.contiguous(), torch.Generator().manual_seed(0)
     parts = -(-columns // block)
-    for part in range(parts):  # every parts-th group, so that each part spans all quantiles
-        groups[part::parts] = _swap(score, groups[part::parts].clone(), n)
+    size = len(groups) // parts  # a round leaves out what remains
+    while gained > SMALL * kept_score:
+        gained = 0.0
+        for part in torch.randperm(len(groups), generator=random)[: parts * size].view(parts, size):
+            groups[part], more = _swapped(groups[part], score_CR, n)
+            gained += more
     return groups.flatten().to(score.device)
 
 
-def _swap(score: Tensor, groups: Tensor, n: int) -> Tensor:
-    """Swap channels between groups ``[G, m]`` (on the CPU) until no swap of two raises the kept score noticeably.
+def _swapped(groups: Tensor, score_CR: Tensor, n: int) -> tuple[Tensor, float]:
+    """Groups ``[G, m]`` (on the CPU) after swaps of channels -> what the kept score gains by them.
 
-    A sweep makes the best swap, then the best one among the groups not yet touched, and so on: swaps of disjoint
-    groups add up exactly.
+    The best swap is made, then the best one among the groups not yet touched, and so on: swaps of disjoint groups add
+    up exactly.
     """
-    size, m = groups.shape
-    while True:
-        ordered = score[:, groups.flatten()]
-        kept_score = ordered.unflatten(-1, (size, m)).topk(n).values.sum()
-        gain = _swap_gains(ordered, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
-        # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
-        best, which = (tensor.cpu() for tensor in gain.max(-1))
-        best.fill_diagonal_(0)  # within a group nothing changes
-        floor = float(SMALL * kept_score / size)
-        if not best.max() > floor:
-            return groups
-        while best.max() > floor:
-            g, h = divmod(int(best.argmax()), size)
-            i, j = divmod(int(which[g, h]), m)
-            groups[g, i], groups[h, j] = groups[h, j].clone(), groups[g, i].clone()
-            best[[g, h]] = 0
-            best[:, [g, h]] = 0
+    (size, m), gained = groups.shape, 0.0
+    own = score_CR[groups.flatten().to(score_CR.device)]
+    gain = _swap_gains(own, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
+    # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
+    best, which = (tensor.cpu() for tensor in gain.max(-1))
+    best.fill_diagonal_(0)  # within a group nothing changes
+    while (most := float(best.max())) > 0:
+        g, h = divmod(int(best.argmax()), size)
+        i, j = divmod(int(which[g, h]), m)
+        groups[g, i], groups[h, j] = groups[h, j].clone(), groups[g, i].clone()
+        gained += most
+        best[[g, h]] = 0
+        best[:, [g, h]] = 0
+    return groups, gained
 
 
-def _swap_gains(score: Tensor, n: int, m: int) -> Tensor:
-    """``[R, C]`` in groups of m -> ``[C, C]``: what the kept score gains if columns i and j swap places.
+def _swap_gains(score_CR: Tensor, n: int, m: int) -> Tensor:
+    """``[C, R]`` in groups of m -> ``[C, C]``: what the kept score gains if channels i and j swap places.
 
-    Take a row in which column i leaves its group and another column comes, with the scores x_i and y. Then the group
+    Take a row in which channel i leaves its group and another one comes, with the scores x_i and y. Then the group
     keeps max(y, rival) in place of max(x_i, cut), where cut is the n-th largest score of the group, and rival the n-th
     largest without x_i. Summed over the rows, max(u, v) is half of sum u + sum v + sum |u - v|. The last of these sums
-    is a distance, which can be computed without a tensor [R, C, C].
+    is a distance, which can be computed without a tensor [C, C, R].
     """
-    grouped = score.unflatten(-1, (-1, m))
-    ranked = grouped.sort(-1, descending=True).values
-    cut = ranked[..., n - 1 : n]
-    rival = torch.where(grouped >= cut, ranked[..., n : n + 1], cut).flatten(1)
-    leaves = torch.maximum(grouped, cut).flatten(1).sum(0)
-    comes = (rival.sum(0)[:, None] + score.sum(0) + torch.cdist(rival.T, score.T, p=1)) / 2
+    grouped = score_CR.unflatten(0, (-1, m))
+    ranked = grouped.clone()
+    for turn in range(m):  # neighbours in turns: for many small groups far faster than `sort`
+        first, second = ranked[:, turn % 2 : m - 1 : 2], ranked[:, turn % 2 + 1 :: 2]
+        larger, smaller = torch.maximum(first, second), torch.minimum(first, second)
+        first.copy_(larger)
+        second.copy_(smaller)
+    cut = ranked[:, n - 1 : n]
+    rival = torch.where(grouped >= cut, ranked[:, n : n + 1], cut).flatten(0, 1)
+    leaves = torch.maximum(grouped, cut).flatten(0, 1).sum(-1)
+    comes = (rival.sum(-1)[:, None] + score_CR.sum(-1) + torch.cdist(rival, score_CR, p=1)) / 2
     change = comes - leaves[:, None]
     return change + change.T
 

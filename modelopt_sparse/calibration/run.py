@@ -141,7 +141,8 @@ def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """``piece_sizes``: in how large pieces layers are solved, once memory has run out (see solving/solve.py)."""
+    """``piece_sizes``: in how large pieces layers are solved, once memory has run out (see solving/solve.py).
+    ``not_foldable``: reorderings that change what a block computes (see accuracy/permute.py)."""
 
     model: nn.Module
     plan: Plan
@@ -150,6 +151,7 @@ class Run:
     processes: Processes
     report: Report
     piece_sizes: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    not_foldable: set[Any] = field(default_factory=set)
 
     def so_far(self) -> list[str]:
         """What stands behind the bar: the last error, the memory in use, and blocks of a stopped run."""
