@@ -352,7 +352,7 @@ ORDER = (
     ("runtime", "calibration"),
     ("accuracy",),
     ("solving",),
-    ("oneshot",),
+    ("oneshot", "shrink"),
     ("checkpoint",),
     ("training",),
     ("cli",),

@@ -1,7 +1,7 @@
 """What reconstruction and distillation share: the numbers of batches, masks that move, and values tuned by Adam."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,6 +14,7 @@ from modelopt_sparse.methods.base import written
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import dense_gradient, let_gradients_through, named_masks, update_mask
+from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
@@ -358,11 +359,17 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+def outputs_of(layer_plans: Iterable[LayerPlan]) -> dict[nn.Parameter, int]:
+    """How many outputs the weights of layers have, as they are now."""
+    matrices = {plan.layer.parameter: plan.layer.matrix(plan.layer.parameter) for plan in layer_plans}
+    return {parameter: matrix.numel() // matrix.shape[-1] for parameter, matrix in matrices.items()}
+
+
 def tunable(
-    model: nn.Module, part: nn.Module, masks: Mapping[nn.Parameter, Tensor], *, vectors: bool
+    model: nn.Module, part: nn.Module, masks: Masks, *, vectors: bool
 ) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-    """Parameters of a part of the model that may change, with their masks: the weights pruned in this run, and
-    ``vectors`` of modules that hold no matrix that stays dense. What modules outside of the part hold as well is left
+    """Parameters of a part of the model that may change, with their masks: the matrices of ``masks`` (None: all of a
+    matrix), and ``vectors`` of modules that hold no other matrix. What modules outside of the part hold as well is left
     alone."""
     outside = set(_elsewhere(model, part))
     for module in part.modules():
@@ -372,7 +379,8 @@ def tunable(
             if parameter in outside:
                 continue
             if parameter in masks:
-                yield parameter, masks[parameter].to(parameter.device)
+                mask = masks[parameter]
+                yield parameter, None if mask is None else mask.to(parameter.device)
             elif vectors and not stays_dense and parameter.dim() < 2:
                 yield parameter, None
 

@@ -1,0 +1,387 @@
+"""A model of transformers with another number in its config: smaller, and still a plain model of its class.
+
+What depends on a number is found by trial. A twin of the model, of the same class and without values (on the meta
+device), is built with another number in its config. What differs between the two depends on it: sizes of tensors,
+modules, numbers that modules hold as attributes, other entries of the config. There is no table of classes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
+from modelopt_sparse.model.devices import map_tensors
+from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.wrappers import full_name
+
+# the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
+WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")
+PER_BLOCK = ("layer", "block", "pattern", "idx")  # parts of the names of lists that say something of each block
+SAME = 0.25  # what cutting may change by rounding, as a share of what the channels that go make up of a block's output
+
+Changes = dict[str, Any]  # name in the config, with dots: new value
+
+# twins ----------------------------------------------------------------------------------------------------------------
+
+
+def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedModel:
+    """A model of the same class on the meta device, with these ``changes`` in its config, as `from_pretrained` would
+    build it. Raises ValueError with the class's own reason if it takes no such config."""
+    config = copy.deepcopy(model.config)
+    for name, value in changes.items():
+        path, _, key = name.rpartition(".")
+        setattr(attrgetter(path)(config) if path else config, key, value)
+    try:
+        config = type(config).from_dict(config.to_dict())
+        with torch.device("meta"):
+            twin = type(model)(config)
+        twin.tie_weights()  # older versions of transformers do not do so on the meta device
+    except Exception as error:
+        said = ", ".join(f"{name}={value}" for name, value in changes.items())
+        raise ValueError(f"{type(model).__name__} cannot be built with {said}: {error}") from error
+    return twin.eval().to(model.dtype)
+
+
+def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A config and those inside of it, with their paths."""
+    yield path, config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value, full_name(path, name))
+
+
+def numbers_in(config: PreTrainedConfig) -> dict[str, int | None]:
+    """Name in a config, with dots -> its whole number, those that usually hold a width first; None for one of these
+    that has no value."""
+    found: dict[str, int | None] = {}
+    for path, part in _parts(config):
+        for key, value in vars(part).items():
+            if (type(value) is int or (value is None and key in WIDTHS)) and not key.startswith("_"):
+                found[full_name(path, key)] = value
+    return dict(sorted(found.items(), key=lambda item: item[0].rpartition(".")[2] not in WIDTHS))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A dimension of a tensor whose size depends on the number: ``old`` in the model, ``new`` in the twin."""
+
+    name: str
+    dim: int
+    old: int
+    new: int
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also those that are held more than once."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
+    """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors."""
+    own, other = tensors_of(module), tensors_of(twin)
+    if alone := sorted(own.keys() ^ other.keys()):
+        raise ValueError(f"{alone[0]!r} would be in one of the two models alone")
+    found = []
+    for name, tensor in own.items():
+        if tensor.dim() != other[name].dim():
+            raise ValueError(f"{name!r} would have {other[name].dim()} dimensions, and has {tensor.dim()}")
+        sizes = enumerate(zip(tensor.shape, other[name].shape))
+        found += [Span(name, dim, old, new) for dim, (old, new) in sizes if old != new]
+    return found
+
+
+@torch.no_grad()
+def cut(module: nn.Module, twin: nn.Module, kept: Mapping[tuple[str, int], Tensor]) -> None:
+    """Make a module as large as its twin, in place. ``kept``: (name of a tensor, dimension) -> the indices that stay.
+
+    Parameters that change are new ones, with the values that stay; ties hold. Numbers that modules have as attributes
+    become those of the twin.
+    """
+    new: dict[int, Tensor] = {}
+    wanted = spans(module, twin)
+    for path, part in module.named_modules():
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            of_tensor = [span for span in wanted if span.name == full_name(path, name)]
+            if of_tensor and id(tensor) not in new:
+                values = tensor.detach()
+                for span in of_tensor:
+                    values = values.index_select(span.dim, kept[span.name, span.dim].to(values.device))
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            if of_tensor:
+                setattr(part, name, new[id(tensor)])
+    for part, of_twin in zip(module.modules(), twin.modules(), strict=True):
+        for name, value in vars(of_twin).items():
+            private = name.startswith("_") or name == "training"
+            if not private and _is_number(value) and vars(part).get(name, value) != value:
+                vars(part)[name] = copy.copy(value)  # not by setattr: some are behind a property without a setter
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float))
+
+
+def write_config(model: PreTrainedModel, twin: PreTrainedModel) -> None:
+    """Give every config in a model that is cut, in place, the numbers and lists of its twin's."""
+    for part, of_twin in zip(model.modules(), twin.modules(), strict=True):
+        config, other = vars(part).get("config"), vars(of_twin).get("config")
+        if not isinstance(config, PreTrainedConfig) or not isinstance(other, PreTrainedConfig):
+            continue
+        for (_, own), (_, changed) in zip(_parts(config), _parts(other), strict=True):
+            for name, value in vars(changed).items():
+                if type(value) in (int, list, tuple) and not name.startswith("_") and vars(own).get(name) != value:
+                    setattr(own, name, copy.copy(value))
+
+
+# channels -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Channels of a block that go together: columns of ``taker``, and what makes them, rows and biases.
+
+    span: the columns of the taker, in the block.
+    """
+
+    taker: Layer
+    span: Span
+    makers: tuple[Span, ...]
+
+    def cuts(self, kept: Tensor, *, interleaved: bool) -> dict[tuple[str, int], Tensor]:
+        """What `cut` takes, for the channels ``kept``. Where a tensor makes several values for each channel (gate and
+        up in one), those of a channel follow each other if ``interleaved``; else all of the first kind come first."""
+        cuts = {(self.span.name, self.span.dim): kept}
+        for maker in self.makers:
+            kinds = torch.arange(maker.old // self.span.old)
+            both = kept[:, None] * len(kinds) + kinds if interleaved else kept + kinds[:, None] * self.span.old
+            cuts[maker.name, maker.dim] = both.flatten()
+        return cuts
+
+
+def pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[Pool]:
+    """The channels of a block that differ from its twin's. ``layers``: those of the block.
+
+    Raises ValueError if anything differs that is no channel between linear layers.
+    """
+    paths = {module: path for path, module in block.named_modules()}
+    of_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
+    owners = {name.rpartition(".")[0] for name in of_name}
+    takers: list[tuple[Span, Layer]] = []
+    others: list[Span] = []
+    for span in spans(block, twin):
+        layer = of_name.get(span.name)
+        if layer is not None and (layer.tied_modules or layer.adapter not in (LINEAR, HF_CONV1D)):
+            raise ValueError(f"it is a size of {layer.name!r}, which is no linear layer of its own")
+        columns = {None: None, LINEAR: 1, HF_CONV1D: 0}[layer and layer.adapter]
+        if layer is not None and span.dim == columns:
+            takers.append((span, layer))
+        else:
+            others.append(span)
+    makers: dict[str, list[Span]] = {span.name: [] for span, _ in takers}
+    for span in others:
+        near = max(takers, key=lambda taker: _common(taker[0].name, span.name), default=None)
+        linear = span.name.rpartition(".")[0] in owners  # no norm, which would see the other channels
+        if near is None or not linear or span.old % near[0].old or span.old * near[0].new != span.new * near[0].old:
+            raise ValueError(f"it is a size of {span.name!r}, which is not of channels between two linear layers")
+        makers[near[0].name].append(span)
+    return [Pool(layer, span, tuple(makers[span.name])) for span, layer in takers]
+
+
+def _common(name: str, other: str) -> int:
+    """How many parts of their paths two names have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
+
+
+def clone(module: nn.Module, *, configs: bool = False) -> nn.Module:
+    """A module of its own that shares all tensors, and, unless it has ``configs`` of its own, configs."""
+    shared: list[Any] = list(tensors_of(module).values())
+    if not configs:
+        shared += [config for part in module.modules() if (config := vars(part).get("config")) is not None]
+    return copy.deepcopy(module, {id(each): each for each in shared})
+
+
+class Trial:
+    """Tries in a call of the model whether a block with fewer channels computes what it does with zeros for them.
+
+    `interleaved` says after the call how the tensors of the block are cut.
+    """
+
+    def __init__(self, name: str, block: nn.Module, twin: nn.Module, chosen: Sequence[Pool]) -> None:
+        self._name, self._block, self._twin, self._pools = name, block, twin, chosen
+        self._same: list[bool] | None = None  # cut one way and the other
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While entered, the next call of the block is tried."""
+        self._handle = self._block.register_forward_hook(self._see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            self._handle.remove()
+
+    def _see(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._handle.remove()  # clones would have it as well
+        home = next(block.parameters()).device
+        args, kwargs = map_tensors(lambda x: x.to(home), (args, kwargs))
+        dense, zeroed = _first(output).to(home), clone(block)
+        cuts: list[dict[tuple[str, int], Tensor]] = [{}, {}]
+        for pool in self._pools:
+            kept = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new]
+            gone = torch.ones(pool.span.old, dtype=torch.bool).index_fill(0, kept, False).to(home)
+            values = tensors_of(block)[pool.span.name].detach()
+            zeros = values.masked_fill(gone if pool.span.dim else gone[:, None], 0)
+            path, _, key = pool.span.name.rpartition(".")
+            setattr(zeroed.get_submodule(path), key, nn.Parameter(zeros, requires_grad=False))
+            for interleaved in (False, True):
+                cuts[interleaved] |= pool.cuts(kept.sort().values, interleaved=interleaved)
+        wanted, self._same = _first(zeroed(*args, **kwargs)), []
+        for of_way in cuts:
+            part = clone(block)
+            cut(part, self._twin, of_way)
+            change = (_first(part(*args, **kwargs)) - wanted).norm()
+            self._same.append(bool(change <= SAME * (wanted - dense).norm()))
+
+    @property
+    def interleaved(self) -> bool:
+        """Raises ValueError if the block computes something else, however it is cut."""
+        if self._same is None:
+            raise ValueError(f"no calibration data reaches block {self._name!r}")
+        if not any(self._same):
+            raise ValueError(
+                f"block {self._name!r} computes something else with fewer channels than with zeros for them"
+            )
+        return not self._same[0]
+
+
+def _first(output: Any) -> Tensor:
+    return (output if isinstance(output, Tensor) else output[0]).float()
+
+
+# the two axes ---------------------------------------------------------------------------------------------------------
+
+
+def find_width(
+    model: PreTrainedModel, blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]], target: Callable[[int], int]
+) -> tuple[str, int, int]:
+    """(the name of the MLP's width in the config, the width, the ``target`` for it).
+
+    ``blocks``: name -> a block and its layers. Raises ValueError, with the reasons, if no number is the width of all.
+    """
+    columns = {layer.columns(layer.parameter) for _, layers in blocks.values() for layer in layers}
+    reasons: list[str] = []
+    for name, value in numbers_in(model.config).items():
+        for old in columns if value is None else {value} & columns:
+            try:
+                twin = twin_of(model, {name: target(old)})
+                if value is None and spans(model, twin_of(model, {name: old})):
+                    continue  # None stands for another width
+                check_width(model, twin, blocks, everywhere=old)
+            except ValueError as error:
+                reasons.append(f"{name}: {error}")
+                continue
+            return name, old, target(old)
+    kind = type(model).__name__
+    why = "; ".join(reasons) or "no number in its config is one (such as 4 x hidden_size, always)"
+    raise ValueError(f"this {kind} has no width that all of its MLPs share: {why}")
+
+
+def check_width(
+    model: nn.Module,
+    twin: nn.Module,
+    blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]],
+    everywhere: int | None = None,
+) -> None:
+    """Raise ValueError if a twin differs in more than channels inside of blocks; ``everywhere``: if not each block has
+    channels of this number."""
+    names = tuple(f"{name}." for name in blocks)
+    if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
+        raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
+    count = 0
+    for name, (block, layers) in blocks.items():
+        found = pools(block, twin.get_submodule(name), layers)
+        count += len(found)
+        if everywhere is not None and not any(pool.span.old == everywhere for pool in found):
+            raise ValueError(f"block {name!r} does not depend on it")
+    if not count:
+        raise ValueError("no channels depend on it")
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The number of blocks of a ``stack``, and the ``name`` that it has in the config."""
+
+    model: PreTrainedModel
+    stack: Stack
+    name: str
+
+    @classmethod
+    def find(cls, model: PreTrainedModel, stack: Stack, asked: str | None = None) -> "Depth":
+        """``asked``: its name. Raises ValueError, with the reasons, if no number in the config is the blocks'."""
+        count, reasons = len(stack.blocks), []
+        for name, value in numbers_in(model.config).items():
+            depth = cls(model, stack, name)
+            if value != count or count < 2 or asked not in (None, name):
+                continue
+            for gone in range(count - 1, -1, -1):  # one that can go says that the name is right
+                try:
+                    depth.twin([place for place in range(count) if place != gone])
+                except ValueError as error:
+                    reasons.append(f"{name}: {error}")
+                else:
+                    return depth
+        why = "; ".join(dict.fromkeys(reasons)) or f"no number in its config is {count}, and changes it"
+        raise ValueError(f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer: {why}")
+
+    def changes(self, kept: Sequence[int]) -> Changes:
+        """In the config: the number, and every list of what lies beside it that says something of each block."""
+        path, _, _ = self.name.rpartition(".")
+        config = attrgetter(path)(self.model.config) if path else self.model.config
+        changes: Changes = {self.name: len(kept)}
+        for name, value in vars(config).items():
+            if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
+                if len(value) == len(self.stack.blocks):
+                    changes[full_name(path, name)] = [value[place] for place in kept]
+                elif all(type(each) is int and 0 <= each < len(self.stack.blocks) for each in value):
+                    changes[full_name(path, name)] = [kept.index(each) for each in value if each in kept]
+        return changes
+
+    def twin(self, kept: Sequence[int], width: Mapping[str, int] | None = None) -> PreTrainedModel:
+        """The twin with these blocks alone, and another ``width``. Raises ValueError if it does not have the modules of
+        the blocks that are kept, or those have other sizes."""
+        twin = twin_of(self.model, {**self.changes(kept), **(width or {})})
+        there = list(twin.get_submodule(self.stack.name).children())
+        outside = [
+            {k: x.shape for k, x in tensors_of(m).items() if not k.startswith(f"{self.stack.name}.")}
+            for m in (self.model, twin)
+        ]
+        if not width and outside[0] != outside[1]:
+            raise ValueError("modules outside of the blocks depend on it")
+        if len(there) != len(kept):
+            raise ValueError(f"{len(there)} blocks are there, not {len(kept)}")
+        for place, of_twin in zip(kept, there):
+            name, block = self.stack.names[place], self.stack.blocks[place]
+            if [*map(type, block.modules())] != [*map(type, of_twin.modules())]:
+                raise ValueError(f"block {name!r} would be of another kind at its new place")
+            if (found := spans(block, of_twin)) and not width:
+                raise ValueError(f"{found[0].name!r} of block {name!r} would have another size at its new place")
+        return twin
+
+    def drop(self, kept: Sequence[int]) -> None:
+        """Take the other blocks out of the model."""
+        blocks: Any = self.model.get_submodule(self.stack.name)
+        for place in range(len(self.stack.blocks) - 1, -1, -1):
+            if place not in kept:
+                del blocks[place]
