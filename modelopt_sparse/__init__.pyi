@@ -42,6 +42,6 @@ from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense
 from .runtime.convert import to_semi_structured as to_semi_structured
-from .shrink import shrink as shrink
+from .smaller import shrink as shrink
 
 __version__: str

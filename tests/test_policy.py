@@ -352,7 +352,7 @@ ORDER = (
     ("runtime", "calibration"),
     ("accuracy",),
     ("solving",),
-    ("oneshot", "shrink"),
+    ("oneshot", "smaller"),
     ("checkpoint",),
     ("training",),
     ("cli",),

@@ -5,7 +5,7 @@ All of them only move sparsity between layers: the model has as many zeros as it
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from modelopt_sparse.accuracy.distill import logits_of
+from modelopt_sparse.accuracy.tuning import called_with
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import WholeModel, with_small_inputs
@@ -47,32 +48,14 @@ CHUNK = 512  # rows of an output that are converted to float64 together
 
 @contextmanager
 def masked(plan: Plan, stats: Mapping[str, Stats]) -> Iterator[None]:
-    """While entered, every layer of the plan is called with its weight pruned by its pattern, scored as Wanda does.
+    """While entered, every layer of the plan is called with its weight pruned by its pattern, scored as Wanda does."""
 
-    A weight is pruned in place when its module is called, and put back after the call, so that one layer at a time is
-    held twice. Whatever happens, the weights end as they were.
-    """
-    dense: dict[str, Tensor] = {}
-
-    def before(layer_plan: LayerPlan, *_: Any) -> None:
-        if layer_plan.name in dense:
-            return  # pruned already, in a call that has not ended, or that failed and was gone over
+    def pruned(layer_plan: LayerPlan) -> Tensor:
         values = layer_plan.layer.values
         mask = layer_plan.layer.unmatrix(layer_plan.pattern_now.mask(score(layer_plan, stats))).to(values.device)
-        dense[layer_plan.name] = values.clone()
-        values.masked_fill_(~mask, 0)
+        return values.masked_fill(~mask, 0)
 
-    def after(layer_plan: LayerPlan, *_: Any) -> None:
-        if layer_plan.name in dense:
-            layer_plan.layer.values.copy_(dense[layer_plan.name])
-            del dense[layer_plan.name]
-
-    with ExitStack() as hooks:
-        for layer_plan in plan.layers:
-            hooks.callback(after, layer_plan)
-            for module in layer_plan.layer.hooked_modules:
-                hooks.enter_context(module.register_forward_pre_hook(partial(before, layer_plan)))
-                hooks.enter_context(module.register_forward_hook(partial(after, layer_plan)))
+    with called_with({layer_plan.layer: partial(pruned, layer_plan) for layer_plan in plan.layers}):
         yield
 
 

@@ -6,7 +6,7 @@ that stay, B batch, S sequence.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.refit import refit
-from modelopt_sparse.accuracy.tuning import BatchNumbers
+from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -31,6 +31,7 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.resize import Depth, Pool
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.report import Shrunk
 
 SAMPLES = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
@@ -54,6 +55,11 @@ class Judge:
             return float(rows.sum()), len(rows)
 
         return (self.batches if numbers is None else replace(self.batches, held_back=numbers)).judged(measure)
+
+    def measure(self, step: str, shrunk: Shrunk) -> None:
+        """Note the divergence after a step, where there is one."""
+        if self.teacher is not None:
+            shrunk.kl[step] = self.kl()
 
     def few(self) -> range:
         """Numbers of the last batches that do not judge, with about SAMPLES rows."""
@@ -80,13 +86,13 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def choose_blocks(judge: Judge, depth: Depth, gone: int, run: Run) -> tuple[list[int], list[dict[str, float]]]:
-    """(the places of the blocks that stay, what was tried: name of a block -> the divergence without it, in turn).
+def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> list[int]:
+    """The places of the blocks that stay; what was tried is noted in ``shrunk``.
 
     One block goes after the other: each time the one without which the model's predictions change least. Blocks after
     which the others would not be what they are now are left out.
     """
-    stack, tried = depth.stack, []
+    stack = depth.stack
     kept = list(range(len(stack.blocks)))
     numbers = judge.few()
     for _ in range(gone):
@@ -106,8 +112,8 @@ def choose_blocks(judge: Judge, depth: Depth, gone: int, run: Run) -> tuple[list
                 f"no block of {stack.name!r} can go: the others would be of another kind at their new places"
             )
         kept.remove(min(divergences, key=lambda place: (divergences[place], place)))
-        tried.append({stack.names[place]: divergence for place, divergence in divergences.items()})
-    return kept, tried
+        shrunk.tried.append({stack.names[place]: divergence for place, divergence in divergences.items()})
+    return kept
 
 
 # channels -------------------------------------------------------------------------------------------------------------
@@ -163,31 +169,37 @@ class _Seen:
         self.place += 1
 
 
-def choose_channels(
+def channels(
     data: CalibrationData,
-    pools: Mapping[nn.Module, Sequence[Pool]],
+    pools: Mapping[str, Sequence[Pool]],
     judge: Judge,
     criterion: Criterion,
-) -> dict[nn.Module, list[Choice]]:
+) -> dict[str, list[Choice]]:
     """Block -> what stays of the channels of each of its ``pools``. One pass over the model as it is now."""
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
-    choices: dict[nn.Module, list[Choice]] = {}
+    choices: dict[str, list[Choice]] = {}
     with ExitStack() as ending:
         tasks = blocks_in_call_order(run, replace(data, run=run), ending)
         with Progress("choose channels", "block", len(tasks), show=run.config.progress) as bar:
             for task in tasks:
                 bar.say(task.name, run.memory_in_use())
                 inputs = task.inputs()
-                chosen = {} if task.block is None else {p.taker.name: p for p in pools.get(task.block, ())}
+                chosen = {pool.taker.name: pool for pool in pools.get(task.name, ())}
                 takers = [plan for plan in task.layer_plans if plan.name in chosen]
                 with run.storage.open(task.block, run.report), inputs.on_device():
-                    if takers and task.block is not None:
+                    if takers:
                         sums = _sums(takers, inputs, judge.batches, run)
-                        choices[task.block] = [_choice(chosen[name], *found, criterion) for name, found in sums.items()]
+                        choices[task.name] = [_choice(chosen[name], *found, criterion) for name, found in sums.items()]
                     else:
                         inputs.advance()
                 bar.update()
     return choices
+
+
+def any_channels(pool: Pool) -> Choice:
+    """Some of the channels, to try with."""
+    kept = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new].sort().values
+    return Choice(pool, kept, torch.empty(0), torch.empty(0), (0.0, 0.0))
 
 
 def _sums(
@@ -233,29 +245,13 @@ def _choice(pool: Pool, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tenso
     return Choice(pool, kept.cpu(), values.to(layer.values.device), scores.cpu(), (as_is, least))
 
 
-@contextmanager
-def with_channels(choices: Sequence[Choice], *, refitted: bool) -> Iterator[None]:
-    """While entered, layers are called with zeros for the channels that go; one layer at a time is held twice."""
-    dense: dict[str, Tensor] = {}
+def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractContextManager[None]:
+    """While entered, layers are called with zeros for the channels that go."""
 
-    def before(choice: Choice, *_: Any) -> None:
-        layer = choice.pool.taker
-        if layer.name not in dense:
-            old = layer.matrix(layer.values)
-            kept = choice.kept.to(old.device)
-            values = choice.values if refitted else old[:, kept]
-            new = torch.zeros_like(old).index_copy(1, kept, values.to(old.device))
-            dense[layer.name] = layer.values.clone()
-            layer.values.copy_(layer.unmatrix(new))
+    def narrowed(choice: Choice) -> Tensor:
+        old = choice.pool.taker.matrix(choice.pool.taker.values)
+        kept = choice.kept.to(old.device)
+        values = choice.values.to(old.device) if refitted else old[:, kept]
+        return choice.pool.taker.unmatrix(torch.zeros_like(old).index_copy(1, kept, values))
 
-    def after(choice: Choice, *_: Any) -> None:
-        if choice.pool.taker.name in dense:
-            choice.pool.taker.values.copy_(dense.pop(choice.pool.taker.name))
-
-    with ExitStack() as hooks:
-        for choice in choices:
-            hooks.callback(after, choice)
-            for module in choice.pool.taker.hooked_modules:
-                hooks.enter_context(module.register_forward_pre_hook(partial(before, choice)))
-                hooks.enter_context(module.register_forward_hook(partial(after, choice)))
-        yield
+    return called_with({choice.pool.taker: partial(narrowed, choice) for choice in choices})

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,38 @@ class BatchNumbers:
         gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
         processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
         return gradients
+
+
+# values that are others during a call ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def called_with(made: Mapping[Layer, Callable[[], Tensor]]) -> Iterator[None]:
+    """While entered, every layer is called with other values, which are ``made`` anew for each call.
+
+    They are written in place when its module is called, and put back after the call, so that one layer at a time is
+    held twice. Whatever happens, the weights end as they were.
+    """
+    before: dict[str, Tensor] = {}
+
+    def change(layer: Layer, *_: Any) -> None:
+        if layer.name not in before:  # else changed already, in a call that has not ended, or failed and was repeated
+            values, old = made[layer](), layer.values.clone()
+            before[layer.name] = old
+            layer.values.copy_(values)
+
+    def put_back(layer: Layer, *_: Any) -> None:
+        if layer.name in before:
+            layer.values.copy_(before[layer.name])
+            del before[layer.name]
+
+    with ExitStack() as hooks:
+        for layer in made:
+            hooks.callback(put_back, layer)
+            for module in layer.hooked_modules:
+                hooks.enter_context(module.register_forward_pre_hook(partial(change, layer)))
+                hooks.enter_context(module.register_forward_hook(partial(put_back, layer)))
+        yield
 
 
 # masks that move: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on -------------------------------------

@@ -10,11 +10,11 @@ DAMPING = 1e-3  # of the mean of the Gram matrix's diagonal
 CHUNK, SHARE = 16, 256  # channels that go at a time: 16, or a 256th of all
 
 
-def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     """(indices of the ``keep`` channels that stay, ascending; a score for each channel, larger = keep).
 
     Greedy structured OBS (Hassibi and Stork 1992, for whole columns; ZipLM, Kurtic et al. 2023): the channels go whose
-    loss is least when all others make up for them, some at a time; then the others do make up for them. The loss of
+    loss is least when all others make up for them, ``chunk`` at a time; then the others do make up for them. The loss of
     channel j is ||w_j||^2 / [H^-1]_jj, at the time that it goes; of one that stays, at the end.
     """
     columns = weight_RC.shape[1]
@@ -31,7 +31,7 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int) -> tuple[Tensor, 
         scores[left] = losses
         if len(left) <= keep:
             return left, scores
-        count = min(max(CHUNK, columns // SHARE), len(left) - keep)
+        count = min(max(chunk, columns // SHARE), len(left) - keep)
         order = losses.argsort(stable=True)
         gone_K, stay = order[:count], order[count:].sort().values
         factor = torch.linalg.cholesky(inverse[gone_K][:, gone_K])

@@ -7,7 +7,6 @@ modules, numbers that modules hold as attributes, other entries of the config. T
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
-from modelopt_sparse.model.devices import map_tensors
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.model.wrappers import full_name
 
 # the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")
 PER_BLOCK = ("layer", "block", "pattern", "idx")  # parts of the names of lists that say something of each block
-SAME = 0.25  # what cutting may change by rounding, as a share of what the channels that go make up of a block's output
 
 Changes = dict[str, Any]  # name in the config, with dots: new value
 
@@ -47,7 +44,8 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
     except Exception as error:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
         raise ValueError(f"{type(model).__name__} cannot be built with {said}: {error}") from error
-    return twin.eval().to(model.dtype)
+    nn.Module.to(twin.eval(), model.dtype)
+    return twin
 
 
 def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
@@ -205,69 +203,9 @@ def _common(name: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
 
 
-def clone(module: nn.Module, *, configs: bool = False) -> nn.Module:
-    """A module of its own that shares all tensors, and, unless it has ``configs`` of its own, configs."""
-    shared: list[Any] = list(tensors_of(module).values())
-    if not configs:
-        shared += [config for part in module.modules() if (config := vars(part).get("config")) is not None]
-    return copy.deepcopy(module, {id(each): each for each in shared})
-
-
-class Trial:
-    """Tries in a call of the model whether a block with fewer channels computes what it does with zeros for them.
-
-    `interleaved` says after the call how the tensors of the block are cut.
-    """
-
-    def __init__(self, name: str, block: nn.Module, twin: nn.Module, chosen: Sequence[Pool]) -> None:
-        self._name, self._block, self._twin, self._pools = name, block, twin, chosen
-        self._same: list[bool] | None = None  # cut one way and the other
-
-    @contextmanager
-    def hanging(self) -> Iterator[None]:
-        """While entered, the next call of the block is tried."""
-        self._handle = self._block.register_forward_hook(self._see, with_kwargs=True)
-        try:
-            yield
-        finally:
-            self._handle.remove()
-
-    def _see(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        self._handle.remove()  # clones would have it as well
-        home = next(block.parameters()).device
-        args, kwargs = map_tensors(lambda x: x.to(home), (args, kwargs))
-        dense, zeroed = _first(output).to(home), clone(block)
-        cuts: list[dict[tuple[str, int], Tensor]] = [{}, {}]
-        for pool in self._pools:
-            kept = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new]
-            gone = torch.ones(pool.span.old, dtype=torch.bool).index_fill(0, kept, False).to(home)
-            values = tensors_of(block)[pool.span.name].detach()
-            zeros = values.masked_fill(gone if pool.span.dim else gone[:, None], 0)
-            path, _, key = pool.span.name.rpartition(".")
-            setattr(zeroed.get_submodule(path), key, nn.Parameter(zeros, requires_grad=False))
-            for interleaved in (False, True):
-                cuts[interleaved] |= pool.cuts(kept.sort().values, interleaved=interleaved)
-        wanted, self._same = _first(zeroed(*args, **kwargs)), []
-        for of_way in cuts:
-            part = clone(block)
-            cut(part, self._twin, of_way)
-            change = (_first(part(*args, **kwargs)) - wanted).norm()
-            self._same.append(bool(change <= SAME * (wanted - dense).norm()))
-
-    @property
-    def interleaved(self) -> bool:
-        """Raises ValueError if the block computes something else, however it is cut."""
-        if self._same is None:
-            raise ValueError(f"no calibration data reaches block {self._name!r}")
-        if not any(self._same):
-            raise ValueError(
-                f"block {self._name!r} computes something else with fewer channels than with zeros for them"
-            )
-        return not self._same[0]
-
-
-def _first(output: Any) -> Tensor:
-    return (output if isinstance(output, Tensor) else output[0]).float()
+def clone(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of its own, with a config of its own, that shares all tensors."""
+    return copy.deepcopy(model, {id(each): each for each in tensors_of(model).values()})
 
 
 # the two axes ---------------------------------------------------------------------------------------------------------

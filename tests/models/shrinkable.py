@@ -18,20 +18,18 @@ GPT = {"n_embd": 32, "n_layer": BLOCKS, "n_head": 4, "n_positions": 64}
 MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_shared_experts": 2, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_shared_experts": 2, "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
 }  # fmt: skip
 ENCODERS = {"is_decoder": False}
+PLAIN = (
+    *("Llama", "Arcee", "Mistral", "Nemotron", "Glm", "Glm4", "Ernie4_5", "SeedOss", "Qwen2", "Granite", "Cohere"),
+    *("Cohere2", "SmolLM3", "Starcoder2", "Apertus", "Exaone4", "Phi", "Phi3", "Olmo2", "Olmo3", "StableLm", "GPTNeoX"),
+)
 # class -> its own settings
 CLASSES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            *("Llama", "Arcee", "Mistral", "Nemotron", "Glm", "Glm4", "Ernie4_5", "SeedOss", "Qwen2", "Granite"),
-            *("Cohere", "Cohere2", "SmolLM3", "Starcoder2", "Apertus", "Exaone4", "Phi", "Phi3", "Olmo2", "Olmo3"),
-            *("StableLm", "GPTNeoX"),
-        ),
-        {},
-    ),
-    **dict.fromkeys(("Gemma", "Gemma2", "Qwen3", "Helium", "HunYuanDenseV1"), {"head_dim": 8}),
+    **{name: {} for name in PLAIN},
+    **{name: {"head_dim": 8} for name in ("Gemma", "Gemma2", "Qwen3", "Helium", "HunYuanDenseV1")},
     "Gemma3Text/Gemma3ForCausalLM": {"head_dim": 8},
     "Ministral": {"head_dim": 8},
     "Falcon": {"ffn_hidden_size": WIDTH, "num_kv_heads": 2, "new_decoder_architecture": True},
@@ -50,6 +48,10 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**MIXTURE, "head_dim": 8},
     "GptOss": {**MIXTURE, "head_dim": 8},
     "DeepseekV3": {**MIXTURE, **DEEPSEEK},
+    "Jamba": {
+        "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_d_state": 8,
+    },
     "T5/T5ForConditionalGeneration": {
         "d_model": 32, "d_kv": 8, "d_ff": WIDTH, "num_layers": 3, "num_decoder_layers": BLOCKS, "num_heads": 4,
         "decoder_start_token_id": 0,
@@ -58,7 +60,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 # class -> why no width can be taken off of all of its MLPs, as messages say it
 NO_WIDTH = {
     "Bloom": "has no width", "Mpt": "has no width",
-    **dict.fromkeys(("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"), "holds experts"),
+    **dict.fromkeys(("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Jamba"), "holds experts"),
 }  # fmt: skip
 
 
@@ -111,11 +113,60 @@ class InterleavedLlama(LlamaForCausalLM):
             layer.mlp = InterleavedMLP(config)
 
 
+class ScaledMLP(nn.Module):
+    """What an MLP puts out, scaled."""
+
+    def __init__(self, inner: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
 class ScaledByPlace(LlamaForCausalLM):
-    """Its blocks know how far up they are, and a property of them has no setter."""
+    """Its blocks know how far up they are."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         for place, layer in enumerate(self.model.layers):
-            scale = 1 / (1 + place)
-            layer.register_forward_hook(lambda module, args, output, scale=scale: output * scale)
+            layer.mlp = ScaledMLP(layer.mlp, 1.0 / (1 + place))
+
+
+class NormedMLP(InterleavedMLP):
+    """A norm sees all of its channels."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.intermediate_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.norm(gate * up))
+
+
+class NormedLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = NormedMLP(config)
+
+
+class SoftmaxMLP(InterleavedMLP):
+    """What one channel puts out depends on all of them, and no weight says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(gate.softmax(-1) * up)
+
+
+class SoftmaxLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = SoftmaxMLP(config)
+
+
+def odd(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**BASE)).eval()
