@@ -14,7 +14,7 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int, chunk: int = CHUN
     """(indices of the ``keep`` channels that stay, ascending; a score for each channel, larger = keep).
 
     Greedy structured OBS (Hassibi and Stork 1992, for whole columns; ZipLM, Kurtic et al. 2023): the channels go whose
-    loss is least when all others make up for them, ``chunk`` at a time; then the others do make up for them. The loss of
+    loss is least when all others make up for them, ``chunk`` at a time; then the others do so. The loss of
     channel j is ||w_j||^2 / [H^-1]_jj, at the time that it goes; of one that stays, at the end.
     """
     columns = weight_RC.shape[1]

@@ -26,13 +26,8 @@ from modelopt_sparse.reports.report import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")
-MULTIPLES = (
-    256,
-    128,
-    64,
-    32,
-)  # of a width, with multiple_of="auto", if that moves it by no more than this share of it:
-MOVED, ELSE = 0.02, 8
+MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
+MOVED = 0.02  # of it, else the last
 # the options of `sparsify` that shrink takes too
 TAKEN = (
     *("data_loader", "collect_func", "max_batches", "data", "tokenizer", "processor", "num_samples", "seq_len"),
