@@ -190,14 +190,14 @@ class _Cutting:
 
     twin: as small as the model will be, as far as that is chosen. pools: block -> channels that go together.
     interleaved: how tensors with several values for each channel are cut.
-    kept: the places of the blocks of ``depth`` that stay. choices, done: by block, and those that are cut.
+    places: those of the blocks of ``depth`` that stay. choices, done: by block, and those that are cut.
     """
 
     twin: PreTrainedModel
     pools: dict[str, list[Pool]]
     interleaved: bool = False
     depth: Depth | None = None
-    kept: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     choices: dict[str, list[Choice]] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
 
@@ -207,8 +207,8 @@ class _Cutting:
         model: Any = data.run.model
         twin = twin_of(model, sizes.narrow)
         blocks = layers_by_block(data.run.plan) if sizes.width else {}
-        found = {name: pools(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
-        cutting = cls(twin, {name: of_block for name, of_block in found.items() if of_block})
+        wide = {name: pools(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
+        cutting = cls(twin, {name: of_block for name, of_block in wide.items() if of_block})
         for name, of_block in cutting.pools.items():
             cutting.choices[name] = [choose.any_channels(pool) for pool in of_block]
         if cutting.choices and cutting.differs(data):
@@ -222,23 +222,23 @@ class _Cutting:
         """Choose the blocks that go, and try it."""
         if sizes.depth is None:
             return self
-        (kept, *others), depth = sizes.choices(), sizes.depth
+        (places, *others), depth = sizes.choices(), sizes.depth
         if others or isinstance(sizes.go, int):
-            kept = choose.blocks(judge, depth, len(depth.stack.blocks) - len(kept), data.run, shrunk)
-        shrunk.sizes[depth.name] = [len(depth.stack.blocks), len(kept)]
-        shrunk.kept["blocks"] = {depth.stack.name: kept}
-        if _Cutting(depth.twin(kept), {}, depth=depth, kept=kept).differs(data):
-            problem = f"this {type(data.run.model).__name__} computes something else with the blocks {kept} alone"
+            places = choose.blocks(judge, depth, len(depth.stack.blocks) - len(places), data.run, shrunk)
+        shrunk.sizes[depth.name] = [len(depth.stack.blocks), len(places)]
+        shrunk.kept["blocks"] = {depth.stack.name: places}
+        if _Cutting(depth.twin(places), {}, depth=depth, places=places).differs(data):
+            problem = f"this {type(data.run.model).__name__} computes something else with the blocks {places} alone"
             raise ValueError(f"{problem} than with the others skipped: blocks know their places, or read from others")
-        gone = [name for place, name in enumerate(depth.stack.names) if place not in kept]
+        gone = [name for place, name in enumerate(depth.stack.names) if place not in places]
         left = {name: of_block for name, of_block in self.pools.items() if name not in gone}
-        return replace(self, twin=depth.twin(kept, sizes.narrow), pools=left, depth=depth, kept=kept)
+        return replace(self, twin=depth.twin(places, sizes.narrow), pools=left, depth=depth, places=places)
 
     @property
     def gone(self) -> list[nn.Module]:
         """The blocks that go."""
         blocks = () if self.depth is None else self.depth.stack.blocks
-        return [block for place, block in enumerate(blocks) if place not in self.kept]
+        return [block for place, block in enumerate(blocks) if place not in self.places]
 
     def differs(self, data: CalibrationData) -> bool:
         """Whether a model that is cut so computes something else than this one with zeros for what goes."""
@@ -249,10 +249,10 @@ class _Cutting:
         run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
         differs = False
         if data.calls:
-            dense, found = _output(data), _output(replace(data, run=run))
+            dense, narrow = _output(data), _output(replace(data, run=run))
             with skipped(self.gone), with_channels(chosen, refitted=False):
                 wanted = _output(data)
-            differs = not float((found - wanted).norm()) <= SAME * float((wanted - dense).norm())
+            differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
 
     def cut(self, model: PreTrainedModel | nn.Module, name: str, *, values: bool = True) -> None:
@@ -261,10 +261,10 @@ class _Cutting:
             return
         cuts: dict[tuple[str, int], Tensor] = {}
         for choice in self.choices[name]:
-            cuts |= choice.pool.cuts(choice.kept, interleaved=self.interleaved)
+            cuts |= choice.pool.cuts(choice.stay, interleaved=self.interleaved)
         new_name = name
         if self.depth is not None and name in self.depth.stack.names:
-            new_name = self.depth.stack.names[self.kept.index(self.depth.stack.names.index(name))]
+            new_name = self.depth.stack.names[self.places.index(self.depth.stack.names.index(name))]
         cut(model.get_submodule(name), self.twin.get_submodule(new_name), cuts)
         for choice in self.choices[name] if values else ():
             layer = choice.pool.taker
@@ -276,7 +276,7 @@ class _Cutting:
         for name in self.choices:
             self.cut(model, name, values=values)
         if self.depth is not None:
-            replace(self.depth, model=model).drop(self.kept)
+            replace(self.depth, model=model).drop(self.places)
         cut(model, self.twin, {})
         write_config(model, self.twin)
 
@@ -285,7 +285,7 @@ def _note(chosen: Sequence[Choice], shrunk: Shrunk, report: Report) -> None:
     """What stays of the channels, for the report."""
     for choice in chosen:
         name = choice.pool.taker.name
-        shrunk.kept.setdefault("mlp", {})[name] = choice.kept.tolist()
+        shrunk.kept.setdefault("mlp", {})[name] = choice.stay.tolist()
         shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
         shrunk.errors[name] = [*choice.errors]
         if choice.errors[1] > LITTLE:
@@ -305,14 +305,14 @@ def _output(data: CalibrationData) -> Tensor:
 
 
 def _has_logits(data: CalibrationData) -> bool:
-    found = logits_of(_first_call(data)) is not None
-    return any(data.run.processes.all_gather("whether there are logits", found))
+    own = logits_of(_first_call(data)) is not None
+    return any(data.run.processes.all_gather("whether there are logits", own))
 
 
 def _costs(data: CalibrationData) -> dict[str, float]:
     """Parameters, bytes, and, of models that write text, the seconds of a call on this machine."""
     model: Any = data.run.model
-    found: dict[str, float] = {**costs(model)}
+    measured: dict[str, float] = {**costs(model)}
     longest = longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
@@ -323,5 +323,5 @@ def _costs(data: CalibrationData) -> dict[str, float]:
                 began = time.perf_counter()
                 model(input_ids=row)
                 seconds.append(time.perf_counter() - began)
-            found[what] = min(seconds)
-    return found
+            measured[what] = min(seconds)
+    return measured

@@ -93,14 +93,14 @@ def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> l
     which the others would not be what they are now are left out.
     """
     stack = depth.stack
-    kept = list(range(len(stack.blocks)))
+    stay = list(range(len(stack.blocks)))
     numbers = judge.few()
     for _ in range(gone):
         divergences: dict[int, float] = {}
-        with Progress("choose blocks", "block", len(kept), show=run.config.progress) as bar:
-            for place in kept:
+        with Progress("choose blocks", "block", len(stay), show=run.config.progress) as bar:
+            for place in stay:
                 bar.update()
-                rest = [other for other in kept if other != place]
+                rest = [other for other in stay if other != place]
                 try:
                     depth.twin(rest)
                 except ValueError:
@@ -111,9 +111,9 @@ def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> l
             raise ValueError(
                 f"no block of {stack.name!r} can go: the others would be of another kind at their new places"
             )
-        kept.remove(min(divergences, key=lambda place: (divergences[place], place)))
+        stay.remove(min(divergences, key=lambda place: (divergences[place], place)))
         shrunk.tried.append({stack.names[place]: divergence for place, divergence in divergences.items()})
-    return kept
+    return stay
 
 
 # channels -------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Choice:
     score of each, and the error of the layer's output as is and with these values."""
 
     pool: Pool
-    kept: Tensor
+    stay: Tensor
     values: Tensor
     scores: Tensor
     errors: tuple[float, float]
@@ -133,12 +133,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Criterion:
-    """How channels are chosen: by what score, whether the layer that takes them gets better values, and ``given``:
+    """How channels are chosen: by what score, whether the layer that takes them gets better values, and ``fixed``:
     layer name -> the channels that stay, chosen before."""
 
     name: str
     refit: bool
-    given: Mapping[str, Sequence[int]]
+    fixed: Mapping[str, Sequence[int]]
 
 
 @dataclass
@@ -189,7 +189,9 @@ def channels(
                 with run.storage.open(task.block, run.report), inputs.on_device():
                     if takers:
                         sums = _sums(takers, inputs, judge.batches, run)
-                        choices[task.name] = [_choice(chosen[name], *found, criterion) for name, found in sums.items()]
+                        choices[task.name] = [
+                            _choice(chosen[name], *of_layer, criterion) for name, of_layer in sums.items()
+                        ]
                     else:
                         inputs.advance()
                 bar.update()
@@ -198,8 +200,8 @@ def channels(
 
 def any_channels(pool: Pool) -> Choice:
     """Some of the channels, to try with."""
-    kept = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new].sort().values
-    return Choice(pool, kept, torch.empty(0), torch.empty(0), (0.0, 0.0))
+    stay = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new].sort().values
+    return Choice(pool, stay, torch.empty(0), torch.empty(0), (0.0, 0.0))
 
 
 def _sums(
@@ -215,7 +217,7 @@ def _sums(
         inputs.collect(takers, seen.see, sums, go_on=inputs.blockwise)
     stats = {name: each for of_layer, each in sums.groups() or [] for name in of_layer if isinstance(each, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
-    found = {}
+    grams = {}
     for name in names:
         fitted, judging = stats.get(name), stats.get(name + JUDGING)
         if fitted is None or judging is None or fitted.gram is None or judging.gram is None:
@@ -223,26 +225,26 @@ def _sums(
         if not torch.isfinite(fitted.gram).all() or not torch.isfinite(judging.gram).all():
             raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
         warn_of_few_tokens(name, fitted, run.report)
-        found[name] = fitted.gram, judging.gram, seen.absolute[name]
-    return found
+        grams[name] = fitted.gram, judging.gram, seen.absolute[name]
+    return grams
 
 
 def _choice(pool: Pool, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tensor, criterion: Criterion) -> Choice:
-    layer, keep = pool.taker, pool.span.new
+    layer, count = pool.taker, pool.span.new
     weight_RC = layer.matrix(layer.values).to(fitted_CC.device)
     gram_CC = fitted_CC + judging_CC
-    if layer.name in criterion.given:
+    if layer.name in criterion.fixed:
         scores = torch.zeros(0)
-        kept = torch.tensor(list(criterion.given[layer.name]), device=gram_CC.device)
+        stay = torch.tensor(list(criterion.fixed[layer.name]), device=gram_CC.device)
     elif criterion.name == "gram":
-        kept, scores = gram_scores(weight_RC, gram_CC, keep)
+        stay, scores = gram_scores(weight_RC, gram_CC, count)
     else:
         scores = (gram_CC.diagonal() if criterion.name == "norm" else absolute_C).sqrt()
-        kept = largest(scores, keep)
-    values, as_is, least = refit(weight_RC, kept, fitted_CC, judging_CC)
+        stay = largest(scores, count)
+    values, as_is, least = refit(weight_RC, stay, fitted_CC, judging_CC)
     if not criterion.refit:
-        values, least = weight_RC[:, kept], as_is
-    return Choice(pool, kept.cpu(), values.to(layer.values.device), scores.cpu(), (as_is, least))
+        values, least = weight_RC[:, stay], as_is
+    return Choice(pool, stay.cpu(), values.to(layer.values.device), scores.cpu(), (as_is, least))
 
 
 def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractContextManager[None]:
@@ -250,8 +252,8 @@ def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractConte
 
     def narrowed(choice: Choice) -> Tensor:
         old = choice.pool.taker.matrix(choice.pool.taker.values)
-        kept = choice.kept.to(old.device)
-        values = choice.values.to(old.device) if refitted else old[:, kept]
-        return choice.pool.taker.unmatrix(torch.zeros_like(old).index_copy(1, kept, values))
+        stay = choice.stay.to(old.device)
+        values = choice.values.to(old.device) if refitted else old[:, stay]
+        return choice.pool.taker.unmatrix(torch.zeros_like(old).index_copy(1, stay, values))
 
     return called_with({choice.pool.taker: partial(narrowed, choice) for choice in choices})

@@ -29,8 +29,8 @@ def refit(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) 
     for damping in DAMPINGS:
         among = gram[kept_K][:, kept_K]
         damped = among + torch.eye(len(kept_K), dtype=gram.dtype, device=gram.device) * (damping * mean)
-        target = weight @ gram[:, kept_K] + weight[:, kept_K] * (damping * mean)
-        values = torch.cholesky_solve(target.mT, torch.linalg.cholesky(damped)).mT.to(weight_RC.dtype).double()
-        if (found := error(values)) < least:
-            best, least = values, found
+        goal = weight @ gram[:, kept_K] + weight[:, kept_K] * (damping * mean)
+        values = torch.cholesky_solve(goal.mT, torch.linalg.cholesky(damped)).mT.to(weight_RC.dtype).double()
+        if (now := error(values)) < least:
+            best, least = values, now
     return best.to(weight_RC.dtype), as_is, least

@@ -361,8 +361,8 @@ def shrink(
         "to": {key: read_yaml(size, f"--to {key}") for key, _, size in (each.partition("=") for each in to or [])}
     }
     sizes = {name: value for name, value in sizes.items() if value != {}}
-    given = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
-    settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **given)
+    flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
+    settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     planned = mts.plan_shrink(source.empty(False)[0], **sizes)

@@ -10,8 +10,8 @@ DAMPING = 1e-3  # of the mean of the Gram matrix's diagonal
 CHUNK, SHARE = 16, 256  # channels that go at a time: 16, or a 256th of all
 
 
-def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """(indices of the ``keep`` channels that stay, ascending; a score for each channel, larger = keep).
+def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """(indices of the ``count`` channels that stay, ascending; a score for each channel, larger = keep).
 
     Greedy structured OBS (Hassibi and Stork 1992, for whole columns; ZipLM, Kurtic et al. 2023): the channels go whose
     loss is least when all others make up for them, ``chunk`` at a time; then the others do so. The loss of
@@ -19,21 +19,19 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int, chunk: int = CHUN
     """
     columns = weight_RC.shape[1]
     weight, hessian = weight_RC.double(), gram_CC.double()
-    mean = hessian.diagonal().mean()
-    damped = hessian + torch.eye(columns, dtype=hessian.dtype, device=hessian.device) * (DAMPING * mean).clamp_min(
-        1e-30
-    )
+    damping = (DAMPING * hessian.diagonal().mean()).clamp_min(1e-30)
+    damped = hessian + damping * torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     scores = torch.zeros(columns, dtype=torch.float64, device=weight.device)
     left = torch.arange(columns, device=weight.device)
     while True:
         losses = weight.square().sum(0) / inverse.diagonal()
         scores[left] = losses
-        if len(left) <= keep:
+        if len(left) <= count:
             return left, scores
-        count = min(max(chunk, columns // SHARE), len(left) - keep)
+        going = min(max(chunk, columns // SHARE), len(left) - count)
         order = losses.argsort(stable=True)
-        gone_K, stay = order[:count], order[count:].sort().values
+        gone_K, stay = order[:going], order[going:].sort().values
         factor = torch.linalg.cholesky(inverse[gone_K][:, gone_K])
         shares = torch.cholesky_solve(inverse[gone_K][:, stay], factor)  # [K, those that stay]
         weight = weight[:, stay] - weight[:, gone_K] @ shares
@@ -41,6 +39,6 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, keep: int, chunk: int = CHUN
         left = left[stay]
 
 
-def largest(scores_C: Tensor, keep: int) -> Tensor:
-    """The indices of the ``keep`` largest scores, ascending; of equal ones the first."""
-    return scores_C.argsort(descending=True, stable=True)[:keep].sort().values
+def largest(scores_C: Tensor, count: int) -> Tensor:
+    """The indices of the ``count`` largest scores, ascending; of equal ones the first."""
+    return scores_C.argsort(descending=True, stable=True)[:count].sort().values

@@ -59,12 +59,12 @@ def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreT
 def numbers_in(config: PreTrainedConfig) -> dict[str, int | None]:
     """Name in a config, with dots -> its whole number, those that usually hold a width first; None for one of these
     that has no value."""
-    found: dict[str, int | None] = {}
+    numbers: dict[str, int | None] = {}
     for path, part in _parts(config):
         for key, value in vars(part).items():
             if (type(value) is int or (value is None and key in WIDTHS)) and not key.startswith("_"):
-                found[full_name(path, key)] = value
-    return dict(sorted(found.items(), key=lambda item: item[0].rpartition(".")[2] not in WIDTHS))
+                numbers[full_name(path, key)] = value
+    return dict(sorted(numbers.items(), key=lambda pair: pair[0].rpartition(".")[2] not in WIDTHS))
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
     own, other = tensors_of(module), tensors_of(twin)
     if alone := sorted(own.keys() ^ other.keys()):
         raise ValueError(f"{alone[0]!r} would be in one of the two models alone")
-    found = []
+    different = []
     for name, tensor in own.items():
         if tensor.dim() != other[name].dim():
             raise ValueError(f"{name!r} would have {other[name].dim()} dimensions, and has {tensor.dim()}")
         sizes = enumerate(zip(tensor.shape, other[name].shape))
-        found += [Span(name, dim, old, new) for dim, (old, new) in sizes if old != new]
-    return found
+        different += [Span(name, dim, old, new) for dim, (old, new) in sizes if old != new]
+    return different
 
 
 @torch.no_grad()
-def cut(module: nn.Module, twin: nn.Module, kept: Mapping[tuple[str, int], Tensor]) -> None:
-    """Make a module as large as its twin, in place. ``kept``: (name of a tensor, dimension) -> the indices that stay.
+def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
+    """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
 
     Parameters that change are new ones, with the values that stay; ties hold. Numbers that modules have as attributes
     become those of the twin.
@@ -114,7 +114,7 @@ def cut(module: nn.Module, twin: nn.Module, kept: Mapping[tuple[str, int], Tenso
             if of_tensor and id(tensor) not in new:
                 values = tensor.detach()
                 for span in of_tensor:
-                    values = values.index_select(span.dim, kept[span.name, span.dim].to(values.device))
+                    values = values.index_select(span.dim, stay[span.name, span.dim].to(values.device))
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
             if of_tensor:
@@ -158,13 +158,13 @@ class Pool:
     span: Span
     makers: tuple[Span, ...]
 
-    def cuts(self, kept: Tensor, *, interleaved: bool) -> dict[tuple[str, int], Tensor]:
-        """What `cut` takes, for the channels ``kept``. Where a tensor makes several values for each channel (gate and
+    def cuts(self, stay: Tensor, *, interleaved: bool) -> dict[tuple[str, int], Tensor]:
+        """What `cut` takes, for the channels ``stay``. Where a tensor makes several values for each channel (gate and
         up in one), those of a channel follow each other if ``interleaved``; else all of the first kind come first."""
-        cuts = {(self.span.name, self.span.dim): kept}
+        cuts = {(self.span.name, self.span.dim): stay}
         for maker in self.makers:
             kinds = torch.arange(maker.old // self.span.old)
-            both = kept[:, None] * len(kinds) + kinds if interleaved else kept + kinds[:, None] * self.span.old
+            both = stay[:, None] * len(kinds) + kinds if interleaved else stay + kinds[:, None] * self.span.old
             cuts[maker.name, maker.dim] = both.flatten()
         return cuts
 
@@ -212,9 +212,9 @@ def clone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_width(
-    model: PreTrainedModel, blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]], target: Callable[[int], int]
+    model: PreTrainedModel, blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]], new_of: Callable[[int], int]
 ) -> tuple[str, int, int]:
-    """(the name of the MLP's width in the config, the width, the ``target`` for it).
+    """(the name of the MLP's width in the config, the width, ``new_of`` of it).
 
     ``blocks``: name -> a block and its layers. Raises ValueError, with the reasons, if no number is the width of all.
     """
@@ -223,14 +223,14 @@ def find_width(
     for name, value in numbers_in(model.config).items():
         for old in columns if value is None else {value} & columns:
             try:
-                twin = twin_of(model, {name: target(old)})
+                twin = twin_of(model, {name: new_of(old)})
                 if value is None and spans(model, twin_of(model, {name: old})):
                     continue  # None stands for another width
                 check_width(model, twin, blocks, everywhere=old)
             except ValueError as error:
                 reasons.append(f"{name}: {error}")
                 continue
-            return name, old, target(old)
+            return name, old, new_of(old)
     kind = type(model).__name__
     why = "; ".join(reasons) or "no number in its config is one (such as 4 x hidden_size, always)"
     raise ValueError(f"this {kind} has no width that all of its MLPs share: {why}")
@@ -249,9 +249,9 @@ def check_width(
         raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
     count = 0
     for name, (block, layers) in blocks.items():
-        found = pools(block, twin.get_submodule(name), layers)
-        count += len(found)
-        if everywhere is not None and not any(pool.span.old == everywhere for pool in found):
+        different = pools(block, twin.get_submodule(name), layers)
+        count += len(different)
+        if everywhere is not None and not any(pool.span.old == everywhere for pool in different):
             raise ValueError(f"block {name!r} does not depend on it")
     if not count:
         raise ValueError("no channels depend on it")
@@ -283,23 +283,23 @@ class Depth:
         why = "; ".join(dict.fromkeys(reasons)) or f"no number in its config is {count}, and changes it"
         raise ValueError(f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer: {why}")
 
-    def changes(self, kept: Sequence[int]) -> Changes:
+    def changes(self, stay: Sequence[int]) -> Changes:
         """In the config: the number, and every list of what lies beside it that says something of each block."""
         path, _, _ = self.name.rpartition(".")
         config = attrgetter(path)(self.model.config) if path else self.model.config
-        changes: Changes = {self.name: len(kept)}
+        changes: Changes = {self.name: len(stay)}
         for name, value in vars(config).items():
             if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
                 if len(value) == len(self.stack.blocks):
-                    changes[full_name(path, name)] = [value[place] for place in kept]
+                    changes[full_name(path, name)] = [value[place] for place in stay]
                 elif all(type(each) is int and 0 <= each < len(self.stack.blocks) for each in value):
-                    changes[full_name(path, name)] = [kept.index(each) for each in value if each in kept]
+                    changes[full_name(path, name)] = [stay.index(each) for each in value if each in stay]
         return changes
 
-    def twin(self, kept: Sequence[int], width: Mapping[str, int] | None = None) -> PreTrainedModel:
+    def twin(self, stay: Sequence[int], width: Mapping[str, int] | None = None) -> PreTrainedModel:
         """The twin with these blocks alone, and another ``width``. Raises ValueError if it does not have the modules of
-        the blocks that are kept, or those have other sizes."""
-        twin = twin_of(self.model, {**self.changes(kept), **(width or {})})
+        the blocks that stay, or those have other sizes."""
+        twin = twin_of(self.model, {**self.changes(stay), **(width or {})})
         there = list(twin.get_submodule(self.stack.name).children())
         outside = [
             {k: x.shape for k, x in tensors_of(m).items() if not k.startswith(f"{self.stack.name}.")}
@@ -307,19 +307,19 @@ class Depth:
         ]
         if not width and outside[0] != outside[1]:
             raise ValueError("modules outside of the blocks depend on it")
-        if len(there) != len(kept):
-            raise ValueError(f"{len(there)} blocks are there, not {len(kept)}")
-        for place, of_twin in zip(kept, there):
+        if len(there) != len(stay):
+            raise ValueError(f"{len(there)} blocks are there, not {len(stay)}")
+        for place, of_twin in zip(stay, there):
             name, block = self.stack.names[place], self.stack.blocks[place]
             if [*map(type, block.modules())] != [*map(type, of_twin.modules())]:
                 raise ValueError(f"block {name!r} would be of another kind at its new place")
-            if (found := spans(block, of_twin)) and not width:
-                raise ValueError(f"{found[0].name!r} of block {name!r} would have another size at its new place")
+            if (different := spans(block, of_twin)) and not width:
+                raise ValueError(f"{different[0].name!r} of block {name!r} would have another size at its new place")
         return twin
 
-    def drop(self, kept: Sequence[int]) -> None:
+    def drop(self, stay: Sequence[int]) -> None:
         """Take the other blocks out of the model."""
         blocks: Any = self.model.get_submodule(self.stack.name)
         for place in range(len(self.stack.blocks) - 1, -1, -1):
-            if place not in kept:
+            if place not in stay:
                 del blocks[place]

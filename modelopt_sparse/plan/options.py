@@ -173,6 +173,8 @@ ELSEWHERE = {
     "targets": "include=, globs of layers to prune",
     "sparsity": "pattern=, such as 0.5, '50%' or '2:4'",
     "mask_structure": "pattern=, such as '2:4'",
+    "pruning_ratio": "pattern=0.5 for zeros, or mts.shrink(model, mlp=0.5) for a smaller model",
+    "export_config": "it to mts.shrink, as to=: a smaller model",
 }
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # the options in a report; those of the second line only where the data is text

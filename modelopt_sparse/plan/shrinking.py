@@ -56,16 +56,16 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
     refuse_unknown(options, [*OWN, *TAKEN])
     of_quality = {} if options.get("quality") is None else dict(quality_of(options["quality"]).options)
     of_quality.pop("polish", None)
-    given = {**of_quality, **options}
-    if isinstance(reconstruct := given.get("reconstruct"), Mapping):
+    chosen = {**of_quality, **options}
+    if isinstance(reconstruct := chosen.get("reconstruct"), Mapping):
         if "masks" in (options.get("reconstruct") or {}):
             raise ValueError("reconstruct: masks: a shrunk model has none: leave it out")
-        given["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
-    distill = given.get("distill")
+        chosen["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
+    distill = chosen.get("distill")
     if distill and not isinstance(distill, Distill):
         asked = distill if isinstance(distill, Mapping) else {} if distill is True else {"epochs": distill}
-        given["distill"] = {**DISTILL, **asked}
-    return SparsifyConfig(pattern=Unstructured(0.5), **given)
+        chosen["distill"] = {**DISTILL, **asked}
+    return SparsifyConfig(pattern=Unstructured(0.5), **chosen)
 
 
 # sizes ----------------------------------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ class Sizes:
         if self.depth is None:
             return twin_of(model, self.narrow)
         problem = ValueError("no block can go")
-        for kept in self.choices():
+        for places in self.choices():
             try:
-                self.depth.twin(kept)
-                return self.depth.twin(kept, self.narrow)
+                self.depth.twin(places)
+                return self.depth.twin(places, self.narrow)
             except ValueError as error:
                 problem = error
         raise problem
@@ -165,19 +165,19 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
 
 def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
     """Of a model; on the meta device also of a call, which is made there: no formula, and no values."""
-    found = {"parameters": sum(each.numel() for each in model.parameters())}
-    found["bytes"] = sum(each.numel() * each.element_size() for each in model.parameters())
+    known = {"parameters": sum(each.numel() for each in model.parameters())}
+    known["bytes"] = sum(each.numel() * each.element_size() for each in model.parameters())
     if batch and model.can_generate() and not model.config.is_encoder_decoder:
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 output = model(input_ids=torch.zeros(batch, length, dtype=torch.long, device="meta"), use_cache=True)
         except (RuntimeError, NotImplementedError, ValueError):  # a forward that looks at values
-            return found
+            return known
         layers = getattr(getattr(output, "past_key_values", None), "layers", ())
         held = [value for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        found["FLOPs of a call"] = counter.get_total_flops()
-        found["bytes of keys and values"] = sum(value.numel() * value.element_size() for value in held)
-    return found
+        known["FLOPs of a call"] = counter.get_total_flops()
+        known["bytes of keys and values"] = sum(value.numel() * value.element_size() for value in held)
+    return known
 
 
 def checked(model: nn.Module) -> PreTrainedModel:
@@ -210,11 +210,9 @@ def sizes_for(
 ) -> Sizes:
     """From what the user asks for to sizes. ``planned``: the layers and stacks of the model."""
     mlp, blocks, to, kept, multiple_of = asked
-    given = [name for name, value in zip(asked._fields[:-1], asked) if value is not None]
-    if given not in (["mlp"], ["blocks"], ["mlp", "blocks"], ["to"], ["kept"]):
-        raise ValueError(
-            f"shrink takes mlp= and blocks=, or to=, or kept=; got {given or 'none of them'}: give {_SAYS}"
-        )
+    said = [name for name, value in zip(asked._fields[:-1], asked) if value is not None]
+    if said not in (["mlp"], ["blocks"], ["mlp", "blocks"], ["to"], ["kept"]):
+        raise ValueError(f"shrink takes mlp= and blocks=, or to=, or kept=; got {said or 'none of them'}: give {_SAYS}")
     if multiple_of != "auto" and not is_whole(multiple_of, 1):
         raise ValueError(f"multiple_of={multiple_of!r}: give 'auto' or a positive whole number")
     by_block = layers_by_block(planned)
@@ -229,13 +227,13 @@ def sizes_for(
         width[name] = old, new
     if blocks is not None:
         depth, go = _depth(model, planned, blocks)
-    for said, size in (to or {}).items():
-        name = model.config.attribute_map.get(said, said)
-        found = _axis(model, planned, by_block, name, size)
-        if isinstance(found, Depth):
-            depth, go = found, len(found.stack.blocks) - size
+    for asked_name, size in (to or {}).items():
+        name = model.config.attribute_map.get(asked_name, asked_name)
+        axis = _axis(model, planned, by_block, name, size)
+        if isinstance(axis, Depth):
+            depth, go = axis, len(axis.stack.blocks) - size
         else:
-            width[name] = found, size
+            width[name] = axis, size
     sizes = Sizes(width, depth, go)
     sizes.twin(model)
     return sizes
@@ -344,5 +342,5 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> tuple[int | None, lis
     of_stacks = choice.get("blocks", {})
     if of_stacks.keys() - counts.keys():
         raise ValueError(f"kept= names blocks of {sorted(of_stacks)[0]!r}, which is no stack of this model")
-    blocks = [place for name, kept in of_stacks.items() for place in range(counts[name]) if place not in kept]
+    blocks = [place for name, stay in of_stacks.items() for place in range(counts[name]) if place not in stay]
     return (gone.pop() if gone else None), blocks or None
