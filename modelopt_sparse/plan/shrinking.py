@@ -35,6 +35,7 @@ TAKEN = (
     *("progress", "distributed", "split_data", "deterministic"),
 )
 OWN = ("mlp", "blocks", "to", "criterion", "refit", "multiple_of", "kept")
+WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 DISTILL = {"epochs": 4, "learning_rate": 0.1}  # a smaller model has more to learn anew than a sparse one
 STALE = "parameters that change are new ones: make an optimizer afterwards"
 _SAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go) or to={'intermediate_size': 8192}"
@@ -65,6 +66,10 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
     if distill and not isinstance(distill, Distill):
         asked = distill if isinstance(distill, Mapping) else {} if distill is True else {"epochs": distill}
         chosen["distill"] = {**DISTILL, **asked}
+    if (
+        chosen.get("data") is not None and not chosen.get("reconstruct") and not distill
+    ):  # tuned runs see to it themselves
+        chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
     return SparsifyConfig(pattern=Unstructured(0.5), **chosen)
 
 
