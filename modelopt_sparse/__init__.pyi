@@ -30,16 +30,20 @@ from .plan.names import Rule as Rule
 from .plan.options import SparsifyConfig as SparsifyConfig
 from .plan.plan import Plan as Plan
 from .plan.planner import make_plan as make_plan
+from .plan.shrinking import ShrinkPlan as ShrinkPlan
+from .plan.shrinking import plan_shrink as plan_shrink
 from .reports.evaluate import Evaluation as Evaluation
 from .reports.evaluate import TaskScore as TaskScore
 from .reports.evaluate import TaskScores as TaskScores
 from .reports.evaluate import evaluate as evaluate
 from .reports.evaluate import evaluate_tasks as evaluate_tasks
 from .reports.report import Report as Report
+from .reports.report import Shrunk as Shrunk
 from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense
 from .runtime.convert import to_semi_structured as to_semi_structured
+from .smaller import shrink as shrink
 from .solving.budget import BudgetCurve as BudgetCurve
 
 __version__: str

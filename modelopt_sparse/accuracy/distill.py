@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy.fisher import blocks_recomputed
-from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights, only_these_require_grad, tunable, tune
+from modelopt_sparse.accuracy.tuning import (
+    BatchNumbers,
+    TunedWeights,
+    only_these_require_grad,
+    outputs_of,
+    tunable,
+    tune,
+)
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -123,8 +130,9 @@ def distill(teacher: Teacher, run: Run) -> None:
     model's predictions, and report it. Never worse on the batches held back, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
-    masks = {plan.layer.parameter: dict(named_masks(plan.layer.owner))[plan.layer.param] for plan in run.plan.layers}
-    outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in run.plan.layers}
+    layers = [plan.layer for plan in run.plan.layers]
+    masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
+    outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
     batches = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own_among(range(len(teacher.answers))))
     began = time.perf_counter()

@@ -13,7 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.tuning import BatchNumbers, Movable, TunedWeights, only_these_require_grad, tunable, tune
+from modelopt_sparse.accuracy.tuning import (
+    BatchNumbers,
+    Masks,
+    Movable,
+    TunedWeights,
+    only_these_require_grad,
+    outputs_of,
+    tunable,
+    tune,
+)
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
@@ -60,20 +69,20 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
 def reconstruct(
     block: BlockTask,
     tuned: list[TunedModule],
-    masks: Mapping[nn.Parameter, Tensor],
+    masks: Masks,
     movable: Mapping[nn.Parameter, Movable],
     inputs: Inputs,
     run: Run,
 ) -> None:
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept); those of ``movable`` move.
+    (True = kept; None: all of it is tuned); those of ``movable`` move.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
     options = run.config.reconstruct
     assert options is not None
     assert isinstance(inputs, AtBlock)
-    outputs = {plan.layer.parameter: plan.size // plan.shape[-1] for plan in block.layer_plans}
+    outputs = outputs_of(block.layer_plans)
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
         batches = BatchNumbers.of(run.processes, len(token_masks), inputs.own)

@@ -1,9 +1,11 @@
 """What reconstruction and distillation share: the numbers of batches, masks that move, and values tuned by Adam."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from modelopt_sparse.methods.base import written
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import dense_gradient, let_gradients_through, named_masks, update_mask
+from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
@@ -66,6 +69,38 @@ class BatchNumbers:
         gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
         processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
         return gradients
+
+
+# values that are others during a call ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def called_with(made: Mapping[Layer, Callable[[], Tensor]]) -> Iterator[None]:
+    """While entered, every layer is called with other values, which are ``made`` anew for each call.
+
+    They are written in place when its module is called, and put back after the call, so that one layer at a time is
+    held twice. Whatever happens, the weights end as they were.
+    """
+    before: dict[str, Tensor] = {}
+
+    def change(layer: Layer, *_: Any) -> None:
+        if layer.name not in before:  # else changed already, in a call that has not ended, or failed and was repeated
+            values, old = made[layer](), layer.values.clone()
+            before[layer.name] = old
+            layer.values.copy_(values)
+
+    def put_back(layer: Layer, *_: Any) -> None:
+        if layer.name in before:
+            layer.values.copy_(before[layer.name])
+            del before[layer.name]
+
+    with ExitStack() as hooks:
+        for layer in made:
+            hooks.callback(put_back, layer)
+            for module in layer.hooked_modules:
+                hooks.enter_context(module.register_forward_pre_hook(partial(change, layer)))
+                hooks.enter_context(module.register_forward_hook(partial(put_back, layer)))
+        yield
 
 
 # masks that move: SR-STE (Zhou et al. 2021, arXiv 2102.04010), from a solution on -------------------------------------
@@ -358,11 +393,17 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+def outputs_of(layer_plans: Iterable[LayerPlan]) -> dict[nn.Parameter, int]:
+    """How many outputs the weights of layers have, as they are now."""
+    matrices = {plan.layer.parameter: plan.layer.matrix(plan.layer.parameter) for plan in layer_plans}
+    return {parameter: matrix.numel() // matrix.shape[-1] for parameter, matrix in matrices.items()}
+
+
 def tunable(
-    model: nn.Module, part: nn.Module, masks: Mapping[nn.Parameter, Tensor], *, vectors: bool
+    model: nn.Module, part: nn.Module, masks: Masks, *, vectors: bool
 ) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-    """Parameters of a part of the model that may change, with their masks: the weights pruned in this run, and
-    ``vectors`` of modules that hold no matrix that stays dense. What modules outside of the part hold as well is left
+    """Parameters of a part of the model that may change, with their masks: the matrices of ``masks`` (None: all of a
+    matrix), and ``vectors`` of modules that hold no other matrix. What modules outside of the part hold as well is left
     alone."""
     outside = set(_elsewhere(model, part))
     for module in part.modules():
@@ -372,7 +413,8 @@ def tunable(
             if parameter in outside:
                 continue
             if parameter in masks:
-                yield parameter, masks[parameter].to(parameter.device)
+                mask = masks[parameter]
+                yield parameter, None if mask is None else mask.to(parameter.device)
             elif vectors and not stays_dense and parameter.dim() < 2:
                 yield parameter, None
 

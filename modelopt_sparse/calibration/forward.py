@@ -248,13 +248,13 @@ class CalibrationData:
             begin(self.masks_of(Call(args, kwargs)))
 
         with ExitStack() as contexts:
-            if hooks is not None:  # they see inputs as they come to layers
-                contexts.enter_context(hooks)
-            contexts.enter_context(forward_context(run))
-            contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             for block in run.plan.blocks:
                 if run.config.device is not None and block is not run.model:
                     contexts.enter_context(onloaded(block, run.config.device, resident=False))
+            if hooks is not None:  # they see what blocks and layers are given, on the device, in its own precision
+                contexts.enter_context(hooks)
+            contexts.enter_context(forward_context(run))
+            contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return

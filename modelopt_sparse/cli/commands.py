@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from modelopt_sparse.cli.inputs import NamedModel
 
-# the keys of METHODS, QUALITIES and DTYPES, and MEMBERS, whose modules import torch; a test holds them equal
+# the keys of METHODS, QUALITIES and DTYPES, MEMBERS and CRITERIA, whose modules import torch; a test holds them equal
+CRITERIA = ("gram", "norm", "minitron")
 METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
 QUALITIES = ("fast", "balanced", "best", "max")
 MEMBERS = ("wide", "parallel", "factorized", "doped")
@@ -358,6 +359,61 @@ def budget(
         settings["tokenizer"] = source.tokenizer
     curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
     typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
+
+
+@command
+def shrink(
+    model: Model,
+    out: Path | None = Option(None, help="Folder to write; not with --plan."),
+    mlp: str | None = Option(None, help="MLP channels that go, of every block: 25%, or a number."),
+    blocks: str | None = Option(None, help="How many blocks go, or which: 4, or [17, 18]."),
+    to: list[str] | None = Option(None, metavar="NAME=SIZE", help="A size by the config's own name; may be repeated."),
+    criterion: str | None = Option(None, help=f"What channels are chosen by: {', '.join(CRITERIA)}. Default: gram."),
+    quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
+    data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
+    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    options: list[str] | None = Option(
+        None, "--set", metavar="KEY=VALUE", help="Any option of the API; VALUE is YAML."
+    ),
+    device: Device = None,
+    show_plan: bool = Option(False, "--plan", help="Show the sizes and what they cost, and stop. Reads no weights."),
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    progress: Progress = None,
+    as_json: Json = False,
+) -> None:
+    """Make MODEL smaller and write a folder: fewer MLP channels, fewer blocks. A plain model, for any engine."""
+    from modelopt_sparse.checkpoint.folder import checked_place
+    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+    from modelopt_sparse.distributed import while_others_wait
+    from modelopt_sparse.values import read_yaml
+
+    sizes = {name: read_yaml(value, f"--{name}") for name, value in (("mlp", mlp), ("blocks", blocks)) if value}
+    sizes |= {
+        "to": {key: read_yaml(size, f"--to {key}") for key, _, size in (each.partition("=") for each in to or [])}
+    }
+    sizes = {name: value for name, value in sizes.items() if value != {}}
+    flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
+    settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
+    settings.pop("method")
+    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
+    planned = mts.plan_shrink(source.empty(False)[0], **sizes)
+    if show_plan:
+        typer.echo(planned.to_json() if as_json else planned)
+        return
+    if out is None or "data" not in settings:
+        raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
+    checked_place(out, overwrite=overwrite, sources=[model])
+    companions, network = source.companions(), source.load()
+    mts.shrink(network, tokenizer=source.tokenizer, **sizes, **settings)
+    with while_others_wait(settings.get("distributed")) as writes:
+        if writes:
+            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
+            typer.echo(mts.report(network).to_json() if as_json else f"{mts.report(network)}\n\nWritten to {out}.")
 
 
 @command

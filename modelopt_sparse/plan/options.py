@@ -179,6 +179,8 @@ ELSEWHERE = {
     "constraints": "budget=, such as '60% flops'",
     "effective_bits": "budget=, such as '60% bytes' with runtime='cusparselt'; nothing is quantized here",
     "target_size": "budget=, such as '4.2e9 bytes' with runtime='cusparselt'",
+    "pruning_ratio": "pattern=0.5 for zeros, or mts.shrink(model, mlp=0.5) for a smaller model",
+    "export_config": "it to mts.shrink, as to=: a smaller model",
 }
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
 # the options in a report; those of the second line only where the data is text

@@ -134,6 +134,40 @@ class Distilled:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Shrunk:
+    """What a model was made smaller by.
+
+    sizes: name in the config -> [before, after].
+    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "blocks": stack ->
+      the places of the blocks that stay.
+    scores: layer -> the score of each of its channels by ``criterion``, larger = keep.
+    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back.
+    tried: of each block that went, in turn: name of a block -> the KL divergence without it.
+    kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
+    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
+    """
+
+    sizes: dict[str, list[int]]
+    criterion: str
+    kept: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, list[float]] = field(default_factory=dict)
+    tried: list[dict[str, float]] = field(default_factory=list)
+    kl: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, list[float]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """What went, what it cost, and how far the predictions have moved."""
+        sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
+        said = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
+        said += [f"{what} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for what, (old, new) in self.costs.items()]
+        if self.kl:
+            steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
+            said.append(f"KL from the model before, on calibration batches held back, in nats: {steps}")
+        return "; ".join(said)
+
+
 # the report -----------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +183,7 @@ class Report(Printed):
     peak_memory: device -> the most bytes that the process of the last run held there in its life.
     seconds: part of the last run -> how long it took, by the clock.
     evaluation, tasks: measurements of the model after the last run, if they were put there.
+    shrunk: what `shrink` took away before, or None.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -164,6 +199,7 @@ class Report(Printed):
     seconds: dict[str, float] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     tasks: TaskScores | None = None
+    shrunk: Shrunk | None = None
 
     # while the run goes on
 
@@ -236,7 +272,8 @@ class Report(Printed):
     def as_dict(self) -> dict[str, Any]:
         skipped = [weight.as_dict() for weight in self.skipped]
         evaluation, tasks = (None if each is None else each.as_dict() for each in (self.evaluation, self.tasks))
-        return {**asdict(self), "skipped": skipped, "evaluation": evaluation, "tasks": tasks}
+        values = {**asdict(self), "skipped": skipped, "evaluation": evaluation, "tasks": tasks}
+        return values if self.shrunk is not None else {key: each for key, each in values.items() if key != "shrunk"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
@@ -248,6 +285,8 @@ class Report(Printed):
         )
         if data.get("distillation") is not None:
             values["distillation"] = Distilled(**data["distillation"])
+        if data.get("shrunk") is not None:
+            values["shrunk"] = Shrunk(**data["shrunk"])
         if data.get("evaluation") is not None:
             values["evaluation"] = Evaluation.from_dict(data["evaluation"])
         if data.get("tasks") is not None:
@@ -284,7 +323,13 @@ class Report(Printed):
         say = partial(paragraph, all_rows=all_rows)
         names = [layer.name for layer in self.layers]
         reasons = {weight.name: weight.reason for weight in self.skipped}
-        parts = [say(self.summary()), rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows)]
+        parts = [say(self.summary())] if self.layers or self.shrunk is None else []
+        if (shrunk := self.shrunk) is not None:
+            parts.append(say(f"{shrunk.summary()}."))
+            errors = [f"{as_is:.4f} -> {refit:.4f}" for as_is, refit in shrunk.errors.values()]
+            columns = [Column("error, as is -> refit", errors, "range")]
+            parts.append(rows_of("channels off", list(shrunk.errors), columns, all_rows=all_rows) if errors else "")
+        parts.append(rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else "")
         if self.blocks:
             errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]
             columns = [
@@ -388,6 +433,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
         blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
         skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
         earlier=[run for run in (*runs, last) if run["layers"]],
+        shrunk=new.shrunk or earlier.shrunk,
     )
 
 

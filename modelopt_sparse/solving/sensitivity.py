@@ -7,7 +7,6 @@ the dense model. Losses of layers are added up.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.allocate import dense_inputs
 from modelopt_sparse.accuracy.distill import logits_of
 from modelopt_sparse.accuracy.fisher import Gradients
+from modelopt_sparse.accuracy.tuning import called_with
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
@@ -26,7 +26,7 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.plan.budget import DENSE
-from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.solving.solve import solve_layers
 
@@ -105,38 +105,10 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, g
 # divergence -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def in_place(plan: Plan, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """While entered, layers are called with these weights in the place of their own.
-
-    A weight is put in place when its module is called, and the dense one put back after the call, so that one layer at
-    a time is held twice. Whatever happens, the weights end as they were.
-    """
-    dense: dict[str, Tensor] = {}
-
-    def before(layer_plan: LayerPlan, *_: Any) -> None:
-        if layer_plan.name not in dense:  # else in a call that has not ended, or that failed and was gone over
-            values = layer_plan.layer.values
-            dense[layer_plan.name] = values.clone()
-            values.copy_(weights[layer_plan.name])
-
-    def after(layer_plan: LayerPlan, *_: Any) -> None:
-        if layer_plan.name in dense:
-            layer_plan.layer.values.copy_(dense.pop(layer_plan.name))
-
-    with ExitStack() as hooks:
-        for layer_plan in plan.layers:
-            if layer_plan.name in weights:
-                hooks.callback(after, layer_plan)
-                for module in layer_plan.layer.hooked_modules:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(before, layer_plan)))
-                    hooks.enter_context(module.register_forward_hook(partial(after, layer_plan)))
-        yield
-
-
 def divergences(data: CalibrationData, numbers: Sequence[int], variants: Sequence[Mapping[str, Tensor]]) -> list[float]:
     """The mean KL(dense || variant) per token on these calls, of all processes; a variant has weights of layers."""
     run, own = data.run, {}
+    layers = [layer_plan.layer for layer_plan in run.plan.layers]
     token_mask: Tensor | None = None
     rows = torch.empty(0)
 
@@ -156,7 +128,9 @@ def divergences(data: CalibrationData, numbers: Sequence[int], variants: Sequenc
             data.run_model(begin, numbers=[number])
             dense, sums = rows, []
             for weights in variants:
-                with in_place(run.plan, weights):
+                with called_with(
+                    {layer: partial(weights.__getitem__, layer.name) for layer in layers if layer.name in weights}
+                ):
                     data.run_model(begin, numbers=[number])
                 sums.append(float(kl_divergence(dense, rows).sum()))
             own[number * run.processes.size + run.processes.rank] = (len(dense), sums)

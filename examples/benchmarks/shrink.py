@@ -1,0 +1,80 @@
+"""What a smaller model loses: channels off by several choices, refit and repaired, and a block off.
+
+    python examples/benchmarks/shrink.py                       # about an hour on one busy core
+
+Perplexity and KL(dense || smaller) are those of the first 100 windows of 512 tokens of the held-out text; each draw has
+128 windows of the calibration text of its own. CPU seconds are those of the process. "minitron" is ModelOpt's score,
+computed here: the mean of |x| over each window, squared, summed up.
+"""
+
+import argparse
+import copy
+import platform
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import transformers
+from measure import cut
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modelopt_sparse as mts
+
+TESTBED = Path(__file__).resolve().parent.parent / "testbed"
+REPAIR = {"reconstruct": {"epochs": 4, "metric": "fisher"}, "distill": True}
+ROWS: dict[str, dict[str, Any]] = {
+    "minitron": {"criterion": "minitron", "refit": False},
+    "norm": {"criterion": "norm", "refit": False},
+    "norm, refit": {"criterion": "norm"},
+    "gram": {"refit": False},
+    "gram, refit": {},
+    "gram, refit, repaired": REPAIR,
+}
+SIZES: dict[str, dict[str, Any]] = {"25 % of the channels": {"mlp": 0.25}, "50 % of the channels": {"mlp": 0.5}}
+BLOCK: dict[str, dict[str, Any]] = {"as is": {}, "reconstructed": {"reconstruct": REPAIR["reconstruct"]}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=3, help="of calibration windows (%(default)s)")
+    parser.add_argument("--calibration", type=int, default=128, help="windows of 512 tokens in a draw (%(default)s)")
+    parser.add_argument("--heldout", type=int, default=100, help="windows of 512 tokens (%(default)s)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="ways (all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (%(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    windows = cut(tokenizer, (TESTBED / "calibration.txt").read_text(encoding="utf-8")).split(options.calibration)
+    heldout = cut(tokenizer, (TESTBED / "heldout.txt").read_text(encoding="utf-8"), options.heldout)
+    dense = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32).eval()
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{platform.processor() or platform.machine()}, {options.threads} threads, {options.draws} draws\n\n"
+        "| off | by | KL | share of norm's | perplexity | CPU seconds |\n| --- | --- | ---: | ---: | ---: | ---: |"
+    )
+    runs = [(size, way, {**SIZES[size], **ROWS[way]}) for size in SIZES for way in options.rows]
+    runs += [("1 of 6 blocks", way, {"blocks": 1, **more}) for way, more in BLOCK.items()]
+    base: dict[str, float] = {}
+    for size, way, asked in runs:
+        found, seconds = [], []
+        for draw in range(options.draws):
+            model, began = copy.deepcopy(dense), time.process_time()
+            mts.shrink(model, data_loader=list(windows[draw].split(8)), progress=False, **asked)
+            seconds.append(time.process_time() - began)
+            found.append(
+                mts.evaluate(model, heldout.flatten(), seq_len=heldout.shape[1], reference=dense, progress=False)
+            )
+        kl = mean(each.kl for each in found)
+        if way in ("norm", "as is"):
+            base[size] = kl
+        share = f"{kl / base[size]:.2f}" if size in base else ""
+        spread = f"{kl:.3f} ({min(each.kl for each in found):.3f} to {max(each.kl for each in found):.3f})"
+        perplexity = mean(each.perplexity for each in found)
+        print(f"| {size} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |", flush=True)
+    print(f"\nThe dense model has a perplexity of {found[0].reference_perplexity:.3f}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""`shrink` and `plan_shrink`: plain models that are smaller, of many classes, against slow obvious oracles."""
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+import modelopt_sparse as mts
+from modelopt_sparse import smaller
+from modelopt_sparse.accuracy.refit import refit
+from modelopt_sparse.methods.channels import gram_scores
+from modelopt_sparse.model.resize import spans, twin_of
+from modelopt_sparse.plan.shrinking import HINTS
+from tests.helpers import assert_bits, assert_same_state, correlated_inputs, state_of, trained_model, trained_windows
+from tests.models.shrinkable import (
+    BASE,
+    BLOCKS,
+    CLASSES,
+    NO_WIDTH,
+    WIDTH,
+    InterleavedLlama,
+    NormedLlama,
+    ScaledByPlace,
+    SoftmaxLlama,
+    calls,
+    odd,
+    shrinkable,
+)
+
+QUICK = ("Llama", "GPT2", "Phi3", "Gemma2")
+USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+
+
+def output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def with_zeros(model: nn.Module, kept: dict[str, list[int]]) -> nn.Module:
+    """The model, whose layers take zeros for all other channels: a hook on each."""
+    for name, indices in kept.items():
+        layer = model.get_submodule(name)
+        mask = torch.zeros(layer.weight.shape[0 if type(layer).__name__ == "Conv1D" else 1])
+        mask[indices] = 1
+        layer.register_forward_pre_hook(lambda module, args, mask=mask: (args[0] * mask,))
+    return model
+
+
+def with_skipped(blocks: nn.ModuleList, kept: Sequence[int]) -> None:
+    """Blocks put out what they get."""
+
+    def skip(module: nn.Module, args: tuple, kwargs: dict[str, Any], found: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return hidden if isinstance(found, Tensor) else (hidden, *found[1:])
+
+    for place, block in enumerate(blocks):
+        if place not in kept:
+            block.register_forward_hook(skip, with_kwargs=True)
+
+
+def reloaded(model: PreTrainedModel, folder: Any) -> PreTrainedModel:
+    model.save_pretrained(folder)
+    loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return loaded.eval()
+
+
+def few(names: Sequence[str]) -> list[Any]:
+    """All of these classes are slow together; some of them run always."""
+    return [name if name.partition("/")[0] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", few([name for name in CLASSES if name not in NO_WIDTH]))
+def test_fewer_channels_are_zeros_in_their_place(name, tmp_path):
+    model = shrinkable(name)
+    batches = list(calls(model))
+    dense = copy.deepcopy(model)
+    mts.shrink(model, mlp=0.25, refit=False, multiple_of=1, data_loader=batches, progress=False)
+    kept = mts.report(model).shrunk.kept["mlp"]
+    widths = {len(indices) for indices in kept.values()}
+    assert len(widths) == 1
+    assert len(kept) >= 3
+    wanted = output(with_zeros(dense, kept), batches[0])
+    assert (wanted - output(shrinkable(name), batches[0])).abs().max() > 1e-3
+    torch.testing.assert_close(output(model, batches[0]), wanted, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+
+
+@pytest.mark.parametrize("name", few([name for name in CLASSES if "T5" not in name]))
+def test_fewer_blocks_are_skipped_ones(name, tmp_path):
+    model = shrinkable(name)
+    batches = list(calls(model))
+    mts.shrink(model, blocks=1, data_loader=batches, progress=False)
+    ((stack, kept),) = mts.report(model).shrunk.kept["blocks"].items()
+    assert len(kept) == BLOCKS - 1 == len(model.get_submodule(stack))
+    dense = shrinkable(name)
+    with_skipped(dense.get_submodule(stack), kept)
+    torch.testing.assert_close(output(model, batches[0]), output(dense, batches[0]), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+    written = model.config.to_dict()
+    assert BLOCKS - 1 in [written.get(key) for key in USUAL]
+    assert len(written.get("layer_types") or kept) == BLOCKS - 1
+
+
+@pytest.mark.parametrize("name", NO_WIDTH)
+def test_models_without_one_width_are_refused(name):
+    model = shrinkable(name)
+    with pytest.raises(ValueError, match=NO_WIDTH[name]):
+        mts.plan_shrink(model, mlp=0.25)
+
+
+def test_how_fused_channels_lie_is_tried():
+    model = odd(InterleavedLlama)
+    batches, dense = list(calls(model)), copy.deepcopy(model)
+    mts.shrink(model, mlp=12, refit=False, data_loader=batches, progress=False)
+    kept = mts.report(model).shrunk.kept["mlp"]
+    assert {len(each) for each in kept.values()} == {WIDTH - 12}
+    torch.testing.assert_close(output(model, batches[0]), output(with_zeros(dense, kept), batches[0]))
+
+
+def test_each_side_of_an_encoder_decoder_by_its_own_name(tmp_path):
+    model = shrinkable("T5/T5ForConditionalGeneration")
+    batches = list(calls(model))
+    dense = copy.deepcopy(model)
+    with pytest.raises(
+        ValueError, match=r"one stack of blocks: give to=\{'num_layers': ...\} or to=\{'num_decoder_layers'"
+    ):
+        mts.plan_shrink(model, blocks=1)
+    mts.shrink(
+        model, to={"num_decoder_layers": BLOCKS - 1, "d_ff": 40}, refit=False, data_loader=batches, progress=False
+    )
+    shrunk = mts.report(model).shrunk
+    assert shrunk.sizes == {"num_decoder_layers": [BLOCKS, BLOCKS - 1], "d_ff": [WIDTH, 40]}
+    assert [len(side.block) for side in (model.encoder, model.decoder)] == [3, BLOCKS - 1]
+    with_zeros(dense, shrunk.kept["mlp"])
+    with_skipped(dense.decoder.block, shrunk.kept["blocks"]["decoder.block"])
+    torch.testing.assert_close(output(model, batches[0]), output(dense, batches[0]), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+
+
+def test_shared_experts_depend_on_the_width_of_experts():
+    model = shrinkable("DeepseekV3")
+    found = {(span.name, span.old, span.new) for span in spans(model, twin_of(model, {"moe_intermediate_size": 12}))}
+    assert ("model.layers.1.mlp.shared_experts.down_proj.weight", 32, 24) in found
+    assert ("model.layers.1.mlp.experts.down_proj", 16, 12) in found
+    assert not any("layers.0." in name for name, *_ in found)
+
+
+LOADER = {"data_loader": [torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(0))] * 3}
+REFUSED = {
+    "nothing": ({}, "none of them"),
+    "two ways": ({"mlp": 0.25, "to": {"intermediate_size": 8}}, "shrink takes mlp= and blocks=, or to="),
+    "all": ({"mlp": 1.0}, "must be"),
+    "too little": ({"mlp": 0.01}, "makes 48 of 48 channels"),
+    "no share": ({"mlp": "2:4"}, "give what goes, as a share"),
+    "all blocks": ({"blocks": 4}, "give how many of the 4 blocks go"),
+    "a block twice": ({"blocks": [1, 1]}, "each once"),
+    "a block that is not there": ({"blocks": [9]}, "name some, each once"),
+    "no such size": ({"to": {"intermediate_sizes": 8}}, "did you mean 'intermediate_size'"),
+    "larger": ({"to": {"intermediate_size": 64}}, "below 48"),
+    "heads": ({"to": {"num_key_value_heads": 1}}, "heads cost far more"),
+    "hidden": ({"to": {"hidden_size": 16}}, "outside of the blocks"),
+    "multiple": ({"mlp": 0.25, "multiple_of": 0}, "multiple_of=0"),
+    "criterion": ({"mlp": 0.25, "criterion": "gramm"}, "allowed are 'gram', 'norm', 'minitron'"),
+    "pattern": ({"mlp": 0.25, "pattern": "2:4"}, "pattern"),
+    "masks": ({"mlp": 0.25, "reconstruct": {"masks": "move"}}, "a shrunk model has none"),
+    "one batch": ({"mlp": 0.25, "data_loader": LOADER["data_loader"][:1]}, "at least two calibration batches"),
+    "no data": ({"mlp": 0.25, "data_loader": None}, "needs calibration data"),
+    **{name: ({name: 0.5}, f"option '{name}' is not known to shrink: ") for name in HINTS},
+    "kept of another": ({"kept": {"mlp": {"model.layers.0.mlp.up": [1]}}}, "of its 0 channels"),
+    "kept twice": ({"kept": {"mlp": {"model.layers.0.mlp.down_proj": [1, 1]}}}, "each once"),
+    "kept of nothing": ({"kept": {"heads": {}}}, "kept= takes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_model_untouched(case):
+    options, problem = REFUSED[case]
+    model = shrinkable("Llama")
+    before = state_of(model)
+    with pytest.raises((ValueError, TypeError), match=problem):
+        mts.shrink(model, **{**LOADER, "progress": False, **options})
+    assert_same_state(model, before)
+    assert model.config.intermediate_size == WIDTH
+
+
+MODELS = {
+    "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "know their places"),
+    "norm": (lambda: odd(NormedLlama), {"mlp": 0.25}, "not of channels between two linear layers"),
+    "softmax": (lambda: odd(SoftmaxLlama), {"mlp": 0.25}, "its MLPs cannot be cut"),
+    "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
+    "not of transformers": (lambda: nn.Linear(4, 4), {"mlp": 0.25}, "a Linear has none"),
+    "one side": (lambda: shrinkable("T5/T5ForConditionalGeneration"), {"blocks": 1}, "num_decoder_layers"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_are_refused(case):
+    make, options, problem = MODELS[case]
+    with pytest.raises(ValueError, match=problem):
+        mts.shrink(make(), **options, **LOADER, progress=False)
+
+
+def test_the_plan_is_what_is_made():
+    model = shrinkable("Llama")
+    plan = mts.plan_shrink(model, mlp=0.5, blocks=1)
+    assert plan.changes["intermediate_size"] == (WIDTH, 24)
+    assert "which blocks go is chosen with data" in str(plan)
+    mts.shrink(model, mlp=0.5, blocks=1, **LOADER, progress=False)
+    assert plan.changes["parameters"][1] == sum(p.numel() for p in model.parameters())
+    assert plan.changes["bytes of keys and values"] == (2 * 4 * 1024 * 16 * 4, 2 * 3 * 1024 * 16 * 4)
+    old, new = plan.changes["FLOPs of a call"]
+    block, lost = 2 * 1024 * 32 * (2 * 32 + 2 * 16), 2 * 1024 * 32 * 3 * 24
+    attention = 2 * 2 * 1024 * 1024 * 32
+    assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
+
+
+@pytest.mark.parametrize(
+    ("share", "old", "multiple_of", "new"),
+    [(0.25, 384, "auto", 288), (0.25, 2816, "auto", 2112), (0.25, 14336, "auto", 10752), ("50%", 100, "auto", 48),
+     (0.3, 100, 7, 70), (30, 100, "auto", 70), (0.25, 11008, "auto", 8192)],
+)  # fmt: skip
+def test_widths_are_rounded(share, old, multiple_of, new):
+    config = LlamaConfig(**{**BASE, "intermediate_size": old, "num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert mts.plan_shrink(model, mlp=share, multiple_of=multiple_of).changes["intermediate_size"] == (old, new)
+
+
+def test_what_was_kept_is_taken_back(tmp_path):
+    first, second, third = (shrinkable("Llama") for _ in range(3))
+    mts.shrink(first, mlp=0.25, blocks=1, **LOADER, progress=False)
+    mts.shrink(second, kept=mts.report(first).shrunk, **LOADER, progress=False)
+    mts.save(first, tmp_path / "first")
+    section = json.loads((tmp_path / "first" / "sparsity.json").read_text())["report"]["shrunk"]
+    mts.shrink(third, kept=section, **LOADER, progress=False)
+    for other in (second, third, mts.load(tmp_path / "first")):
+        for ours, theirs in zip(first.state_dict().values(), other.state_dict().values(), strict=True):
+            assert_bits(ours, theirs)
+    assert mts.report(tmp_path / "first").shrunk == mts.report(first).shrunk
+
+
+def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_path):
+    model, plain = shrinkable("Llama"), shrinkable("Llama")
+    options = {"mlp": 0.25, "blocks": [1], **LOADER, "progress": False}
+    mts.shrink(plain, **options)
+    done = []
+
+    def breaks_off(task: Any, *_: Any) -> None:
+        done.append(task.name)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(smaller, "reconstruct", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        mts.shrink(model, **options, reconstruct=1)
+    assert done == ["model.layers.0", "model.layers.2"]
+    assert "stopped by KeyboardInterrupt" in str(mts.report(model))
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert_bits(ours, theirs)
+    assert output(reloaded(model, tmp_path), {"input_ids": LOADER["data_loader"][0]}).isfinite().all()
+
+
+def test_repair_tunes_all_matrices_and_helps():
+    batches = list(trained_windows("calibration.txt", 128)[:32].split(4))
+    found = {}
+    for name, options in {"cut": {"refit": False}, "refit": {}, "repaired": {"reconstruct": 2, "distill": 1}}.items():
+        model = trained_model()
+        before = model.model.layers[1].self_attn.q_proj.weight.clone()
+        optimizer_knows = list(model.parameters())
+        mts.shrink(model, mlp=0.25, data_loader=batches, progress=False, **options)
+        assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, before) == (name != "repaired")
+        assert all(model.model.layers[1].mlp.down_proj.weight is not parameter for parameter in optimizer_knows)
+        found[name] = mts.report(model).shrunk.kl
+    assert found["refit"]["refit"] < 0.8 * found["cut"]["as is"]
+    assert found["repaired"]["reconstructed"] < found["refit"]["refit"]
+    assert found["repaired"]["distilled"] < found["repaired"]["reconstructed"]
+    assert found["repaired"]["refit"] == found["refit"]["refit"]
+
+
+def test_the_block_that_goes_is_the_one_that_costs_least():
+    model, batches = trained_model(), list(trained_windows("calibration.txt", 128)[:16].split(4))
+    dense = copy.deepcopy(model)
+    mts.shrink(model, blocks=1, data_loader=batches, progress=False)
+    ids = batches[1], batches[2]  # the last ones that do not judge, with eight rows
+    wanted = {}
+    for place in range(6):
+        other = copy.deepcopy(dense)
+        with_skipped(other.model.layers, [i for i in range(6) if i != place])
+        p, q = (torch.cat([output(m, {"input_ids": x}).log_softmax(-1) for x in ids]) for m in (dense, other))
+        wanted[f"model.layers.{place}"] = float((p.exp() * (p - q)).sum(-1).mean())
+    (tried,) = mts.report(model).shrunk.tried
+    assert tried == pytest.approx(wanted, rel=1e-3)
+    best = min(wanted, key=wanted.__getitem__)
+    assert f"model.layers.{6 - 1}" != best
+    assert int(best[-1]) not in mts.report(model).shrunk.kept["blocks"]["model.layers"]
+
+
+def test_then_two_of_four_and_two_steps_of_trainer(tmp_path):
+    model = shrinkable("Llama")
+    mts.shrink(model, mlp=0.25, blocks=1, **LOADER, progress=False)
+    rows = [{"input_ids": row, "labels": row} for row in LOADER["data_loader"][0]]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    mts.sparsify(model, "magnitude", pattern="2:4", progress=False)
+    mts.verify(model, "2:4")
+    assert mts.report(model).shrunk is not None
+    assert "Shrunk (criterion 'gram')" in str(mts.report(model))
+
+
+# what is chosen, against slow oracles ---------------------------------------------------------------------------------
+
+
+def problem(columns: int = 12) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(5, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return weight, correlated_inputs(200, columns)
+
+
+def test_greedy_choice_is_that_of_fresh_least_squares():
+    weight, x = problem()
+    gram = x.T @ x
+    damped = gram + 1e-3 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64)
+    left, current = list(range(12)), weight.clone()
+    while len(left) > 5:
+        losses = []
+        for gone in left:
+            rest = [other for other in left if other != gone]
+            solved = torch.linalg.solve(damped[rest][:, rest], (current @ damped)[:, rest].T).T
+            error = current.clone()
+            error[:, gone], error[:, rest] = current[:, gone], current[:, rest] - solved
+            losses.append(float(((error @ damped) * error).sum()))
+        gone = left.pop(losses.index(min(losses)))
+        solved = torch.linalg.solve(damped[left][:, left], (current @ damped)[:, left].T).T
+        current = torch.zeros_like(current).index_copy(1, torch.tensor(left), solved)
+        assert gone not in left
+    kept, scores = gram_scores(weight, gram, 5, chunk=1)
+    assert kept.tolist() == left
+    assert scores.min() >= 0
+
+
+def test_refit_is_damped_least_squares_and_never_worse():
+    weight, x = problem()
+    kept, judge = torch.tensor([0, 2, 3, 7, 11]), correlated_inputs(50, 12, seed=9)
+    values, as_is, least = refit(weight, kept, x.T @ x, judge.T @ judge)
+    candidates = [weight[:, kept]]
+    for damping in (1e-3, 1e-2, 1e-1, 1.0):
+        root = (damping * x.square().sum(0).mean()).sqrt()
+        rows = torch.cat([x[:, kept], root * torch.eye(5, dtype=torch.float64)])
+        goal = torch.cat([x @ weight.T, root * weight[:, kept].T])
+        candidates.append(torch.linalg.lstsq(rows, goal).solution.T)
+    total = (judge @ weight.T).square().sum()
+    errors = [float((judge @ weight.T - judge[:, kept] @ each.T).square().sum() / total) for each in candidates]
+    assert as_is == pytest.approx(errors[0])
+    assert least == pytest.approx(min(errors))
+    torch.testing.assert_close(values, candidates[errors.index(min(errors))])
+    other = torch.eye(12, dtype=torch.float64)  # judged where channels have nothing to do with each other
+    values, as_is, least = refit(weight, kept, x.T @ x, other)
+    assert least <= as_is
+
+
+@pytest.mark.parametrize("criterion", ["norm", "minitron"])
+def test_scores_of_channels_are_the_published_ones(criterion):
+    model, batches = shrinkable("Llama"), list(calls(shrinkable("Llama"), 4))
+    batches[3]["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
+    batches[3]["attention_mask"][:, 11:] = 0
+    seen: list[Tensor] = []
+    handle = model.model.layers[2].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    for batch in batches:
+        output(model, batch)
+    handle.remove()
+    seen[3] = seen[3][:, :11]
+    windows = [window.double() for x in seen for window in x]
+    if criterion == "norm":
+        wanted = torch.cat(windows).square().sum(0).sqrt()
+    else:
+        wanted = torch.stack([window.abs().mean(0).square() for window in windows]).sum(0).sqrt()
+    mts.shrink(model, mlp=0.25, criterion=criterion, multiple_of=1, data_loader=batches, progress=False)
+    shrunk = mts.report(model).shrunk
+    name = "model.layers.2.mlp.down_proj"
+    assert shrunk.scores[name] == pytest.approx(wanted.tolist(), rel=2e-3)
+    assert shrunk.kept["mlp"][name] == sorted(wanted.argsort(descending=True)[:36].tolist())
