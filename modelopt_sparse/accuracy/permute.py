@@ -72,7 +72,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             taker = fold.taker
             names = (layer.name.removeprefix(block.name) for layer in (taker.layer, *fold.makers))
             kind = type(inputs.block), *names, fold.head
-            if taker.name in permuted or taker.name not in stats or kind in run.not_foldable:
+            if taker.name in permuted or taker.name not in stats or kind in run.known:
                 continue
             pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
@@ -83,7 +83,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
                 continue
             moved = _moved(moves, inputs, dense, run)
             if moved is False:
-                run.not_foldable.add(kind)
+                run.known[kind] = False
             if moved:
                 undo.callback(_reorder, [(layer, dim, order.argsort()) for layer, dim, order in moves])
                 permuted[taker.name] = (

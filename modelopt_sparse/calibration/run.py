@@ -141,8 +141,9 @@ def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """``piece_sizes``: in how large pieces layers are solved, once memory has run out (see solving/solve.py).
-    ``not_foldable``: reorderings that change what a block computes (see accuracy/permute.py)."""
+    """``known``: what was found of layers and blocks of one kind, and holds for the next of it: in how large pieces
+    layers are solved, once memory has run out (solving/solve.py); False of a reordering that changes what a block
+    computes (accuracy/permute.py)."""
 
     model: nn.Module
     plan: Plan
@@ -150,8 +151,7 @@ class Run:
     storage: Storage
     processes: Processes
     report: Report
-    piece_sizes: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    not_foldable: set[Any] = field(default_factory=set)
+    known: dict[Any, Any] = field(default_factory=dict)
 
     def so_far(self) -> list[str]:
         """What stands behind the bar: the last error, the memory in use, and blocks of a stopped run."""

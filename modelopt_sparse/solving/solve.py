@@ -207,7 +207,7 @@ class PieceSizes:
     """
 
     def __init__(self, layer_plan: LayerPlan, run: Run) -> None:
-        self._layer_plan, self._known = layer_plan, run.piece_sizes
+        self._layer_plan, self._known = layer_plan, run.known
         self._whole = layer_plan.at_once or layer_plan.matrices, layer_plan.shape[-2]
         # all that decides whether and how a layer can be cut
         self._key = layer_plan.type, layer_plan.shape, id(layer_plan.method), layer_plan.pattern, layer_plan.steps

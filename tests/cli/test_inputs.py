@@ -223,10 +223,10 @@ ANCHORS = "include:\n- &a0 [x, x]\n" + "".join(f"- &a{i + 1} [{TEN.replace('{}',
         ("eval no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --data {text} --seq-len 9999", "less than one window of 9999: give more, or a shorter seq_len"),
-        ("eval {llama} --data {text} --seq-len 0", "seq_len=0"),
+        ("eval {llama} --data {text} --seq-len 0", "--seq-len 0"),
         ("eval {llama} --data=", "the name of the data is empty: give a file, a folder or a data set"),
         ("eval {llama} --data {text} --device=", "--device : Device string must not be empty"),
-        ("plan {llama} --config {anchors}", "characters in all)"),
+        ("plan {llama} --config {anchors}", "['x', 'x']"),
         ("finalize --input {text} --output nodir/x", "--output 'nodir/x': there is no folder 'nodir': make it first"),
         ("verify nowhere", "'nowhere' is not a folder"),
         ("verify {llama}", "no report that says which pattern to look for"),
@@ -330,7 +330,7 @@ def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
     (source / "config.json").write_text(json.dumps(config))
     done = run("plan", source)
     assert done.code == 2
-    assert "trust_remote_code" in done.err
+    assert "--trust-remote-code" in done.err
     done = run("plan", source, "--trust-remote-code")
     assert done.code == 0, done.err
     assert "4 layers with 512 of 512" in done.out
