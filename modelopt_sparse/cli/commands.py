@@ -386,7 +386,7 @@ def shrink(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Make MODEL smaller and write a folder: fewer MLP channels, fewer blocks. A plain model, for any engine."""
+    """Make MODEL smaller: fewer MLP channels or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
     from modelopt_sparse.distributed import while_others_wait

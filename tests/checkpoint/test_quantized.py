@@ -286,7 +286,7 @@ def test_without_being_asked_it_is_refused(tmp_path, run, name):
     make, method = FORMATS[name]
     source = quantized(tmp_path, make, method)
     before = bytes_of(source)
-    expected = rf"is quantized \({method}\): give dequantize=True to have it dequantized from {method} "
+    expected = rf"is quantized \({method}\): give (dequantize=True|--dequantize) to have it dequantized from {method} "
     expected += r"to bfloat16: \d\.\d MiB instead of \d\.\d MiB"
     with pytest.raises(ValueError, match=expected):
         streamed(source, tmp_path / "sparse", "magnitude")

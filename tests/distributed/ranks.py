@@ -275,7 +275,8 @@ def saved(folder: Path) -> Found:
 def started(folder: Path, *options: object) -> Found:
     """`modelopt-sparse sparsify` in a process that torchrun has started."""
     flags = (
-        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --deterministic --set include=['*.layers.0.*']"
+        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --deterministic --set include=['*.layers.0.*'] "
+        "--set float32_products=false"
     )
     data = ["--data", TESTBED / "calibration.txt", "--out", folder / "launched" / "sparse", *options]
     sys.argv = ["modelopt-sparse", "sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])]
