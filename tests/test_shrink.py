@@ -157,7 +157,7 @@ LOADER = {"data_loader": [torch.randint(3, 97, (2, 16), generator=torch.Generato
 REFUSED = {
     "nothing": ({}, "none of them"),
     "two ways": ({"mlp": 0.25, "to": {"intermediate_size": 8}}, "shrink takes mlp= and blocks=, or to="),
-    "all": ({"mlp": 1.0}, "must be"),
+    "all": ({"mlp": 1.0}, "mlp=1.0: give what goes, as a share"),
     "too little": ({"mlp": 0.01}, "makes 48 of 48 channels"),
     "no share": ({"mlp": "2:4"}, "give what goes, as a share"),
     "all blocks": ({"blocks": 4}, "give how many of the 4 blocks go"),

@@ -357,6 +357,8 @@ def budget(
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer
+    else:
+        raise ValueError("losses of layers are measured on calibration text: give --data FILE")
     curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
     typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
 

@@ -1,6 +1,7 @@
 """What `shrink` will make of a model: its options, the sizes that they lead to, and what these cost."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,12 +161,16 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
     twins = twin_of(plain, {}), wanted.twin(plain)
     old, new = (costs(twin, batch_size, length) for twin in twins)
     notes = [f"calls are of {batch_size} x {length} tokens", STALE]
+    if "FLOPs of a call" not in new:
+        notes[0] = "FLOPs and cache are not known: the model cannot be called without values, or writes no text"
     if isinstance(wanted.go, int) and wanted.go:
         notes.append("which blocks go is chosen with data")
     changed = {**wanted.width}
     if wanted.depth is not None:
         changed[wanted.depth.name] = len(wanted.depth.stack.blocks), len(wanted.choices()[0])
-    return ShrinkPlan({**changed, **{what: (old[what], new[what]) for what in old}}, tuple(notes), wanted)
+    return ShrinkPlan(
+        {**changed, **{what: (old[what], new[what]) for what in old if what in new}}, tuple(notes), wanted
+    )
 
 
 def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
@@ -228,6 +233,7 @@ def sizes_for(
         mlp, blocks = _sizes_of(kept_in(kept), planned)
     if mlp is not None:
         _refuse_experts(planned)
+        _share("mlp", mlp, 1)  # before widths are tried with it
         name, old, new = find_width(model, by_block, lambda old: _width(mlp, old, multiple_of))
         width[name] = old, new
     if blocks is not None:
@@ -265,8 +271,9 @@ def _share(name: str, value: Any, whole: int) -> float:
     """How many of ``whole`` go, of a share (0.25, "25%") or a number."""
     if is_whole(value, 1):
         return value
-    if isinstance(value, (float, str)) and isinstance(pattern := parse_pattern(value), Unstructured):
-        return pattern.sparsity * whole
+    with suppress(ValueError):  # whose words are of patterns
+        if isinstance(value, (float, str)) and isinstance(pattern := parse_pattern(value), Unstructured):
+            return pattern.sparsity * whole
     raise ValueError(f"{name}={value!r}: give what goes, as a share (0.25, '25%') or a number")
 
 

@@ -119,9 +119,11 @@ def divergences(data: CalibrationData, numbers: Sequence[int], variants: Sequenc
     def after(model: nn.Module, args: tuple, output: Any) -> None:
         nonlocal rows
         logits = logits_of(output)
-        assert logits is not None  # gradients were gradients
-        real = token_mask is not None and token_mask.shape == logits.shape[:-1]
-        rows = logits[token_mask.to(logits.device)] if real else logits.flatten(0, -2)  # type: ignore[union-attr]
+        assert logits is not None  # there were gradients
+        if token_mask is not None and token_mask.shape == logits.shape[:-1]:
+            rows = logits[token_mask.to(logits.device)]
+        else:
+            rows = logits.flatten(0, -2)
 
     with run.model.register_forward_hook(after):
         for number in numbers:
