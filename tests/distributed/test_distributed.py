@@ -53,6 +53,7 @@ SCENARIOS = [
 ]
 NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
 slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(3600)  # the first test waits for all groups of processes
 
 
 # working together -----------------------------------------------------------------------------------------------------
