@@ -210,12 +210,19 @@ def _sums(
     """Layer name -> (the Gram matrix of the batches that are fitted to, that of those that judge, ModelOpt's sums)."""
     names = [plan.name for plan in takers]
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
-    seen = _Seen(collector, {batches.own[number] for number in batches.held_back if number in batches.own})
+    judging_calls = {batches.own[number] for number in batches.held_back if number in batches.own}
     sums = SumsOfAllProcesses(collector, run)
     counted = inputs.block if isinstance(inputs, AtBlock) else run.model
-    with counted.register_forward_hook(seen.count):
-        inputs.collect(takers, seen.see, sums, go_on=inputs.blockwise)
-    stats = {name: each for of_layer, each in sums.groups() or [] for name in of_layer if isinstance(each, Stats)}
+    go_on = inputs.blockwise and not run.config.deterministic
+    while True:
+        seen = _Seen(collector, judging_calls)
+        with counted.register_forward_hook(seen.count):
+            inputs.collect(takers, seen.see, sums, go_on=go_on)
+        if (groups := sums.groups()) is not None:
+            break
+    if inputs.blockwise and not go_on:
+        inputs.advance()
+    stats = {name: each for of_layer, each in groups for name in of_layer if isinstance(each, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
     grams = {}
     for name in names:

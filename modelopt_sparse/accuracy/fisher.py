@@ -6,7 +6,7 @@ predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import SharedSums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -105,52 +106,59 @@ class Gradients:
       of tokens are uncorrelated, or nearly, it is the sum of |g_r|^2 |x|^2 over tokens, for any kind of layer.
     """
 
-    tokens: int = 0
-    informations: dict[nn.Module, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int
+    informations: dict[nn.Module, Tensor]
+    rows: dict[str, Tensor]
 
-    def add_outputs(self, block: nn.Module, gradient: Tensor) -> None:
+
+@dataclass
+class _OfCall:
+    """The sums of one call of the model: by the place of a block those of its output, by name those of a layer."""
+
+    sums: dict[int | str, Tensor] = field(default_factory=dict)
+
+    def take_output(self, place: int, gradient: Tensor) -> None:
         rows = gradient.detach().flatten(0, -2).float()
-        product = rows.T @ rows
-        self.informations[block] = self.informations[block] + product if block in self.informations else product
+        self._add(place, rows.T @ rows)
+
+    def take_gradient(self, layer: Layer, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self._add(layer.name, layer.matrix(weight.grad).double().square().sum(-1).cpu())
+        weight.grad = None
+
+    def _add(self, key: int | str, values: Tensor) -> None:
+        self.sums[key] = self.sums[key] + values if key in self.sums else values
 
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
     its predictions; of all processes together. None for a model that gives no logits."""
-    run = data.run
-    gradients = Gradients()
-    weights = {layer.parameter: layer for layer in layers}
+    run, places = data.run, {block: place for place, block in enumerate(blocks)}
     numbers = users_first(data, SAMPLES if blocks else WEIGHED)
+    sums = SharedSums(run.processes, run.config.device or torch.device("cpu"), exact=run.config.deterministic)
+    weights = {layer.parameter: layer for layer in layers}
     call_masks: list[TokenMasks] = []
+    of_call = _OfCall()
+    tokens = 0
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
         if state.dim() in (2, 3) and torch.is_grad_enabled():
             if not state.requires_grad:  # nothing before it asks for gradients
                 state.requires_grad_(True)
-            state.register_hook(partial(gradients.add_outputs, block))
-
-    def take_gradient(layer: Layer, weight: Tensor) -> None:
-        assert weight.grad is not None
-        squares = layer.matrix(weight.grad).double().square().sum(-1).cpu()
-        gradients.rows[layer.name] = gradients.rows[layer.name] + squares if layer.name in gradients.rows else squares
-        weight.grad = None
+            state.register_hook(partial(of_call.take_output, places[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
+        nonlocal tokens
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad:
             number = numbers[len(call_masks) - 1] * run.processes.size + run.processes.rank - data.own
             # each call has random numbers of its own, so that any number of processes draws the same labels
-            labels = torch.Generator().manual_seed((run.config.seed * 1_000_003 + number) % 2**63)
-            rows, token_mask = logits.flatten(0, -2), call_masks[-1].decoder
-            places = torch.rand(len(rows), generator=labels, dtype=torch.float64).to(rows.device)
-            # -log p(y) of all real tokens, summed up, with y drawn from the predictions
-            each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-            if token_mask is not None and token_mask.numel() == len(each):
-                each = each[token_mask.flatten().to(each.device, torch.bool)]
-            gradients.tokens += len(each)
+            each = drawn_loss(logits, call_masks[-1].decoder, (run.config.seed * 1_000_003 + number) % 2**63)
+            tokens += len(each)
             each.sum().backward()
+        sums.add(of_call.sums, grams=range(len(blocks)))
+        of_call.sums.clear()
 
     with ExitStack() as hooks:
         hooks.enter_context(only_these_require_grad(run.model, weights))
@@ -158,21 +166,33 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
         for weight, layer in weights.items():
-            hooks.callback(weight.register_post_accumulate_grad_hook(partial(take_gradient, layer)).remove)
+            hooks.callback(weight.register_post_accumulate_grad_hook(partial(of_call.take_gradient, layer)).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
-        data.run_model(call_masks.append, numbers=numbers)
-    gradients.informations = {
-        block: gradients.informations[block] for block in blocks if block in gradients.informations
-    }
-    run.processes.all_reduce("the Fisher information of blocks", list(gradients.informations.values()))
-    for layer in layers:
-        gradients.rows.setdefault(
-            layer.name, torch.zeros(layer.matrix(layer.parameter).shape[:-1], dtype=torch.float64)
-        )
-    run.processes.all_reduce("the squared gradients of rows", [gradients.rows[layer.name] for layer in layers])
-    gradients.tokens = sum(run.processes.all_gather("the tokens of gradients", gradients.tokens))
-    return gradients if gradients.tokens else None
+        totals: Mapping[Any, Tensor] | None = None
+        while totals is None:
+            tokens = 0
+            call_masks.clear()
+            if run.processes.rank < data.own % run.processes.size:  # the first call of the user's is another process's
+                sums.add({}, ())
+            data.run_model(call_masks.append, numbers=numbers)
+            totals = sums.totals()
+    tokens = sum(run.processes.all_gather("the tokens of gradients", tokens))
+    if not tokens:
+        return None
+    shapes = {layer.name: layer.matrix(layer.parameter).shape[:-1] for layer in layers}
+    rows = {name: totals.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    return Gradients(tokens, {block: totals[place] for block, place in places.items() if place in totals}, rows)
+
+
+def drawn_loss(logits: Tensor, token_mask: Tensor | None, seed: int) -> Tensor:
+    """-log p(y) of each real token, ``[T]``, with y drawn from the predictions."""
+    rows, generator = logits.flatten(0, -2), torch.Generator().manual_seed(seed)
+    places = torch.rand(len(rows), generator=generator, dtype=torch.float64).to(rows.device)
+    each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
+    if token_mask is not None and token_mask.numel() == len(each):
+        each = each[token_mask.flatten().to(each.device, torch.bool)]
+    return each
 
 
 # the metric -----------------------------------------------------------------------------------------------------------
@@ -215,13 +235,19 @@ def metric(fisher: Tensor) -> Tensor:
 
 
 def users_first(data: CalibrationData, wanted: int) -> list[int]:
-    """The numbers of this process's first calls that are not text of the model's own, about so many rows in all
-    processes."""
+    """The numbers of those calls of this process that are among the first of all processes' which are not text of the
+    model's own and have about so many rows together; at least one of each process."""
     assert data.calls is not None
-    processes, rows, numbers = data.run.processes, 0, []
-    for number in range(-(-max(0, data.own - processes.rank) // processes.size), len(data.calls)):
-        if rows * processes.size >= wanted:
-            break
-        numbers.append(number)
-        rows += samples(data.calls[number].args, data.calls[number].kwargs)
-    return numbers
+    processes, rows, chosen = data.run.processes, 0, set[int]()
+    own = {
+        number * processes.size + processes.rank: samples(call.args, call.kwargs)
+        for number, call in enumerate(data.calls)
+    }
+    of_all = {
+        number: size for of_rank in processes.all_gather("rows of calls", own) for number, size in of_rank.items()
+    }
+    for number, size in sorted(of_all.items()):
+        if number >= data.own and (rows < wanted or len(chosen) < processes.size):
+            chosen.add(number)
+            rows += size
+    return [number // processes.size for number in own if number in chosen]

@@ -264,7 +264,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     goes_on = run.config.sequential == "none" and inputs.blockwise
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
-    at_once = goes_on and one_pass
+    at_once = goes_on and one_pass and not run.config.deterministic  # exact sums may take a second pass
     groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
     if not at_once:
         groups = with_small_inputs(layer_plans, inputs, groups, run)
@@ -297,20 +297,33 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
 
 
 def sum_up(
-    layer_plans: Sequence[LayerPlan], inputs: Inputs, collector: Collector, run: Run, *, go_on: bool = False
+    layer_plans: Sequence[LayerPlan],
+    inputs: Inputs,
+    collector: Collector,
+    run: Run,
+    *,
+    go_on: bool = False,
+    see: See | None = None,
 ) -> Groups:
-    """What the ``collector`` sums up over all calls of all processes. If layers share an input in some calls only, each
-    sums for itself in another pass; raises ValueError if the calls ``go_on``, so that there is none."""
+    """What the ``collector`` sums up over all calls of all processes; ``see`` changes what it sees.
+
+    If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
+    ``go_on``, so that there is none.
+    """
     sums = SumsOfAllProcesses(collector, run)
-    inputs.collect(layer_plans, collector.see, sums, go_on=go_on)
-    groups = sums.groups()
-    if groups is None:
+    while True:
+        inputs.collect(layer_plans, see or collector.see, sums, go_on=go_on)
+        groups = sums.groups()
+        if groups is not None:
+            break
         if go_on:
             raise ValueError(
                 f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
                 "others, which sequential='none' cannot sum up: give sequential='block'"
             )
-        return sum_up(layer_plans, inputs, _collector(layer_plans, share=False), run)
+        if sums.sharing_changed:
+            collector = collector.alone()
+            sums = SumsOfAllProcesses(collector, run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
     return sorted(groups, key=lambda group: place[group[0][0]])
 
@@ -331,9 +344,7 @@ def with_small_inputs(layer_plans: Sequence[LayerPlan], inputs: Inputs, groups: 
         larger = (x.to(torch.promote_types(x.dtype, torch.float32)) * ENLARGED for x in small_inputs)
         collector.see(layer, tuple(larger), token_mask)
 
-    sums = SumsOfAllProcesses(collector, run)
-    inputs.collect(again, see, sums, go_on=False)
-    enlarged = sums.groups() or []
+    enlarged = sum_up(again, inputs, collector, run, see=see)
     names_again = {name for names, _ in enlarged for name in names}
     return [*((names, stats) for names, stats in groups if names_again.isdisjoint(names)), *enlarged]
 

@@ -8,9 +8,10 @@ Shape letters: T tokens, C columns, E experts.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -434,6 +435,10 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
 
+    def alone(self) -> "Collector":
+        """A new one that lets every layer sum for itself."""
+        return Collector(needs=self.needs, share=False, all_tokens=self._all_tokens)
+
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
         for _, names in self._call.values():
@@ -451,26 +456,142 @@ class Collector:
 
 
 # several processes ----------------------------------------------------------------------------------------------------
-# Two ways. Each process adds up all that it has, and then the sums are added. Or, for the bits of one process whatever
-# the number: the sums of every single call of the model are added in float64, in the order of the batches.
 
 
 EXCHANGE = "statistics"
+Names = tuple[str, ...]
+
+HEADROOM = 20  # a sum may become 2^20 times what is expected of it; what is below 2^-31 of that is rounded off
+ROWS_AT_ONCE = 64  # so that they stay in the cache while they are rounded
+ZERO = -(2**15)  # in the place of an exponent, for channels that were zero so far
+
+
+class SharedSums:
+    """Sums over the calls of all processes, by key: of Gram matrices ``[..., C, C]`` and of square sums ``[..., C]``.
+
+    ``exact``: in float64, with bits that depend neither on the order of the calls nor on how many processes share them
+    out. Each addend is rounded to a multiple of a power of two that is so large that no sum of such multiples has to
+    be rounded (pre-rounding: Rump, Ogita and Oishi 2008; Demmel and Nguyen 2013). Each channel has a power of its own,
+    by the first call in which it is not zero. Should a channel outgrow it, all calls have to be added once more.
+    """
+
+    def __init__(self, processes: Processes, device: torch.device, *, exact: bool) -> None:
+        self._processes, self._device, self._exact = processes, device, exact  # device: of what is not added here
+        self._totals: dict[Any, Tensor] = {}
+        self._calls = 0
+        # by key the exponents e of channels, with square sums of at most 4^e in one call: the first, the largest
+        self._expected: dict[Any, Tensor] = {}
+        self._largest: dict[Any, Tensor] = {}
+
+    def add(self, of_call: Mapping[Any, Tensor], grams: Container[Any]) -> None:
+        """Add what one call has; the keys in ``grams`` are those of Gram matrices. Where sums are exact, all processes
+        come to this once for each of their calls, and then to `all_done`."""
+        if self._exact:
+            exponents = {key: _exponents(x, gram=key in grams) for key, x in of_call.items()}
+            self._agree(exponents)
+            for key, own in exponents.items():
+                self._largest[key] = torch.maximum(own, self._largest.get(key, own))
+        self._calls += bool(of_call)
+        for key, values in of_call.items():
+            total = self._totals.get(key)
+            if self._exact:
+                self._totals[key] = _exact_sum(total, values, self._expected[key].to(values.device), gram=key in grams)
+            else:
+                self._totals[key] = values if total is None else total + values
+
+    def _agree(self, exponents: Mapping[Any, Tensor] | None) -> bool:
+        """Take in what is expected of channels that were zero up to here, by the first call that has them. None: this
+        process has no more calls. -> whether none has."""
+        news: dict[Any, Tensor] = {}
+        for key, own in (exponents or {}).items():
+            known = self._expected.get(key, torch.full_like(own, ZERO))
+            if ((known == ZERO) & (own != ZERO)).any() or key not in self._expected:
+                news[key] = own
+        of_ranks = self._processes.all_gather(EXCHANGE, None if exponents is None else news)
+        for of_rank in of_ranks:  # calls are dealt out in turns: the first one of rank 0 comes first
+            for key, own in (of_rank or {}).items():
+                known = self._expected.get(key, torch.full_like(own, ZERO))
+                self._expected[key] = torch.where(known == ZERO, own, known)
+        return all(of_rank is None for of_rank in of_ranks)
+
+    def totals(self) -> dict[Any, Tensor] | None:
+        """The sums, in all processes, when each has added all its calls. None, in all of them, if all calls have to be
+        added once more."""
+        while self._exact and not self._agree(None):
+            pass
+        shapes: dict[Any, Tensor] = {}  # on "meta"
+        of_ranks = self._processes.all_gather(
+            EXCHANGE, (self._calls, self._largest, {key: x.to("meta") for key, x in self._totals.items()})
+        )
+        own, self._totals, self._calls, self._largest = self._totals, {}, 0, {}
+        for _, _, of_rank in of_ranks:
+            for key, like in of_rank.items():
+                shapes[key] = shapes[key] + like if key in shapes else like
+        if self._outgrown([calls for calls, _, _ in of_ranks], [largest for _, largest, _ in of_ranks]):
+            return None
+        nothing = torch.zeros((), device=next((x.device for x in own.values()), self._device))
+        sums = {
+            key: own.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()
+        }
+        self._processes.all_reduce(EXCHANGE, list(sums.values()))
+        return sums
+
+    def _outgrown(self, calls: Sequence[int], largest: Sequence[Mapping[Any, Tensor]]) -> bool:
+        """Whether sums may have been rounded. More is expected of their channels then."""
+        room, outgrown = HEADROOM - sum(calls).bit_length(), False
+        for of_rank in largest:
+            for key, exponents in of_rank.items():
+                growth = exponents - self._expected[key]
+                outgrown |= bool(((growth > 0) & (2 * growth > room)).any())
+        for of_rank in largest if outgrown else ():
+            for key, exponents in of_rank.items():
+                self._expected[key] = torch.maximum(self._expected[key], exponents)
+        return outgrown
+
+
+def _exponents(sums: Tensor, *, gram: bool) -> Tensor:
+    """int32 ``[..., C]``, on the CPU: e for square sums between 4^(e - 1) and 4^e."""
+    squares = sums.diagonal(dim1=-2, dim2=-1) if gram else sums
+    exponents = -(-torch.frexp(squares).exponent // 2)
+    return exponents.where((squares > 0) & squares.isfinite(), ZERO).int().cpu()
+
+
+def _exact_sum(total: Tensor | None, values: Tensor, exponents: Tensor, *, gram: bool) -> Tensor:
+    """total + values, each value rounded to a multiple of what its ``exponents`` allow; in place if the shapes are
+    equal."""
+    size = torch.exp2(exponents.double()).masked_fill(exponents == ZERO, 0)
+    # one attention may be called with one input for q, k and v, and with several
+    shape = torch.broadcast_shapes(values.shape, (*size.shape, size.shape[-1]) if gram else size.shape)
+    if total is None or total.shape != shape:
+        total = size.new_zeros(shape) if total is None else total.expand(shape).clone()
+    left, right = size.unsqueeze(-1), size.unsqueeze(-2)
+    rows, into = values, total
+    if not gram:
+        left, right, rows, into = size.new_ones(1, 1), right.square(), values.unsqueeze(-2), total.unsqueeze(-2)
+    left = left * (1.5 * 2.0 ** (HEADROOM + 1))  # what is as large as this has its last bit where values have theirs
+    for first in range(0, rows.shape[-2], ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        grid = left[..., part, :] * right
+        into[..., part, :] += grid.add(rows[..., part, :]).sub_(grid)
+    return total
 
 
 class SumsOfAllProcesses:
     """The sums of a ``collector`` over all processes of a run. `end_call` ends each call of the model.
 
-    With ``deterministic``, calls are added one by one in the order of the batches: the first one of every rank, then
-    the second one of every rank, and so on. Besides the collector's sums this holds the totals in float64, and one
-    call's sums of another process.
+    Each process adds up all that it has, and then the sums are added. With ``deterministic`` the sums of each call of
+    the model are added, exactly: see `SharedSums`. ``sharing_changed``: whether layers of one process or several have
+    shared an input in one call but not in another.
     """
 
     def __init__(self, collector: Collector, run: Run) -> None:
+        self.sharing_changed = False
         self._collector, self._processes = collector, run.processes
         self._deterministic = run.config.deterministic
-        self._device = run.config.device or torch.device("cpu")  # of sums that this process itself has none of
-        self._totals: dict[tuple[str, ...], tuple[Stats, Tensor]] = {}
+        device = run.config.device or torch.device("cpu")
+        self._sums = SharedSums(run.processes, device, exact=run.config.deterministic)
+        self._stats: dict[Names, Stats] = {}  # without their sums
+        self._routes: dict[Names, list[list[Route]]] = {}
 
     def end_call(self) -> None:
         self._collector.end_call()
@@ -488,66 +609,39 @@ class SumsOfAllProcesses:
         return with_end
 
     def groups(self) -> Groups | None:
-        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if
-        layers share an input in one call but not in another."""
-        if self._deterministic:
-            while not self._add(None):
-                pass
-            groups: Groups = [(list(names), _with_sums(stats, total)) for names, (stats, total) in self._totals.items()]
-        else:
-            groups = self._merged(self._collector.take())
-        names = [name for group, _ in groups for name in group]
-        changed = self._collector.sharing_changed or len(set(names)) < len(names)
-        return None if any(self._processes.all_gather("whether layers share inputs", changed)) else groups
-
-    def _merged(self, groups: Groups) -> Groups:
-        processes = self._processes
-        if processes.size == 1:
-            return groups
-        own = {tuple(names): stats for names, stats in groups}
-        union: dict[tuple[str, ...], Stats] = {}
-        for of_rank in processes.all_gather(EXCHANGE, {names: _without_sums(stats) for names, stats in own.items()}):
+        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if all
+        calls have to be run once more: by layers that share no input if ``sharing_changed``."""
+        if not self._deterministic:
+            self._add(self._collector.take())
+        totals, merged, deferred = self._sums.totals(), dict[Names, Stats](), self._routes
+        for of_rank in self._processes.all_gather(EXCHANGE, self._stats):
             for names, stats in of_rank.items():
-                union[names] = union[names] + stats if names in union else stats
-        device = next((stats.square_sums.device for stats in own.values()), self._device)
-        sums: dict[tuple[str, ...], Tensor] = {}
-        for names, stats in union.items():
-            like = _sums(stats)
-            mine = _sums(own[names]) if names in own else torch.zeros((), device=device)
-            sums[names] = mine.to(like.dtype).expand(like.shape).contiguous()
-        processes.all_reduce(EXCHANGE, list(sums.values()))
-        merged: Groups = []
-        for names, stats in union.items():
+                merged[names] = merged[names] + stats if names in merged else stats
+        self._stats, self._routes = {}, {}
+        every = [name for names in merged for name in names]
+        changed = self._collector.sharing_changed or len(set(every)) < len(every)
+        self.sharing_changed = any(self._processes.all_gather("whether layers share inputs", changed))
+        if totals is None or self.sharing_changed:
+            return None
+        groups: Groups = []
+        for names, stats in merged.items():
             if stats.counts is not None and self._collector.needs[names[0]] == ROWS:
-                mine = own.get(names)
-                routes = mine.routes if isinstance(mine, DeferredStats) else [[] for _ in stats.counts]
-                merged.append((list(names), DeferredStats(stats.counts, sums[names], routes, processes)))
+                routes = deferred.get(names, [[] for _ in stats.counts])
+                groups.append((list(names), DeferredStats(stats.counts, totals[names], routes, self._processes)))
             else:
-                merged.append((list(names), _with_sums(stats, sums[names])))
-        return merged
+                sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
+                groups.append((list(names), _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
+        return groups
 
-    def _add(self, groups: Groups | None) -> bool:
-        """Add one call's sums of every process, by rank; None: this one has no more. -> whether none has."""
-        processes = self._processes
-        own = None if groups is None else [(tuple(names), _without_sums(stats)) for names, stats in groups]
-        of_ranks = processes.all_gather(EXCHANGE, own)
-        device = next((stats.square_sums.device for _, stats in groups or ()), self._device)
-        for rank, of_rank in enumerate(of_ranks):
-            if not of_rank:
-                continue
-            if groups is not None and rank == processes.rank:
-                sums = [_sums(stats).contiguous() for _, stats in groups]
-            else:
-                sums = [torch.zeros_like(_sums(stats), device=device) for _, stats in of_rank]
-            processes.broadcast(EXCHANGE, sums, rank)
-            for (names, stats), values in zip(of_rank, sums):
-                if names not in self._totals:
-                    self._totals[names] = (stats, values.to(torch.float64, copy=True))
-                    continue
-                before, total = self._totals[names]
-                total = total.add_(values) if total.shape == values.shape else total + values
-                self._totals[names] = (before + stats, total)
-        return all(of_rank is None for of_rank in of_ranks)
+    def _add(self, groups: Groups) -> None:
+        of_call = {tuple(names): stats for names, stats in groups}
+        for names, stats in of_call.items():
+            without = _without_sums(stats)
+            self._stats[names] = self._stats[names] + without if names in self._stats else without
+            if isinstance(stats, DeferredStats):
+                self._routes[names] = stats.routes
+        grams = {names for names, stats in of_call.items() if stats.gram is not None}
+        self._sums.add({names: _sums(stats) for names, stats in of_call.items()}, grams)
 
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:
@@ -556,11 +650,6 @@ def _sums(stats: Stats | DeferredStats) -> Tensor:
 
 
 def _without_sums(stats: Stats | DeferredStats) -> Stats:
-    """What the other processes have to know of statistics before these are sent: shapes in the place of sums."""
+    """What the other processes have to know of statistics beside their sums: shapes in the place of these."""
     gram = None if stats.gram is None else stats.gram.to("meta")
     return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
-
-
-def _with_sums(stats: Stats, sums: Tensor) -> Stats:
-    """The statistics of which `_without_sums` has made ``stats``."""
-    return _of_sums(stats.tokens, sums.to(_sums(stats).dtype), gram=stats.gram is not None, counts=stats.counts)

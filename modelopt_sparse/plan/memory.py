@@ -22,8 +22,8 @@ WORKSPACE_WEIGHTS, WORKSPACE_GRAMS = 10, 4
 RECONSTRUCTION = 6
 # copies of the logits in a step of distillation: those of the dense and the sparse model, and three gradients
 LOGITS = 5
-# copies of the statistics with deterministic=True: sums of one call, of another process, and twice the float64 totals
-DETERMINISTIC_COPIES = 4
+# copies of the statistics with deterministic=True: sums of one call, and the totals in float64
+DETERMINISTIC_COPIES = 3
 
 
 def estimated(

@@ -275,8 +275,7 @@ class SparsifyConfig:
         initialised; False makes this process work by itself; True is an error without a group.
       split_data: True: all processes give the same data, and each takes its share, rank r of N the batches r, r + N,
         and so on; False: what each gives is its share. A forward_loop always is.
-      deterministic: sum statistics in float64 in the order of the batches, so that any number of processes gives the
-        bits of one.
+      deterministic: add statistics in float64 without rounding, so that any number of processes gives the bits of one.
     """
 
     pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))

@@ -268,14 +268,17 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
     and what is prepared from it. The costliest are dealt out first, each to the process that would be done with it
     first.
 
-    Experts are dealt out by themselves unless ``deterministic``. Those that are solved so many at a time for want of
-    memory are, in turns, because their statistics are formed by all processes together.
+    A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
+    operations. Experts are dealt out by themselves unless ``deterministic``. Those that are solved so many at a time
+    for want of memory are, in turns, because their statistics are formed by all processes together.
     """
     size = run.processes.size
     shares: dict[str, dict[range, int]] = {}
     load = [0.0] * size
     has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
     waiting: list[tuple[float, float, int, str, range]] = []
+    seconds = {plan.name: run.known.get(kind_of_layer(plan)) for group in groups for plan in group}
+    measured = all(value is not None for value in seconds.values())
     for number, group in enumerate(groups):
         for layer_plan in group:
             *_, rows, columns = layer_plan.shape
@@ -288,6 +291,8 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
             shares[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
             for experts, owner in shares[layer_plan.name].items():
                 prepared, solved = len(experts) * columns**3 / 3, len(experts) * rows * columns**2
+                if measured:  # with what was prepared for it
+                    prepared, solved = 0, len(experts) / matrices * seconds[layer_plan.name]
                 if layer_plan.at_once is not None:
                     load[owner] += prepared + solved
                 else:
@@ -300,6 +305,11 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
         load[owner], shares[name][experts] = ends[owner], owner
         has[owner].add(number)
     return shares
+
+
+def kind_of_layer(layer_plan: LayerPlan) -> tuple:
+    """Layers of one kind take the same time, about."""
+    return "seconds", layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
 
 
 @dataclass(frozen=True)
@@ -337,6 +347,7 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     for shared in shared_inputs if size > 1 else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, _exchanged(layer_plan, shares[layer_plan.name], own, run))
+            run.known[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
             yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
 
 

@@ -151,6 +151,7 @@ def more_in_order() -> Found:
         "everything": sparse("llama", "sparsegpt", **every, **more),
         "budget": sparse("llama", "wanda", **budget, **more),
         "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
+        "fisher": sparse("llama", "sparsegpt", reconstruct=BEST, self_data=5, **more),
     }
 
 

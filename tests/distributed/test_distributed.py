@@ -19,7 +19,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.solve import work_shares
+from modelopt_sparse.solving.solve import kind_of_layer, work_shares
 from tests.distributed import ranks
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches, trained_model
 
@@ -53,6 +53,7 @@ SCENARIOS = [
 ]
 NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
 slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(3600)  # the first test waits for all groups of processes
 
 
 # working together -----------------------------------------------------------------------------------------------------
@@ -461,12 +462,16 @@ def test_checksums_tell_bits_and_rows_apart():
     assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
 
 
+Shares = dict[str, dict[range, int]]
+
+
 # dealing out ----------------------------------------------------------------------------------------------------------
 
 
-def shares_of(groups: list[list[LayerPlan]], size: int, *, whole_layers: bool) -> dict[str, dict[range, int]]:
+def shares_of(groups: list[list[LayerPlan]], size: int, *, whole_layers: bool, **known: Any) -> Shares:
     model = tiny_llama()
     run, _ = calibrated_run(model, "wanda", data_loader=token_batches(1), deterministic=whole_layers)
+    run.known.update(known.get("known", {}))
     return work_shares(groups, replace(run, processes=Processes(0, size)))
 
 
@@ -490,6 +495,22 @@ def test_layers_are_dealt_out_by_cost():
             assert len(set(owners.values())) >= 4
     alone = shares_of(groups, 1, whole_layers=True)
     assert {owner for of_layer in alone.values() for owner in of_layer.values()} == {0}
+
+
+def test_layers_are_dealt_out_by_the_seconds_that_others_of_their_kind_took():
+    """By a count of operations down_proj would come first; when one kind is not known yet, that count is taken."""
+    plan = make_plan(tiny_llama(), "wanda")
+    layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers[:7]}
+    seconds = {"q_proj": 3.0, "k_proj": 4.0, "o_proj": 3.0, "gate_proj": 2.0, "down_proj": 1.0}
+    chosen = [layers[name] for name in seconds]
+    known = {kind_of_layer(layer): seconds[layer.name.rpartition(".")[2]] for layer in chosen}
+    assert len(known) == 4  # q_proj and o_proj are of one kind
+    shares = shares_of([[layer] for layer in chosen], 2, whole_layers=True, known=known)
+    owners = {name.rpartition(".")[2]: owner for name, of_layer in shares.items() for owner in of_layer.values()}
+    assert owners == {"k_proj": 0, "q_proj": 1, "o_proj": 1, "gate_proj": 0, "down_proj": 0}
+    del known[kind_of_layer(layers["down_proj"])]
+    by_count = shares_of([[layer] for layer in chosen], 2, whole_layers=True)
+    assert shares_of([[layer] for layer in chosen], 2, whole_layers=True, known=known) == by_count != shares
 
 
 def test_experts_are_dealt_out_in_ranges():

@@ -32,7 +32,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from tests.helpers import tiny_llama, token_batches
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 WORLD = 2
 STEPS = 8
 MASKED = ("0.weight", "2.in_proj_weight", "2.out_proj.weight", "4.weight")
