@@ -1,7 +1,9 @@
 """Checkpoints made sparse block by block: the same bits as in memory, nothing more in memory, and runs that go on."""
 
+import errno
 import gc
 import json
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -369,6 +371,19 @@ def test_spilled_tensors_are_the_same_tensors_in_a_file(tmp_path, layout):
         assert_bits(y, before)
         assert y.is_shared()
         assert not before.is_shared()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no way to reserve bytes of a file here")
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    """Writing to a mapped file there would kill the process."""
+
+    def full(descriptor: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, f"no room for {size} bytes from {begin}")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no room for 60 bytes from 0"):
+        spilled(torch.ones(3, 5), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # files ----------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def test_iterations_stop_when_every_row_is_at_its_optimum():
     assert torch.equal(refit(weight, weight.clone(), mask, gram, 10), weight)
     found = [refit(weight, torch.zeros_like(weight), mask, gram, iterations) for iterations in (1000, 2000)]
     assert torch.equal(*found)
+    done = weight.index_fill(0, torch.tensor([3]), 0)  # a row with nothing to gain does not keep the others going
+    assert torch.equal(refit(done, torch.zeros_like(weight), mask, gram, 1000)[:3], found[0][:3])
 
 
 def test_squared_error_is_the_trace_row_by_row():

@@ -197,6 +197,11 @@ def test_a_long_cell_goes_on_where_it_can_be_broken():
     ]
 
 
+def test_columns_of_fourteen_letters_are_not_narrowed():
+    table_of = (("fourteenletter", "why"), [("a", "b")])
+    assert table(*table_of, 10) == table(*table_of)
+
+
 def test_what_occurs_is_counted():
     assert counted(["2:4"] * 3) == "2:4"
     assert counted(["a", "b", "b"]) == "b x2; a x1"

@@ -80,6 +80,11 @@ CONFIGS = {  # config, level -> sizes that come out
     "t5": (T5Config(), 0.75, {"d_model": 1024, "d_kv": 128, "d_ff": 4096}),
     "vit": (ViTConfig(), 0.75, {"hidden_size": 1536, "intermediate_size": 6144}),
     "resnet": (ResNetConfig(), 0.75, {"embedding_size": 128, "hidden_sizes": [512, 1024, 2048, 4096]}),
+    "resnet without bottlenecks": (
+        ResNetConfig(hidden_sizes=[5, 15], depths=[1, 1], layer_type="basic"),
+        8 / 9,
+        {"hidden_sizes": [15, 45]},
+    ),
     "swin": (SwinConfig(), 0.5, {"embed_dim": 138, "hidden_size": 1104}),
 }
 
