@@ -5,6 +5,7 @@ do, or its error. So a process that failed or died is noticed at the next header
 """
 
 import os
+import platform
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +101,7 @@ class Processes:
         self.rank, self.size = rank, size
         self._headers, self._values = headers, values  # groups of their own: what fails here leaves the user's alone
         self._finished = size == 1
+        self._hosts = [""] * size
 
     @classmethod
     def of(cls, asked: bool | None) -> "Processes":
@@ -133,9 +135,10 @@ class Processes:
         if self.size == 1:
             return [value]
         headers = self._gather_headers(what, (what, None, value))
-        problem = "; ".join(f"rank {rank} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error)
+        errors = [f"{self._name(rank)} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error]
+        problem = "; ".join(errors)
         if not problem and len({name for name, _, _ in headers}) > 1:
-            doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(headers))
+            doing = "; ".join(f"{self._name(rank)}: {name}" for rank, (name, _, _) in enumerate(headers))
             problem = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
         if problem:
             self._finished = True
@@ -150,8 +153,8 @@ class Processes:
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise ValueError(
-                        f"{name} is not the same in all processes: rank 0 has {values[0]}, rank {rank} has {value}; "
-                        f"{advice}"
+                        f"{name} is not the same in all processes: {self._name(0)} has {values[0]}, "
+                        f"{self._name(rank)} has {value}; {advice}"
                     )
 
     def all_reduce(self, what: str, tensors: Sequence[Tensor]) -> None:
@@ -196,8 +199,13 @@ class Processes:
         assert dist is not None
         headers: list[Any] = [None] * self.size
         with self._sending(what):
-            dist.all_gather_object(headers, header, group=self._headers)
-        return headers
+            dist.all_gather_object(headers, (platform.node(), header), group=self._headers)
+        self._hosts = [host for host, _ in headers]
+        return [header for _, header in headers]
+
+    def _name(self, rank: int) -> str:
+        """A process, with its machine where there are several."""
+        return f"rank {rank} on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else f"rank {rank}"
 
     @contextmanager
     def _sending(self, what: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
+from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
@@ -460,6 +461,20 @@ def test_checksums_tell_bits_and_rows_apart():
         assert checksum(torch.ones(3, dtype=dtype)) != checksum(torch.zeros(3, dtype=dtype))
     assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(-2.0))
     assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
+
+
+@pytest.mark.parametrize(("host", "name"), [("a", "rank 1"), ("b", "rank 1 on b")])
+def test_errors_name_the_machine_where_there_are_several(monkeypatch, host, name):
+    def gathered(values: list[Any], own: Any, group: Any) -> None:
+        values[:] = [("a", own[1]), (host, other)]
+
+    monkeypatch.setattr(distributed.dist, "all_gather_object", gathered)
+    other = ("statistics", "OSError: the disk is full", None)
+    with pytest.raises(distributed.RankError, match=f"^{name} stopped: OSError: the disk is full$"):
+        Processes(0, 2).all_gather("statistics")
+    other = ("a comparison of what all processes must share", None, {"the seed": 1})
+    with pytest.raises(ValueError, match=f"has 0, {name} has 1; give one"):
+        Processes(0, 2).check_same({"the seed": 0}, "give one")
 
 
 Shares = dict[str, dict[range, int]]
