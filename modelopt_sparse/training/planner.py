@@ -33,7 +33,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import REPLACED, Skipped, attach_report, attached_report
-from modelopt_sparse.training.schedules import AtSteps, EveryFew
+from modelopt_sparse.training.schedules import AtSteps, Constant, EveryFew
 from modelopt_sparse.values import shown
 
 BLOCKS, DEFAULT = "blocks", "default"
@@ -407,20 +407,31 @@ def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     return levels
 
 
-def _row(weight: Weight, level: float) -> Row:
-    algorithm, pattern = weight.algorithm, weight.algorithm.pattern
-    options, matrix = algorithm.describe(), weight.empty_matrix()
+def zeros_by_name(
+    model: nn.Module, members: Sequence[tuple[Filter, Any]], levels: Mapping[str, float]
+) -> dict[str, int]:
+    """How many zeros the members give each parameter that they take: before training; by a schedule, at ``levels``."""
+    _, chosen = plan_training(model, members)
+    levels = {**levels, **levels_at(0, [each for each in chosen if isinstance(each.algorithm.sparsity, Constant)])}
+    return {weight.name: _zeros(weight, levels[weight.name]) for weight in chosen}
+
+
+def _zeros(weight: Weight, level: float) -> int:
+    """How many zeros its algorithm gives a parameter at a level (not by "from_zeros" or a function)."""
+    algorithm, pattern, matrix = weight.algorithm, weight.algorithm.pattern, weight.empty_matrix()
     if pattern is not None and not algorithm.magnitude_first:
-        zeros = pattern.zeros_in(matrix.shape)
-    else:  # as the mask goes by the level (not by "from_zeros" or a function)
-        size = algorithm.scope.within(matrix).shape[-1]
-        reached = level if pattern is None else min(level, pattern.sparsity)
-        zeros = matrix.numel() // size * count_zeros(reached, size)
+        return pattern.zeros_in(matrix.shape)
+    size = algorithm.scope.within(matrix).shape[-1]
+    reached = level if pattern is None else min(level, pattern.sparsity)
+    return matrix.numel() // size * count_zeros(reached, size)
+
+
+def _row(weight: Weight, level: float) -> Row:
+    algorithm, pattern, options = weight.algorithm, weight.algorithm.pattern, weight.algorithm.describe()
     schedule = str(getattr(algorithm.sparsity, "value", options["sparsity"]))
     scope = str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}"
-    return Row(
-        weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, weight.parameter.numel()
-    )
+    zeros, size = _zeros(weight, level), weight.parameter.numel()
+    return Row(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
 
 
 def _notes(

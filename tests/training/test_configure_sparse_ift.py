@@ -1,5 +1,6 @@
 """Sparse-IFT from YAML and from the command line."""
 
+import functools
 import json
 
 import pytest
@@ -40,10 +41,11 @@ def test_a_recipe_is_the_call(tmp_path, section, options, rule):
     content = {"sparse_ift": section, "model": {"any": "thing"}, **({} if rule is None else {"sparsity": rule})}
     path.write_text(yaml.safe_dump(content))
     ift = training.configure_sparse_ift(path, tiny_llama())
+    kinds = {None: training.Static, "set": training.SET, "gmp": training.GMP}
+    options = {**options, "rule": functools.partial(training.SET, scope="row") if rule is SET else training.Static}
     theirs = training.sparse_ift(tiny_llama(), section["sparsity"], section.get("member", "wide"), **options)
     assert ift.plan == theirs.plan
     assert str(ift.model) == str(theirs.model)
-    kinds = {None: training.Static, "set": training.SET, "gmp": training.GMP}
     algorithms = [ift.sparsity[i] for i in range(len(ift.sparsity))]
     assert {type(each) for each in algorithms} == {kinds[rule and rule["algorithm"]]}
     ift.sparsity.apply(ift.model)

@@ -181,6 +181,53 @@ def test_a_rule_for_each_level_trains():
     assert {layer.recipe for layer in mts.report(ift.model).layers} == {"set"}
 
 
+RULES = {  # rule -> how many steps it takes to its level
+    "static": (training.Static, 0),
+    "row": (lambda level: training.Static(level, scope="row"), 0),
+    "column groups": (lambda level: training.SET(level, balance_in_groups=2), 0),
+    "row groups": (lambda level: training.RigL(level, balance_out_groups=2), 0),
+    "pattern": (lambda level: training.Static(pattern="1:2"), 0),
+    "erk": (lambda level: training.Static(level, distribution="erk"), 0),
+    "left out": (lambda level: training.Static(level, exclude=["*.0.*gate_proj*"]), 0),
+    "gradual": (lambda level: training.GMP(training.Cubic(0, level, 0, 2), scope="row", update=1), 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*takes every parameter")
+@pytest.mark.parametrize("member", ["wide", "parallel", "factorized", "doped"])
+@pytest.mark.parametrize(("rule", "steps"), RULES.values(), ids=list(RULES))
+def test_what_is_printed_are_the_live_weights_of_the_model(member, rule, steps):
+    """In each layer, and in all, whatever the rule rounds by."""
+    dense = tiny_llama()
+    before = {name: parameter.numel() for name, parameter in dense.named_parameters()}
+    level = 0.75 if member == "factorized" else 0.5  # ranks of 86, which two groups share, and not of 43
+    ift = training.sparse_ift(dense, level, member, rule=rule)
+    ift.sparsity.apply(ift.model)
+    optimizer = torch.optim.SGD(ift.model.parameters(), lr=0.0)
+    ift.sparsity.apply(optimizer)
+    for ids in token_batches(steps):
+        ift.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    masks = dict(named_masks(ift.model))
+    live = {name: int(masks.get(name, p != torch.inf).sum()) for name, p in ift.model.named_parameters() if p.dim() > 1}
+    counted = {
+        layer.name: sum(n for name, n in live.items() if f"{name}.".startswith(f"{layer.name}."))
+        for layer in ift.plan.layers
+    }
+    assert {layer.name: layer.live for layer in ift.plan.layers} == counted
+    names = [name for name in before if any(f"{name}.".startswith(f"{layer}.") for layer in counted)]
+    ratio = sum(counted.values()) / sum(before[name] for name in names)
+    assert f"sparse layers {ratio:.4f} times dense" in str(ift.plan)
+
+
+def test_a_rule_that_fits_no_layer_leaves_the_model_as_it_was():
+    model = tiny_llama()
+    before = str(model)
+    with pytest.raises(ValueError, match="cannot be divided into 7 equal groups"):
+        training.sparse_ift(model, 0.5, "doped", rule=lambda level: training.Static(level, balance_out_groups=7))
+    assert str(model) == before
+
+
 # what is refused ----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, 
 from modelopt_sparse.reports.report import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.cost import Products
-from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons
+from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons, zeros_by_name
 from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
 from modelopt_sparse.training.sparse_ift.wide import call, wider
 from modelopt_sparse.training.sparsity import Sparsity
@@ -29,6 +29,8 @@ ATTENTION = ("attn", "attention")  # in the names of modules that stay as they a
 class Replaced:
     """One layer: its weights before, what stands for it, the weights of that, the level, and the live weights.
 
+    live: as the algorithm of the rule counts them: with a schedule at the level, otherwise before training. What
+      ``init_method="from_zeros"`` or a function leaves is not known here.
     uses: how often each weight is multiplied: once for a token; in the example's forward, as often as torch counts.
     """
 
@@ -198,26 +200,43 @@ def sparse_ift(
     if member == "wide":
         if include is not None:
             raise ValueError("include is for the members that replace layers; Sparse Wide widens the whole model")
-        wide, plan = _widened(model, level, iso, multiple, example)
-        return SparseIFT(wide, _group({layer.name: layer.level for layer in plan.layers}, rule), plan)
+        model, plan = _widened(model, level, iso, multiple, example)
+        return _with_rule(model, plan, {layer.name: [layer.name] for layer in plan.layers}, rule)
     if not isinstance(model, nn.Module):
         raise ValueError(f"member {member!r} replaces layers of a model: build it from the config first")
     if iso == "model" or multiple != 1:
         raise ValueError(f"member {member!r} is iso-FLOP layer by layer: iso='model' and multiple are for 'wide'")
-    modules, levels, plan = _replaced(model, level, member, include, activation, example)
-    group = _group(levels, rule)
-    for name, module in modules.items():  # nothing has changed up to here
+    modules, sparse, plan = _replaced(model, level, member, include, activation, example)
+    before = {name: model.get_submodule(name) for name in modules}
+    try:
+        _put(model, modules)
+        return _with_rule(model, plan, sparse, rule)
+    except BaseException:
+        _put(model, before)
+        raise
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
         model.set_submodule(name, module)
-    return SparseIFT(model, group, plan)
 
 
-def _group(levels: Mapping[str, float], rule: Callable[[float], SparsityAlgorithm]) -> Group:
+def _with_rule(
+    model: nn.Module, plan: IsoPlan, sparse: Mapping[str, list[str]], rule: Callable[[float], SparsityAlgorithm]
+) -> SparseIFT:
+    """The new model with its sparsity, and the plan with the live weights that this leaves. ``sparse``: the names of
+    the sparse parameters of each layer."""
     if isinstance(rule, Sparsity):
         raise ValueError(f"rule is a function of the level: rule=lambda level: {type(rule).__name__}(level, ...)")
-    group = Group()
+    group, levels = Group(), {name: layer.level for layer in plan.layers for name in sparse[layer.name]}
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
-    return group
+    zeros = zeros_by_name(model, group.members(), levels) if len(group) else {}
+    layers = [
+        replace(layer, live=layer.new_weights - sum(zeros.get(name, 0) for name in sparse[layer.name]))
+        for layer in plan.layers
+    ]
+    return SparseIFT(model, group, replace(plan, layers=tuple(layers)))
 
 
 def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
@@ -248,7 +267,7 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
         if not why[weight.name]:
             old, new = sizes[weight.name], weight.parameter.numel()
             own, shape = 1 - old / new, " x ".join(map(str, weight.shape))
-            rows.append(Replaced(weight.name, old, shape, new, own, _live(new, own), uses[weight.name]))
+            rows.append(Replaced(weight.name, old, shape, new, own, new, uses[weight.name]))
     plan = _plan(model, rows, sizes, weights, why, uses, sum(_sizes(weights).values()), unit)
     if iso == "model":
         for_sparse = plan.multiplications("weights") + plan.other - plan.new_other
@@ -257,8 +276,7 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
             raise ValueError(
                 f"at level {level:g} the layers that stay dense cost more than the whole model did: give iso='layers'"
             )
-        rows = [replace(row, level=one, live=_live(row.new_weights, one)) for row in rows]
-        plan = replace(plan, layers=tuple(rows))
+        plan = replace(plan, layers=tuple(replace(row, level=one) for row in rows))
     return wide, plan
 
 
@@ -267,31 +285,30 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
 
 def _replaced(
     model: nn.Module, level: float, member: str, include: Any, activation: Activation, example: Any
-) -> tuple[dict[str, nn.Module], dict[str, float], IsoPlan]:
-    """(new modules by the name of the layer that they are to replace, levels by parameter, the plan).
+) -> tuple[dict[str, nn.Module], dict[str, list[str]], IsoPlan]:
+    """(new modules by the name of the layer that they are to replace, which parameters of them are to be sparse, by the
+    same name, the plan).
 
     The model is left as it is.
     """
     weights = find_weights(model)
     why = _why_dense(model, weights, include)
     sizes, uses = _sizes(weights), _uses(model, weights, example)
-    modules, levels, rows = {}, {}, []
+    modules, sparse, rows = {}, {}, []
     parameters = sum(sizes.values())
     for weight in weights:
         if why[weight.name]:
             continue
         name, layer = weight.name.removesuffix(".weight"), weight.layer.owner
         new, words, parts, own = member_of(layer, member, level, activation)
-        levels.update({f"{name}.{part}.weight": own for part in parts})
-        masked = [new.get_submodule(part).get_parameter("weight").numel() for part in parts]
+        sparse[name] = [f"{name}.{part}.weight" for part in parts]
         size = sum(each.numel() for each in new.parameters() if each.dim() > 1)
-        live = size - sum(each - _live(each, own) for each in masked)
-        rows.append(Replaced(name, sizes[weight.name], words, size, own, live, uses[weight.name]))
+        rows.append(Replaced(name, sizes[weight.name], words, size, own, size, uses[weight.name]))
         if new is not layer:
             modules[name] = new
             parameters += sum(each.numel() for each in new.parameters())
             parameters -= sum(each.numel() for each in layer.parameters())
-    return modules, levels, _plan(model, rows, sizes, weights, why, uses, parameters, _unit(model, example))
+    return modules, sparse, _plan(model, rows, sizes, weights, why, uses, parameters, _unit(model, example))
 
 
 def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[str, str]:
@@ -365,10 +382,6 @@ def _unit(model: nn.Module, example: Any) -> str | None:
     if example is not None:
         return "the example"
     return None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
-
-
-def _live(size: int, level: float) -> int:
-    return round(size * (1 - level))
 
 
 def _sizes(weights: list[Weight]) -> dict[str, int]:
