@@ -19,10 +19,10 @@ from typing import Any, Literal
 from modelopt_sparse.values import shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
-LEAST = 14  # columns of a table are not made narrower than this
+LEAST = 14  # columns of a table are not made narrower than this, nor than their words
 LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
 NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
-BREAKS = re.compile(r"(?<=[ ,+/])|(?<=\.)(?=\D)")  # where a cell may go on in the next line
+BREAKS = re.compile(r"(?<=[ ,+/])")  # where a cell may go on in the next line
 INDEX = re.compile(r"0|[1-9][0-9]*")  # a part of a name that is a number
 # a number that stands alone: not in a name (layers.3), not in a pattern (2:4), not in a version (1.2.3)
 NUMBER = re.compile(r"(?<![\w.:])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|[.:]\d)")
@@ -82,15 +82,20 @@ def first_few(items: Sequence[str], shown: int = 5) -> str:
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
     """A table as text: the head, a rule, and the rows, with columns as wide as their widest cell.
 
-    width: how wide the table may be: long cells go on in further lines. None: as wide as it is.
+    width: how wide the table may be: long cells go on in further lines. Names, in the first column, and single words
+      are not broken: a table of long ones is wider. None: as wide as it is.
     """
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > LEAST:
-        widest = max(widths[1:], default=0)  # names are broken last
-        widths[widths.index(widest, 1) if widest > LEAST else 0] -= 1
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, cells)) for cells in columns]
+    words = [2 + max(len(word.rstrip()) for cell in cells for word in BREAKS.split(cell)) for cells in columns]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        spare = [i for i in range(1, len(widths)) if widths[i] > max(LEAST, words[i])]
+        if not spare:
+            break
+        widths[max(spare, key=widths.__getitem__)] -= 1
     lines = []
     for row in [head, *rows]:
-        broken = [_broken(cell, column) for cell, column in zip(row, widths, strict=True)]
+        broken = [[row[0]], *(_broken(cell, column) for cell, column in zip(row[1:], widths[1:], strict=True))]
         for cells in zip_longest(*broken, fillvalue=""):
             lines.append("  ".join(cell.ljust(column) for cell, column in zip(cells, widths, strict=True)).rstrip())
         if row is head:
@@ -99,14 +104,12 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
 
 
 def _broken(cell: str, width: int) -> list[str]:
-    """The lines of a cell: broken at spaces, signs and dots that no number follows; within a word if it is too long."""
+    """The lines of a cell, broken at spaces and signs."""
     lines = [""]
     for piece in BREAKS.split(cell):
         if len((lines[-1] + piece).rstrip()) > width and lines[-1]:
             lines.append("  ")
         lines[-1] += piece
-        while len(lines[-1].rstrip()) > width:
-            lines[-1:] = [lines[-1][:width], "  " + lines[-1][width:]]
     return [line.rstrip() for line in lines]
 
 
