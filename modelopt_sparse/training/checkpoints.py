@@ -63,6 +63,7 @@ class SparsityCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         del control
         if state.is_world_process_zero:
+            self.sparsity.write_trainer_step(state.global_step)
             add_masks(kwargs["model"], _checkpoint(args, state.global_step))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, level
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
+TRAINER = "trainer_step"  # in that
 LOG = logging.getLogger("modelopt_sparse.training")
 
 
@@ -146,7 +147,7 @@ class Sparsity(ABC):
         report, own = attached_report(model), self._describe_members()
         runs = [] if report is None else [report.settings, *(run["settings"] for run in report.earlier)]
         records = [run[SETTING] for run in runs if SETTING in run]
-        return next((each for each in records if each == {**own, "step": each.get("step")}), None)
+        return next((each for each in records if each.get("algorithms") == own["algorithms"]), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
 
@@ -324,19 +325,24 @@ class Sparsity(ABC):
         return report
 
     def go_on(self, model: nn.Module, step: int, where: str) -> None:
-        """Go on at a step, with the masks and the report that were read from ``where`` into the model.
+        """Go on with the masks and the report that were read from ``where`` into the model.
 
-        Raises ValueError, which names it, unless this algorithm wrote that report, at that step.
+        Raises ValueError, which names it, unless this algorithm wrote that report, at that step of Trainer's.
         """
         _, chosen = plan_training(model, self.members())
-        finished = self._finished_steps(model, chosen)
-        if finished is None:
+        finished, record = self._finished_steps(model, chosen), self._record(model)
+        if finished is None or record is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
-        if finished != step:
-            raise ValueError(f"{where!r} holds masks of step {finished}, and weights of step {step}")
+        if (theirs := record.get(TRAINER, finished)) != step:
+            raise ValueError(f"{where!r} holds masks of step {theirs}, and weights of step {step}")
         if self._model is None:
             self.apply(model)
-        self._restart(step)
+        self._restart(finished)
+
+    def write_trainer_step(self, step: int) -> None:
+        """Write Trainer's step, which begins at 0 in every ``train()``, into the report, where `go_on` compares it."""
+        if self._model is not None and (record := self._record(self._model)):
+            record[TRAINER] = step
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved beside the model's state dict, which holds the masks, and the optimizers': the step, and

@@ -262,3 +262,10 @@ def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
     assert sparsity.step == 2 * first
     assert not all(torch.equal(mask, masks[name]) for name, mask in mts.named_masks(model))
     mts.verify(model)
+    wanted = state(model)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    again = ALGORITHMS["rigl"]()
+    resumed = tiny_llama()
+    trainer(tmp_path, resumed, again).train(resume_from_checkpoint=True)  # of the second train(), at our step 9
+    assert again.step == 2 * first
+    assert_same(resumed, wanted)
