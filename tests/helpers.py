@@ -152,7 +152,7 @@ def refused(
     return message
 
 
-def run_python(*arguments: object, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: object, timeout: float = 1500, **environment: str) -> subprocess.CompletedProcess[str]:
     """A new Python process in the project's root, on one thread; its output is captured."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],

@@ -5,7 +5,7 @@ import yaml
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.values import Yaml, check_choice, check_flag, check_number, check_whole, read_yaml
+from modelopt_sparse.values import LONGEST, Yaml, check_choice, check_flag, check_number, check_whole, read_yaml, shown
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,11 @@ def test_long_values_are_shortened_in_messages(option):
     with pytest.raises(ValueError, match="sparsity") as caught:
         mts.training.configure({"sparsity": {"algorithm": "rigl", "sparsity": value}})
     assert len(str(caught.value)) < 2000
+
+
+def test_a_value_is_shown_whole_or_by_its_beginning():
+    path = "folder/" * 40
+    assert shown(path) == repr(path)
+    nested = [[["x" * 20] * 6] * 6] * 6
+    assert shown(nested) == f"{repr(nested)[:LONGEST]} ..."
+    assert len(shown("x" * 10**6)) <= LONGEST + 4
