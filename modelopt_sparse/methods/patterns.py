@@ -118,15 +118,16 @@ class NM(_Within):
         if reason := self.misfit(columns):
             raise ValueError(f"a score of shape {list(score.shape)}: {reason}")
         score_MG = score.unflatten(-1, (columns // self.m, self.m)).movedim(-1, 0).contiguous()
-        # the number of earlier entries that win against this one, minus the number of later ones that lose against it
-        balance_MG = torch.zeros_like(score_MG, dtype=torch.int8 if self.m < 128 else torch.int16)
+        # how many others win against this entry: all later ones, plus the earlier ones that do, minus the later ones
+        # that lose
+        dtype = torch.int8 if self.m < 128 else torch.int16
+        later_M = torch.arange(self.m - 1, -1, -1, dtype=dtype, device=score.device)
+        winners_MG = later_M.view(-1, *[1] * (score_MG.dim() - 1)).expand_as(score_MG).contiguous()
         for apart in range(1, self.m):
             first_wins = (score_MG[:-apart] >= score_MG[apart:]).view(torch.int8)
-            balance_MG[apart:].add_(first_wins)
-            balance_MG[:-apart].sub_(first_wins)
-        later_M = torch.arange(self.m - 1, -1, -1, device=score.device)
-        mask_MG = balance_MG < (self.n - later_M).view(-1, *[1] * (score_MG.dim() - 1))
-        return self._and_within(mask_MG.movedim(0, -1).flatten(-2))
+            winners_MG[apart:].add_(first_wins)
+            winners_MG[:-apart].sub_(first_wins)
+        return self._and_within((winners_MG < self.n).movedim(0, -1).flatten(-2))
 
     def zeros_in(self, shape: Sequence[int]) -> int:
         """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
