@@ -93,7 +93,7 @@ def reconstruct(
                 chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
                 if chosen:
                     weights = TunedWeights(chosen, outputs, options.learning_rate, movable)
-                    with only_these_require_grad(inputs.block, chosen, through=bool(movable)):
+                    with only_these_require_grad(inputs.block, chosen, masked=not movable):
                         tuned_part = _tuned(part, inputs, token_masks, batches, weights)
                     run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
         except BaseException:

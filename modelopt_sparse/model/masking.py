@@ -12,6 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -148,6 +149,20 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
                 object.__setattr__(child, "__class__", child.base)
 
 
+@contextmanager
+def without_masks(module: nn.Module) -> Iterator[None]:
+    """While entered, sparse modules run with their weights as they are, and gradients reach all places."""
+    before = {child: child.masked_names for child in module.modules() if isinstance(child, SparseModule)}
+    try:
+        for child in before:
+            child.masked_names = ()
+        yield
+    finally:
+        for child, names in before.items():
+            child.masked_names = names
+        apply_masks(module)
+
+
 def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
     """Hand the unmasked gradient of a masked parameter to ``observer`` in every backward pass; None ends it.
 
@@ -163,12 +178,12 @@ def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | 
         observers[param] = observer
 
 
-def let_gradients_through(module: nn.Module, through: bool, names: Container[str] | None = None) -> None:
+def let_gradients_through(module: nn.Module, through: bool, names: Container[str]) -> None:
     """Whether gradients reach pruned places, as `faint_gradient` makes them: those of the masked parameters of these
-    full names, or of all masked parameters."""
+    full names."""
     for path, child in module.named_modules():
         if isinstance(child, SparseModule):
-            own = {param for param in child.masked_names if names is None or full_name(path, param) in names}
+            own = {param for param in child.masked_names if full_name(path, param) in names}
             others = set(child.faint_parameters) - own
             child.faint_parameters = tuple(sorted(others | own if through else others))
 
