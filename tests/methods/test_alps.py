@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from modelopt_sparse.methods import METHODS, alps
 from modelopt_sparse.methods.base import relative_error
-from modelopt_sparse.methods.patterns import parse_pattern
+from modelopt_sparse.methods.patterns import Pattern, parse_pattern
 from tests.oracles.layer_problem import damped, exact_refit, objective, problem, solved
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
@@ -59,6 +60,34 @@ def test_no_row_is_worse_than_before_the_refit():
     solution = method.solve(weight, state, pattern, method.options)
     after = alps.squared_error(scaled, solution.weight.to(scaled.dtype) * state.root_C, state.gram)
     torch.testing.assert_close(after, torch.minimum(before, refitted), rtol=1e-4, atol=0)
+
+
+def admm(dense: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> Tensor:
+    """Algorithm 1 of the paper as it stands there, with its dual V and a new inverse each time -> D."""
+    rho, dual, sparse, checked = alps.FIRST_RHO, torch.zeros_like(dense), dense * pattern.mask(dense.abs()), None
+    for iteration in range(1, iterations + 1):
+        system = gram + rho * torch.eye(len(gram), dtype=gram.dtype)
+        ridge = torch.linalg.solve(system, dense @ gram - dual + rho * sparse, left=False)
+        mask = pattern.mask((ridge + dual / rho).abs())
+        sparse = (ridge + dual / rho) * mask
+        dual += rho * (ridge - sparse)
+        if iteration % alps.CHECK_EVERY == 0:
+            before = pattern.mask(dense.abs()) if checked is None else checked
+            changed, checked = float((mask & ~before).sum() / mask.sum()), mask
+            rho *= 1.3 if changed >= 0.1 else 1.2 if changed >= 0.005 else 1.1
+    return sparse
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "60%"])
+@pytest.mark.parametrize("iterations", [1, 3, 4, 7, 13])
+def test_admm_is_that_of_the_paper(pattern, iterations):
+    weight, stats = problem(4)
+    method, of_layer = METHODS["alps"], parse_pattern(pattern).with_scope(METHODS["alps"].scope)
+    state = method.prepare(stats, method.options)
+    scaled = weight * state.root_C
+    sparse, mask = alps._settle(scaled, state, of_layer, iterations)
+    torch.testing.assert_close(sparse, admm(scaled, state.gram, of_layer, iterations), rtol=1e-8, atol=1e-10)
+    assert torch.equal(mask, sparse != 0)
 
 
 def test_more_iterations_than_it_takes_to_settle_change_nothing():
