@@ -86,7 +86,7 @@ def test_admm_is_that_of_the_paper(pattern, iterations):
     state = method.prepare(stats, method.options)
     scaled = weight * state.root_C
     sparse, mask = alps._settle(scaled, state, of_layer, iterations)
-    torch.testing.assert_close(sparse, admm(scaled, state.gram, of_layer, iterations), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(sparse, admm(scaled, state.gram, of_layer, iterations), rtol=1e-6, atol=1e-5)
     assert torch.equal(mask, sparse != 0)
 
 
