@@ -36,9 +36,10 @@ class Quality:
     options: Mapping[str, Any]
     permutes: bool = True
 
-    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
-        """The options for a pattern; None: only those for any pattern."""
-        return {**self.options, **({"permute": True} if self.permutes and isinstance(pattern, NM) else {})}
+    def options_for(self, patterns: Iterable[Pattern | None]) -> dict[str, Any]:
+        """The options for layers with one of these patterns; without any only those for all patterns."""
+        permutes = self.permutes and any(isinstance(pattern, NM) for pattern in patterns)
+        return {**self.options, **({"permute": True} if permutes else {})}
 
 
 BALANCED = {"epochs": 4, "masks": "auto"}
@@ -358,8 +359,8 @@ class SparsifyConfig:
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
             # the user's own masks leave nothing to choose by pattern
-            pattern = parse_pattern(options.get("pattern", DEFAULT_PATTERN)) if options.get("masks") is None else None
-            options = {**quality.options_for(pattern), **options}
+            patterns = () if options.get("masks") is not None else _patterns(options)
+            options = {**quality.options_for(patterns), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
         for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
@@ -415,6 +416,14 @@ class SparsifyConfig:
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
+
+
+def _patterns(options: Mapping[str, Any]) -> tuple[Pattern | None, ...]:
+    """What layers may become, by the user's options."""
+    chosen = options.get("budget") is not None and (options.get("choices") is not None or "pattern" not in options)
+    if chosen:
+        return parse_choices(LEVELS if options.get("choices") is None else options["choices"])
+    return (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),)
 
 
 def is_data_set(text: str) -> bool:

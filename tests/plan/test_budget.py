@@ -92,6 +92,18 @@ def test_choices_of_layers():
     assert parse_choices(["2:4", None, "2:4"]) == parse_choices("2:4,dense")
 
 
+@pytest.mark.parametrize(
+    ("options", "permutes"),
+    [({}, False), ({"choices": "dense,2:4,50%"}, True), ({"pattern": "2:4"}, True), ({"pattern": 0.5}, False)],
+    ids=str,
+)
+def test_quality_permutes_where_a_choice_is_n_m(options, permutes):
+    plan = mts.make_plan(tiny_llama(), quality="balanced", budget="9% zeros", **options)
+    assert plan.layers[0].recipe == "alps+reconstruct"
+    config = mts.SparsifyConfig.make(plan.layers[0].method, quality="balanced", budget="9% zeros", **options)
+    assert config.permute == permutes
+
+
 # the choice -----------------------------------------------------------------------------------------------------------
 
 
