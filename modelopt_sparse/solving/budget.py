@@ -91,16 +91,26 @@ class Table:
         """Unit -> the most that it may cost."""
         return {limit.unit: limit.ceiling(self.cost(limit.unit, self.dense)) for limit in budget}
 
+    @cached_property
+    def losses_NK(self) -> np.ndarray:
+        """Of groups and choices; infinite for choices that a group lacks."""
+        widest = max(len(group[0].choices) for group in self.groups)
+        return np.array(
+            [
+                [sum(loss_at(self.losses[each.name], choice) for each in group) for choice in group[0].choices]
+                + [math.inf] * (widest - len(group[0].choices))
+                for group in self.groups
+            ]
+        )
+
     def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
         """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        shape = len(self.groups), max(len(group[0].choices) for group in self.groups)
-        losses_NK, costs_BNK = np.full(shape, np.inf), np.zeros((len(ceilings), *shape), np.int64)
+        costs_BNK = np.zeros((len(ceilings), *self.losses_NK.shape), np.int64)
         for n, group in enumerate(self.groups):
             for k, choice in enumerate(group[0].choices):
                 chosen = dict.fromkeys((each.name for each in group), choice)
-                losses_NK[n, k] = sum(loss_at(self.losses[name], choice) for name in chosen)
                 costs_BNK[:, n, k] = [self.cost_of(unit, group, chosen) for unit in ceilings]
-        choice_N = choose(losses_NK, costs_BNK, list(ceilings.values()))
+        choice_N = choose(self.losses_NK, costs_BNK, list(ceilings.values()))
         if choice_N is None:
             return None
         return {each.name: group[0].choices[k] for group, k in zip(self.groups, choice_N) for each in group}
@@ -301,13 +311,13 @@ SHARES = {"zeros": (20, 35, 50, 60, 70), "bytes": (90, 80, 70, 65, 60), "flops":
 class BudgetCurve(Printed):
     """What budgets of a model cost, before anything is pruned.
 
-    points: (share of ``unit`` in percent, KL in nats, that of the plain plan or None, what one more point costs). KL is
-      the sum of the losses, corrected by the KL of the plans that were measured.
+    points: each [share of ``unit`` in percent, KL in nats, that of the plain plan or None, what one more point costs or
+      None]. KL is the sum of the losses, corrected by the KL of the plans that were measured.
     budget: what was asked, the plans that were measured for it (``tried``), and what each of ``layers`` becomes.
     """
 
     unit: str
-    points: list[tuple[int, float, float | None, float | None]]
+    points: list[list[Any]]
     budget: dict[str, Any]
     layers: dict[str, str]
 
@@ -353,5 +363,5 @@ def _curve(table: Table, unit: str, factor: float) -> dict[str, Any]:
     for share in SHARES[unit]:
         if (own := kl(share)) is not None:
             more = kl(share + 1 if unit == "zeros" else share - 1)
-            points.append((share, own, kl(share, plain=True), None if more is None else more - own))
+            points.append([share, own, kl(share, plain=True), None if more is None else more - own])
     return {"unit": unit, "points": points}

@@ -9,7 +9,7 @@ the dense model. Losses of layers are added up.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -132,18 +132,19 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
         weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
     batches = BatchNumbers.of(run.processes, len(calls), data.own_among(range(len(calls))))
 
-    def measure(plan: Chosen, place: int) -> tuple[float, float]:
-        made = {
-            each.layer: partial(weights.__getitem__, (each.name, pattern))
-            for each in run.plan.layers
-            if (pattern := plan[each.name]) is not None
-        }
-        dense = _predictions(data, place)
-        with called_with(made):
-            rows = kl_divergence(dense, _predictions(data, place))
-        return float(rows.sum()), len(rows)
+    @cache
+    def measured(place: int) -> list[tuple[float, float]]:
+        """Of each plan."""
+        dense, sums = _predictions(data, place), []
+        for plan in plans:
+            of_plan = ((each.layer, (each.name, plan[each.name])) for each in run.plan.layers)
+            made = {layer: partial(weights.__getitem__, key) for layer, key in of_plan if key in weights}
+            with called_with(made):
+                rows = kl_divergence(dense, _predictions(data, place))
+            sums.append((float(rows.sum()), len(rows)))
+        return sums
 
-    return [batches.judged(partial(measure, plan)) for plan in plans]
+    return [batches.judged(lambda place, i=i: measured(place)[i]) for i in range(len(plans))]
 
 
 def _predictions(data: CalibrationData, place: int) -> Tensor:

@@ -125,7 +125,7 @@ def test_budget_and_experts(tmp_path):
     assert bars["x"] == [kl for _, kl in said["tried"].values()]
     assert [name for name in bars["y"] if "(chosen)" in name] == [f"{said['taken']} (chosen)"]
     own, plain = drawn["curve"]["traces"]
-    assert list(zip(own["x"], own["y"], plain["y"])) == [point[:3] for point in map(tuple, said["curve"]["points"])]
+    assert [list(point) for point in zip(own["x"], own["y"], plain["y"])] == [p[:3] for p in said["curve"]["points"]]
     assert drawn["curve"]["layout"]["xaxis"]["title"]["text"] == "% zeros"
     (levels,) = drawn["levels"]["traces"]
     by_place = {place_of(each.name): 100 * each.zeros / each.size for each in report.layers}
