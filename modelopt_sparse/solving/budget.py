@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from modelopt_sparse.accuracy.allocate import allocate
+from modelopt_sparse.accuracy.allocate import GRID, allocate
 from modelopt_sparse.accuracy.fisher import gradients_of, wants_metrics, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -29,9 +29,6 @@ from modelopt_sparse.reports.report import Report, Skipped
 from modelopt_sparse.solving.sensitivity import Chosen, Losses, divergences, loss_at, losses_of
 
 # what layers may become -----------------------------------------------------------------------------------------------
-
-
-STEPS = 10_000  # levels have four decimals
 
 
 @dataclass(frozen=True)
@@ -130,16 +127,16 @@ class Table:
 
         def at(step: int) -> Chosen:
             if by_level:
-                return {name: level and replace(level, sparsity=step / STEPS) for name, level in levels.items()}
+                return {name: level and replace(level, sparsity=step / GRID) for name, level in levels.items()}
             pruned = (e.name for n, group in enumerate(self.groups) for e in group if n < step or None not in e.choices)
             return {**self.dense, **{name: cheapest[name] for name in pruned}}
 
         def fits(step: int) -> bool:
             return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
 
-        steps = range(1, STEPS) if by_level else range(len(self.groups) + 1)
+        steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
         step = next(iter(steps[bisect_left(steps, True, key=fits) :]), None)
-        title = f"{100 * (step or 0) / STEPS:.3g}% in every layer" if by_level else "the last layers dense"
+        title = f"{100 * (step or 0) / GRID:.3g}% in every layer" if by_level else "the last layers dense"
         return {} if step is None else {title: at(step)}
 
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
@@ -157,10 +154,10 @@ class Table:
         size = self.cost("zeros", self.dense)
 
         def fits(step: int) -> bool:
-            chosen = self.best({"zeros": size * step // STEPS})
+            chosen = self.best({"zeros": size * step // GRID})
             return chosen is not None and self.loss(chosen) <= loss
 
-        return {"zeros": size * bisect_left(range(STEPS), True, key=fits) // STEPS}
+        return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
 
     def unmet(self, budget: Budget) -> str:
         """What to say of a budget that no choice keeps."""

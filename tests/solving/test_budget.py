@@ -10,6 +10,9 @@ from transformers import LlamaModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
+from modelopt_sparse import oneshot
+from modelopt_sparse.accuracy import fisher
+from modelopt_sparse.calibration import blocks
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
@@ -255,14 +258,18 @@ def test_a_curve_is_of_a_model_that_stays(tmp_path):
     assert drawn["curve"]["traces"][1]["y"] == list(plain)
 
 
-def test_sums_of_a_run_with_metrics_come_from_one_pass(monkeypatch):
-    """The metric is that of a run without a budget, and gradients are taken once."""
+def test_the_dense_model_is_looked_at_once_and_gradients_are_taken_once(monkeypatch):
+    """By the passes for losses, for the check and for metrics, and by the run itself."""
     calls = []
-    from modelopt_sparse.accuracy import fisher
 
-    real = fisher.gradients_of
+    def counted(name, real):
+        return lambda *args: calls.append(name) or real(*args)
+
+    gradients, dense = counted("gradients", fisher.gradients_of), counted("dense", blocks.run_dense)
     for module in (fisher, solving):
-        monkeypatch.setattr(module, "gradients_of", lambda *args: calls.append(args) or real(*args))
+        monkeypatch.setattr(module, "gradients_of", gradients)
+    for module in (blocks, oneshot):
+        monkeypatch.setattr(module, "run_dense", dense)
     tuned = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
     mts.sparsify(tiny_llama(), "wanda", budget="50% zeros", **tuned, **DATA)
-    assert len(calls) == 1
+    assert sorted(calls) == ["dense", "gradients"]
