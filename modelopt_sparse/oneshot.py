@@ -11,7 +11,7 @@ from torch import nn
 from modelopt_sparse.accuracy.allocate import allocated
 from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_non_finite
@@ -21,7 +21,7 @@ from modelopt_sparse.model.devices import (
     input_device,
     offloaded_after_errors,
     peak_bytes,
-    refuse_to_tune_offloaded,
+    refuse_offloaded,
     refuse_what_cannot_be_written,
 )
 from modelopt_sparse.model.masking import remove_masks
@@ -87,20 +87,16 @@ def prune(
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
         run = Run(model, plan, config, storage, processes, report)
-        wanted = (
-            config.allocation != "uniform"
-            or config.budget is not None
-            or any(layer_plan.calibrated for layer_plan in plan.layers)
-        )
-        wanted = wanted or config.distill is not None
+        wanted = config.allocation != "uniform" or config.budget is not None or config.distill is not None
+        wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
         with report.timed("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.allocation != "uniform":
             with report.timed("allocation"):
-                data = replace(data, run=allocated(data))
+                data = allocated(replace(data, dense=run_dense(data)))
         if data is not None and config.budget is not None:
             with report.timed("budget"):
-                data = budgeted(data)
+                data = budgeted(replace(data, dense=run_dense(data)))
         run = run if data is None else data.run
         with report.timed("metrics"):
             data = None if data is None else with_metrics(data)
@@ -146,9 +142,10 @@ def budget_curve(
         plan = plan_for(model, resolved, config)
         check_options(plan, config)
         _check(model, plan, config, InMemory())
-        with calibrating(model):
+        with calibrating(model), offloaded_after_errors(model):
             run = Run(model, plan, config, InMemory(), processes, Report.begin((), (), {}))
-            curve = curve_of(CalibrationData.load(run))
+            data = CalibrationData.load(run)
+            curve = curve_of(replace(data, dense=run_dense(data)))
         processes.barrier()
     return curve
 
@@ -219,9 +216,11 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:
-        refuse_to_tune_offloaded(model, plan.blocks)
+        refuse_offloaded(model, plan.blocks, "reconstruct")
+    if config.budget is not None:
+        refuse_offloaded(model, [model], "budget")
     if config.distill is not None:
-        refuse_to_tune_offloaded(model, [model])
+        refuse_offloaded(model, [model], "distill")
         home, device = input_device(model), config.device
         if device is not None and (device.type != home.type or device.index not in (None, home.index)):
             raise ValueError(

@@ -18,7 +18,6 @@ from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, SharedInput
 from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured
-from modelopt_sparse.model.devices import offloaded_after_errors
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.report import Report
 
@@ -49,18 +48,15 @@ def dense_inputs(
                 yield block, shared_inputs, run
 
 
-def allocated(data: CalibrationData) -> Run:
-    """The run with a plan in which every unstructured layer has its own sparsity, by OWL. The model stays as it is.
-
-    To be called in evaluation mode, with caches off.
-    """
+def allocated(data: CalibrationData) -> CalibrationData:
+    """Data whose run has a plan in which every unstructured layer has its own sparsity, by OWL. The model stays as it
+    is."""
     run = data.run
-    with offloaded_after_errors(run.model):
-        zeros = sum(each.pattern.zeros_in(each.shape) for each in _unstructured(run.plan))
-        plan = allocate(run.plan, owl_sparsities(data), zeros)
+    zeros = sum(each.pattern.zeros_in(each.shape) for each in _unstructured(run.plan))
+    plan = allocate(run.plan, owl_sparsities(data), zeros)
     run.processes.check_same({"the allocation": str(plan)}, "report this")
     run.report.notes.append(f"zeros shared out over the layers by {run.config.allocation}")
-    return replace(run, plan=plan)
+    return replace(data, run=replace(run, plan=plan))
 
 
 def owl_sparsities(data: CalibrationData, m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:

@@ -87,10 +87,7 @@ class Teacher:
     def predictions(self, index: int) -> tuple[Tensor, Tensor]:
         """(dense, sparse) logits of call ``index`` ``[T, V]``, of real tokens alone."""
         dense, sparse, token_mask = self._side_by_side(index, self.answers[index])
-        if token_mask is None or token_mask.shape != sparse.shape[:-1]:
-            return dense.flatten(0, -2), sparse.flatten(0, -2)
-        real = token_mask.to(sparse.device, torch.bool)
-        return dense[real], sparse[real]
+        return of_real_tokens(dense, token_mask), of_real_tokens(sparse, token_mask)
 
     def _side_by_side(self, index: int, answer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(logits of an ``answer``, of call ``index``, which tokens are real); logits as the model has them."""
@@ -171,6 +168,13 @@ def logits_of(output: Any) -> Tensor | None:
     logits = getattr(output, "logits", None)
     usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
     return logits if usable else None
+
+
+def of_real_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
+    """``[T, V]``, without padding where the mask is one of these logits."""
+    if token_mask is None or token_mask.shape != logits.shape[:-1]:
+        return logits.flatten(0, -2)
+    return logits[token_mask.to(logits.device, torch.bool)]
 
 
 def _without_loss(model: nn.Module, call: Call) -> Call:

@@ -72,20 +72,9 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
     """
     if data is None:
         return _without_data(run)
-    block_of = _block_of_layers(run.plan)
-    dense = run_dense(data, block_of)
-    order = dense.inputs.order
-    by_block: dict[str | None, list[LayerPlan]] = {}
-    for layer_plan in sorted(run.plan.layers, key=lambda layer_plan: order[layer_plan.name]):
-        by_block.setdefault(block_of[layer_plan.name], []).append(layer_plan)
-
-    starts: list[tuple[int, Stack | LayerPlan]] = [(order[plan.name], plan) for plan in by_block.get(None, [])]
-    for stack in run.plan.stacks:
-        if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
-            starts.append((min(calls), stack))
-    in_order = [start for _, start in sorted(starts, key=lambda pair: pair[0])]
-    stacks = [start for start in in_order if isinstance(start, Stack)]
-    whole = _through_whole_model(dense, stacks, by_block)
+    dense = data.dense or run_dense(data)
+    in_order, by_block = _in_call_order(run.plan, dense)
+    whole = dense.whole
     if run.config.sequential == "none":
         in_order.sort(key=lambda start: isinstance(start, Stack) and start not in whole)
 
@@ -122,6 +111,19 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
             else:
                 tasks.append(BlockTask(start.name, [start], dense.inputs.input_of, None, lambda: whole_model))
     return tasks
+
+
+def _in_call_order(plan: Plan, dense: "DenseRun") -> tuple[list[Stack | LayerPlan], dict[str | None, list[LayerPlan]]]:
+    """(stacks, and layers outside of all blocks; block -> its layers), in the order of their first calls."""
+    order, block_of = dense.inputs.order, dense.inputs.block_of
+    by_block: dict[str | None, list[LayerPlan]] = {}
+    for layer_plan in sorted(plan.layers, key=lambda layer_plan: order[layer_plan.name]):
+        by_block.setdefault(block_of[layer_plan.name], []).append(layer_plan)
+    starts: list[tuple[int, Stack | LayerPlan]] = [(order[each.name], each) for each in by_block.get(None, [])]
+    for stack in plan.stacks:
+        if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
+            starts.append((min(calls), stack))
+    return [start for _, start in sorted(starts, key=lambda pair: pair[0])], by_block
 
 
 def _without_data(run: Run) -> list[BlockTask]:
@@ -244,7 +246,7 @@ class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
     calls: all calls of the model in this process. blocks: in the order in which calls come to them.
-    outputs_may_stay: see `Segment`.
+    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
     """
 
     data: CalibrationData
@@ -253,6 +255,7 @@ class DenseRun:
     calls: list[NumberedCall] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
     outputs_may_stay: bool = False
+    whole: set[Stack] = field(default_factory=set)
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
@@ -276,16 +279,19 @@ class DenseRun:
         self.outputs.look_at_output()
 
 
-def run_dense(data: CalibrationData, block_of: Mapping[str, str | None]) -> DenseRun:
+def run_dense(data: CalibrationData) -> DenseRun:
     """Run the dense model on the first two calls and on one call of each further kind; on all calls if a layer has seen
     no data up to then. Raises ValueError for layers that no data reaches, or none that is finite."""
-    run, dense = data.run, DenseRun(data, SeenInputs(block_of), SeenBlocks(is_exact(data.run)))
+    run = data.run
+    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), SeenBlocks(is_exact(run)))
     if data.calls is None:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
     _agree(dense)
     _check(dense.inputs, run)
+    in_order, by_block = _in_call_order(run.plan, dense)
+    dense.whole = _through_whole_model(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
     return dense
 
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import walk_tb
 from typing import Any
@@ -190,6 +190,7 @@ class CalibrationData:
     own: how many calls of all processes, the first ones, hold text that the model has written itself.
     metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
+    dense: what running the dense model has shown, if that was asked for before (calibration/blocks.py).
     """
 
     run: Run
@@ -197,6 +198,7 @@ class CalibrationData:
     sha256: str | None = None
     own: int = 0
     metrics: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    dense: Any = None
 
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
@@ -215,6 +217,12 @@ class CalibrationData:
         if run.config.split_data and run.processes.size > 1:
             return cls(run, *_share(calls, run), len(own))
         return cls(run, calls, own=len(own))
+
+    def only(self, numbers: Sequence[int]) -> "CalibrationData":
+        """The user's calls with these numbers alone."""
+        assert self.calls is not None
+        dense = self.dense and replace(self.dense, calls=[self.dense.calls[number] for number in numbers])
+        return replace(self, calls=[self.calls[number] for number in numbers], own=0, dense=dense)
 
     @cached_property
     def sides(self) -> dict[nn.Module, Side]:

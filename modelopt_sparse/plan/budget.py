@@ -1,13 +1,15 @@
 """Budgets: how much a model may cost, and which choice for each layer loses least within that.
 
-Shape letters: N layers, K choices of each (those that a layer lacks have an infinite loss), B budgets.
+Shape letters: N layers, K choices of each (those that a layer lacks have an infinite loss), B budgets, one or two.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,11 @@ from modelopt_sparse.reports.fold import nearest
 # what the user asks for -----------------------------------------------------------------------------------------------
 
 
-UNITS = ("zeros", "params", "bytes", "flops", "ms", "kl")
-NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(%?)\s*(\w*)\s*")
+UNITS = {"zeros": 1, "bytes": 1, "flops": 1, "ms": 10**6, "kl": 1}  # unit -> how many one is, of those that are counted
+NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE = "dense"
 LEVELS = (DENSE, *(f"{level}%" for level in range(20, 85, 5)))
+RUNTIMES = ("cusparselt", "cutlass")
 
 
 @dataclass(frozen=True)
@@ -35,48 +38,48 @@ class Limit:
     def __str__(self) -> str:
         return f"{float(self.amount * 100):g}% {self.unit}" if self.of_dense else f"{float(self.amount):g} {self.unit}"
 
+    def ceiling(self, dense: int) -> int:
+        """The most that layers may cost, which cost ``dense`` now; of zeros, the weights that may stay."""
+        amount = self.amount * (dense if self.of_dense else UNITS[self.unit])
+        return dense - math.ceil(amount) if self.unit == "zeros" else math.floor(amount)
 
-@dataclass(frozen=True)
-class Budget:
+
+class Budget(tuple[Limit, ...]):
     """What `parse_budget` makes of the option: one limit, or two."""
 
-    limits: tuple[Limit, ...]
-
     def __str__(self) -> str:
-        return ", ".join(map(str, self.limits))
+        return ", ".join(map(str, self))
 
 
-def parse_budget(value: Any, units: Sequence[str] = UNITS) -> Budget | None:
-    """``"35% zeros"``, ``"4.2e9 bytes"``, or a mapping of one or two, ``{"zeros": "35%", "ms": 12}``, with ``units``
-    that are allowed. Raises ValueError or TypeError for anything else."""
+def parse_budget(value: Any) -> Budget | None:
+    """``"35% zeros"``, ``"4.2e9 bytes"``, or a mapping of one or two, ``{"zeros": "35%", "ms": 12}``. Raises ValueError
+    or TypeError for anything else."""
     if value is None or isinstance(value, Budget):
         return value
     if isinstance(value, str):
-        return Budget((_limit(value, value, None, units),))
+        return Budget([_limit(value)])
     if not isinstance(value, Mapping) or not 1 <= len(value) <= 2:
         raise TypeError(f"budget={value!r}: give one string, such as '35% zeros', or a mapping of one or two units")
-    return Budget(tuple(_limit(value, str(amount), unit, units) for unit, amount in value.items()))
+    return Budget(_limit(f"{amount} {unit}") for unit, amount in value.items())
 
 
-def _limit(written: Any, text: str, unit: Any, units: Sequence[str]) -> Limit:
-    match, allowed = NUMBER.fullmatch(text), ", ".join(units)
-    named = (match[3] or unit) if match is not None else None
-    if match is None or not named or (unit and match[3]):
-        example = f"write for example '35% {unit or 'zeros'}'"
-        raise ValueError(f"budget={written!r}: say how much, and of what ({allowed}): {example}")
-    if named not in units:
-        raise ValueError(
-            f"budget={written!r}: unit {named!r} is not known{nearest(named, units)}; allowed are {allowed}"
-        )
-    amount, percent = Fraction(match[1]), bool(match[2])
-    if (percent and amount > 100) or amount <= 0 or (named == "kl" and percent):
-        problem = "kl is an amount, in nats" if named == "kl" else "a share is more than 0 % and at most 100 %"
-        raise ValueError(f"budget={written!r}: {problem}")
-    if named in ("zeros", "params", "bytes", "flops") and not percent and amount < 1:
-        raise ValueError(
-            f"budget={written!r}: less than one of the {named}: write a share with %, such as '35% {named}'"
-        )
-    return Limit(named, amount / 100 if percent else amount, percent)
+def _limit(text: str) -> Limit:
+    match, allowed = NUMBER.fullmatch(text), ", ".join(UNITS)
+    if match is None:
+        raise ValueError(f"budget={text!r}: say how much, and of what ({allowed}): write for example '35% zeros'")
+    amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
+    problem = ""
+    if unit not in UNITS:
+        problem = f"unit {unit!r} is not known{nearest(unit, UNITS)}; allowed are {allowed}"
+    elif unit == "kl" and percent:
+        problem = "kl is an amount, in nats"
+    elif amount <= 0 or (percent and amount > 100):
+        problem = "a budget is more than 0, and a share at most 100 %"
+    elif unit in ("zeros", "bytes", "flops") and not percent and amount < 1:
+        problem = f"less than one of the {unit}: write a share with %, such as '35% {unit}'"
+    if problem:
+        raise ValueError(f"budget={text!r}: {problem}")
+    return Limit(unit, amount / 100 if percent else amount, percent)
 
 
 def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, ...]:
@@ -92,119 +95,92 @@ def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, .
     return tuple(dict.fromkeys(parsed))
 
 
-# what costs are counted by --------------------------------------------------------------------------------------------
-
-
-RUNTIMES = ("cusparselt", "cutlass")
-
-
-def timings_of(value: Any) -> dict[str, tuple[float, float]] | None:
-    """Layer -> seconds of one call, dense and 2:4, summed over the token counts of a speed report (as a dict)."""
-    if value is None:
-        return None
+def parse_timings(value: Any) -> Any:
+    """Layer -> seconds of one call, dense and 2:4, summed over the token counts of a speed report or of its JSON file;
+    None and what has been parsed before come back. Raises ValueError for anything else."""
+    if value is None or (isinstance(value, Mapping) and "layers" not in value):
+        return value
     try:
-        return {
-            layer["name"]: (sum(t["dense"] for t in layer["timings"]), sum(t["sparse"] for t in layer["timings"]))
-            for layer in value["layers"]
-            if layer["timings"]
-        }
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"timings: no speed report ({error!r}): give one, or what `speed --json` printed") from None
+        if isinstance(value, (str, Path)):
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        layers = (value if isinstance(value, Mapping) else value.as_dict())["layers"]
+        times = {layer["name"]: [(t["dense"], t["sparse"]) for t in layer["timings"]] for layer in layers}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"timings={str(value)[:60]!r} are no speed report ({error!r})"
+        raise ValueError(f"{problem}: give one, or the path of what `speed --json` printed") from None
+    return {name: tuple(map(sum, zip(*of_counts))) for name, of_counts in times.items() if of_counts}
 
 
 # the choice -----------------------------------------------------------------------------------------------------------
 
 
 STATES = 20_000  # partial plans that are held: far more than an exact choice takes but for adversarial losses
-BISECTIONS = 80
+PRICES = -140.0, 70.0  # powers of two, between which the price of a cost lies
+BISECTIONS = 60
 
 
 def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]) -> np.ndarray | None:
     """The choice [N] of the smallest sum of losses with costs within one ceiling, or two; None if there is none.
 
-    With one, costs get the price at which the cheapest choices meet the ceiling (Lagrange); what these lose more than
-    the bound that the price gives is little, and all partial plans within it are gone through (dynamic programming,
-    Pisinger 1995). With two the second's price is searched by bisection. Last, single choices are exchanged while that
-    lowers the loss.
+    With two the second's price is searched by bisection. What that leaves is used by exchanges of single choices.
     """
-    cheapest = np.where(np.isinf(losses_NK), np.iinfo(np.int64).max, costs_BNK).min(-1).sum(-1)
-    if (cheapest > ceilings).any():
+    costs_BNK = np.where(np.isinf(losses_NK), costs_BNK.max(), costs_BNK)
+    if (costs_BNK.min(-1).sum(-1) > ceilings).any():
         return None
-    if len(ceilings) == 1:
-        return _with_one(losses_NK, costs_BNK[0], ceilings[0])
-    first, second = costs_BNK
-    _, choice_N = _priced(lambda price: _with_one(losses_NK + price * second, first, ceilings[0]), second, ceilings[1])
-    return None if choice_N is None else _exchanged(choice_N, losses_NK, costs_BNK, ceilings)
+
+    def at(price: float) -> np.ndarray:
+        return _within_first(losses_NK + price * costs_BNK[-1], costs_BNK[0], ceilings[0])
+
+    _, choice_N = _priced(at, costs_BNK[-1], ceilings[-1])
+    within = all(_sum(costs_NK, choice_N) <= ceiling for costs_NK, ceiling in zip(costs_BNK, ceilings))
+    return _exchanged(choice_N, losses_NK, costs_BNK, ceilings) if within else None
 
 
 def _sum(values_NK: np.ndarray, choice_N: np.ndarray) -> Any:
     return values_NK[np.arange(len(choice_N)), choice_N].sum()
 
 
-def _priced(at: Callable[[float], np.ndarray], costs_NK: np.ndarray, ceiling: int) -> tuple[float, np.ndarray | None]:
-    """The lowest price of a cost whose choice, ``at`` it, meets the ceiling, and that choice; None if none does."""
-
-    def fits(price: float) -> bool:
-        return _sum(costs_NK, at(price)) <= ceiling
-
-    low, high = 0.0, 0.0
-    while not fits(high):
-        low, high = high, max(high * 8, 1e-40)
-        if high > 1e40:
-            return high, None
-    for _ in range(BISECTIONS if high else 0):
-        middle = math.sqrt(max(low, high * 1e-6) * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high, at(high)
+def _priced(at: Callable[[float], np.ndarray], costs_NK: np.ndarray, ceiling: int) -> tuple[float, np.ndarray]:
+    """The lowest price of a cost whose choice, ``at`` it, meets the ceiling, and that choice."""
+    if _sum(costs_NK, free := at(0.0)) <= ceiling:
+        return 0.0, free
+    low, high = PRICES
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _sum(costs_NK, at(2**middle)) <= ceiling else (middle, high)
+    return 2**high, at(2**high)
 
 
-def _with_one(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray:
-    """The choice within one ceiling, which some choice keeps."""
+def _within_first(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray:
+    """The choice within one ceiling, which some choice keeps.
+
+    Costs get the price at which the cheapest choices meet the ceiling (Lagrange). What these lose more than the bound
+    that the price gives is little, and all plans that lose no more are gone through, layer by layer; of partial plans
+    those stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
+    """
 
     def at(price: float) -> np.ndarray:
         """Of equal ones the cheapest, and of these the first."""
         return np.lexsort((costs_NK, losses_NK + price * costs_NK), axis=-1)[:, 0]
 
     price, start = _priced(at, costs_NK, ceiling)
-    assert start is not None
-    start = _exchanged(start, losses_NK, costs_NK[None], [ceiling])
     priced = losses_NK + price * costs_NK
     more_NK = priced - priced.min(1, keepdims=True)  # than the bound: what a choice adds to it
-    gap = _sum(losses_NK, start) - (priced.min(1).sum() - price * ceiling)
-    searched = _searched(losses_NK, costs_NK, more_NK, max(gap, 0.0) * (1 + 1e-9), ceiling, start)
-    return _exchanged(searched, losses_NK, costs_NK[None], [ceiling])
-
-
-def _searched(
-    losses_NK: np.ndarray, costs_NK: np.ndarray, more_NK: np.ndarray, gap: float, ceiling: int, start: np.ndarray
-) -> np.ndarray:
-    """The best of all plans whose choices add no more than ``gap`` to the bound; ``start`` if none is better.
-
-    Of partial plans those stay that no other one beats in both cost and loss."""
-    cost, loss, more = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
-    cheapest = np.where(np.isinf(losses_NK), np.iinfo(np.int64).max, costs_NK).min(1)
-    left = cheapest.sum()
-    came: list[tuple[np.ndarray, np.ndarray]] = []
+    gap = (_sum(losses_NK, start) - priced.min(1).sum() + price * ceiling) * (1 + 1e-9)
+    room = ceiling - costs_NK.min(1).sum() + costs_NK.min(1).cumsum()  # for the first layers, the others cheapest
+    plans, sums = np.empty((1, 0), np.int16), (np.zeros(1, np.int64), np.zeros(1), np.zeros(1))
     for n in range(len(losses_NK)):
-        left -= cheapest[n]
-        sums = [
-            np.add.outer(have, add[n]).ravel() for have, add in ((cost, costs_NK), (loss, losses_NK), (more, more_NK))
-        ]
-        inside = np.flatnonzero((sums[2] <= gap) & (sums[0] <= ceiling - left))
-        inside = inside[np.lexsort((sums[1][inside], sums[0][inside]))]
-        best = np.minimum.accumulate(np.concatenate(([np.inf], sums[1][inside][:-1])))
-        inside = inside[sums[1][inside] < best]
-        if len(inside) > STATES:
-            inside = np.sort(inside[np.argsort(sums[2][inside], kind="stable")[:STATES]])
-        cost, loss, more = (each[inside] for each in sums)
-        came.append((inside // losses_NK.shape[1], inside % losses_NK.shape[1]))
-    if not len(loss) or not loss.min() < _sum(losses_NK, start):
-        return start
-    place, chosen = int(loss.argmin()), []
-    for parents, choices in reversed(came):
-        chosen.append(choices[place])
-        place = parents[place]
-    return np.array(chosen[::-1])
+        each_sum = (np.add.outer(sum_, of[n]).ravel() for sum_, of in zip(sums, (costs_NK, losses_NK, more_NK)))
+        cost, loss, more = each_sum
+        inside = np.flatnonzero((more <= gap) & (cost <= room[n]))
+        inside = inside[np.lexsort((loss[inside], cost[inside]))]
+        best = np.minimum.accumulate(np.append(np.inf, loss[inside]))[:-1]  # of the cheaper ones
+        inside = inside[loss[inside] < best]
+        inside = inside[np.argsort(more[inside], kind="stable")[:STATES]]
+        plans = np.column_stack((plans[inside // losses_NK.shape[1]], inside % losses_NK.shape[1]))
+        sums = cost[inside], loss[inside], more[inside]
+    better = len(plans) and sums[1].min() < _sum(losses_NK, start)
+    return plans[sums[1].argmin()] if better else start
 
 
 def _exchanged(
@@ -213,12 +189,10 @@ def _exchanged(
     """Exchange one layer's choice, the one that gains most, as long as that lowers the loss within the ceilings."""
     choice_N, layers = choice_N.copy(), np.arange(len(choice_N))
     while True:
-        gain = losses_NK[layers, choice_N][:, None] - losses_NK
-        fits = np.ones(gain.shape, bool)
-        for costs_NK, ceiling in zip(costs_BNK, ceilings):
-            own = costs_NK[layers, choice_N]
-            fits &= costs_NK - own[:, None] <= ceiling - own.sum()
-        gain = np.where(fits, gain, 0)
+        room_B = np.array(ceilings) - costs_BNK[:, layers, choice_N].sum(-1)
+        extra_BNK = costs_BNK - costs_BNK[:, layers, choice_N][..., None]
+        fits = (extra_BNK <= room_B[:, None, None]).all(0)
+        gain = np.where(fits, losses_NK[layers, choice_N][:, None] - losses_NK, 0)
         n, k = np.unravel_index(gain.argmax(), gain.shape)
         if gain[n, k] <= 1e-12 * abs(losses_NK[n, choice_N[n]]):
             return choice_N

@@ -1,6 +1,5 @@
 """Every option of `sparsify`, checked before any work; and what each ``quality=`` stands for."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
-from modelopt_sparse.plan.budget import DENSE, LEVELS, RUNTIMES, UNITS, Budget, parse_budget, parse_choices, timings_of
+from modelopt_sparse.plan.budget import DENSE, LEVELS, RUNTIMES, Budget, parse_budget, parse_choices, parse_timings
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole, shown
@@ -37,9 +36,10 @@ class Quality:
     options: Mapping[str, Any]
     permutes: bool = True
 
-    def options_for(self, pattern: Pattern | None) -> dict[str, Any]:
-        """The options for a pattern; None: only those for any pattern."""
-        return {**self.options, **({"permute": True} if self.permutes and isinstance(pattern, NM) else {})}
+    def options_for(self, patterns: Iterable[Pattern | None]) -> dict[str, Any]:
+        """The options for layers with one of these patterns; without any only those for all patterns."""
+        permutes = self.permutes and any(isinstance(pattern, NM) for pattern in patterns)
+        return {**self.options, **({"permute": True} if permutes else {})}
 
 
 BALANCED = {"epochs": 4, "masks": "auto"}
@@ -359,8 +359,8 @@ class SparsifyConfig:
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
             # the user's own masks leave nothing to choose by pattern
-            pattern = parse_pattern(options.get("pattern", DEFAULT_PATTERN)) if options.get("masks") is None else None
-            options = {**quality.options_for(pattern), **options}
+            patterns = () if options.get("masks") is not None else _patterns(options)
+            options = {**quality.options_for(patterns), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
         for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
@@ -418,6 +418,14 @@ class SparsifyConfig:
         return self.reconstruct is not None or self.distill is not None
 
 
+def _patterns(options: Mapping[str, Any]) -> tuple[Pattern | None, ...]:
+    """What layers may become, by the user's options."""
+    chosen = options.get("budget") is not None and (options.get("choices") is not None or "pattern" not in options)
+    if chosen:
+        return parse_choices(LEVELS if options.get("choices") is None else options["choices"])
+    return (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),)
+
+
 def is_data_set(text: str) -> bool:
     """Whether a string is the name of a data set, NAME[:CONFIG[:SPLIT]], and not a file's or a text."""
     return DATA_SET.fullmatch(text) is not None and not text.endswith(FILES) and not Path(text).exists()
@@ -470,17 +478,6 @@ def _allocation(value: Any) -> Any:
     return "uniform" if value is None else value
 
 
-def _timings(value: Any) -> Any:
-    if isinstance(value, (str, Path)):
-        try:
-            value = json.loads(Path(value).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"timings={str(value)!r} cannot be read as JSON: {error}") from None
-    if isinstance(value, Mapping) and "layers" not in value:
-        return value  # parsed before
-    return timings_of(value if value is None or isinstance(value, Mapping) else value.as_dict())
-
-
 def _device(value: Any) -> torch.device | None:
     try:
         return None if value is None else torch.device(value)
@@ -496,9 +493,9 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
     "distill": lambda value: _parse_tuning("distill", Distill, value),
     "allocation": _allocation,
-    "budget": lambda value: parse_budget(value, [unit for unit in UNITS if unit != "params"]),
+    "budget": parse_budget,
     "choices": lambda value: None if value is None else parse_choices(value),
-    "timings": _timings,
+    "timings": parse_timings,
     "losses": lambda value: None if value is None else Path(value),
     "memory_limit": _bytes,
     "masks": _masks,
@@ -576,7 +573,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    units = [] if config.budget is None else [limit.unit for limit in config.budget.limits]
+    units = [limit.unit for limit in config.budget or ()]
     extra = [name for name in ("choices", "runtime", "timings", "losses") if getattr(config, name)]
     if not units and extra:
         yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"

@@ -377,6 +377,8 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
     masks: bool masks to draw, by parameter name.
     """
     layers, blocks, steps = report.layers, report.blocks, _steps_of(report.layers)
+    budget = report.settings.get("budget")
+    budget = budget if isinstance(budget, Mapping) else {}
     by_layer = {f"after {step}": _by_role(layers, partial(_error_after, step=step)) for step in reversed(steps)}
     errors = [(f"after {step}", _block(layer), _error_after(layer, step)) for step in steps for layer in layers]
     tuned = [("before", block.name, block.error_before) for block in blocks]
@@ -393,8 +395,9 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
         _lines("steps", "Error by block and step", by_step, {"": errors}, "mean error", log=True),
         _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
         _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, _percent)}, "% zeros"),
-        _levels(layers),
-        _tried(report.settings.get("budget")),
+        _levels(layers, budget),
+        _tried(budget),
+        _curve(budget),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
         _experts(layers),
         _mask_maps(masks, report),
@@ -420,16 +423,32 @@ def place_of(name: str) -> tuple[str, str]:
     return name[: first.end()], NUMBER.sub("*", name[first.end() + 1 :]) or "layer"
 
 
-def _levels(layers: Sequence[LayerReport]) -> Figure | None:
+def _levels(layers: Sequence[LayerReport], budget: Mapping[str, Any]) -> Figure | None:
     """Zeros as a map of blocks and roles, where patterns differ: how they were shared out."""
     points = _by_role(layers, _percent) if len({layer.pattern for layer in layers}) > 1 else []
+    if "zeros" in budget:  # of what stays dense as well
+        placed = ((*place_of(name), share) for name, share in budget["zeros"].items())
+        points = [(role, block, 100 * share) for block, role, share in placed]
     caption = "Zeros, in per cent, by block and kind of layer."
     return _map("levels", "Allocation", caption, _grouped(points), _blocks(points), "% zeros")
 
 
-def _tried(budget: object) -> Figure | None:
+def _curve(budget: Mapping[str, Any]) -> Figure | None:
+    """KL over budgets, of the choice by losses and of the plain plan."""
+    if "curve" not in budget:
+        return None
+    unit, points = budget["curve"]["unit"], budget["curve"]["points"]
+    shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
+    lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
+    traces = [{**_points(n, i, [*shares], [*y]), "mode": "lines+markers"} for i, (n, y) in enumerate(lines.items())]
+    layout = {"xaxis": {"title": {"text": f"% {unit}"}}, "yaxis": _log_axis("KL from dense, in nats", traces)}
+    caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
+    return Figure("curve", "KL by budget", caption, traces, layout)
+
+
+def _tried(budget: Mapping[str, Any]) -> Figure | None:
     """The plans that were measured for a budget."""
-    if not isinstance(budget, Mapping) or not budget.get("tried"):
+    if not budget.get("tried"):
         return None
     tried, chosen = {name: kl for name, (_, kl) in budget["tried"].items()}, budget["taken"]
     bars = {

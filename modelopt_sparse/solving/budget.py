@@ -1,78 +1,49 @@
 """The plan that loses least within a budget: chosen by the losses of layers, and checked once against a plain one.
 
-Shape letters: N layers (the experts of a mixture are one), K choices.
+Shape letters: N groups of layers that choose together (the experts of a mixture), K choices, B units of a budget.
 """
 
 import json
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from modelopt_sparse.accuracy.allocate import allocate
-from modelopt_sparse.accuracy.fisher import WEIGHED, gradients_of, users_first, wants_metrics, with_metrics
-from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.accuracy.allocate import GRID, allocate
+from modelopt_sparse.accuracy.fisher import gradients_of, wants_metrics, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.model.devices import offloaded_after_errors
 from modelopt_sparse.model.hf import text_config_of
-from modelopt_sparse.plan.budget import DENSE, Budget, choose, parse_budget
+from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose
+from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
-from modelopt_sparse.reports.report import Skipped
-from modelopt_sparse.solving.sensitivity import Losses, divergences, losses_of, solutions
+from modelopt_sparse.reports.report import Report, Skipped
+from modelopt_sparse.solving.sensitivity import Chosen, Losses, divergences, loss_at, losses_of
 
-Chosen = dict[str, Pattern | None]  # layer -> its pattern; None: dense
-
-# what a choice costs, and from losses to a choice ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counting:
-    """What costs depend on beside a layer and its choice.
-
-    runtime: the library whose packed 2:4 weights are counted in bytes. seconds: layer -> (dense, 2:4), of one call at
-    each token count, summed up. experts_per_token: of a mixture.
-    """
-
-    runtime: str | None = None
-    seconds: Mapping[str, tuple[float, float]] | None = None
-    experts_per_token: int | None = None
-
-    def cost(self, unit: str, layer_plan: LayerPlan, choice: Pattern | None, siblings: int = 1) -> int:
-        """What a layer costs with a choice, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds.
-        ``siblings``: layers that are the experts of one mixture."""
-        packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
-        stay = layer_plan.size - (0 if choice is None else choice.zeros_in(layer_plan.shape))
-        if unit == "zeros":
-            return stay
-        if unit == "flops":
-            experts = siblings if siblings > 1 else layer_plan.matrices if layer_plan.routed else 1
-            return -(-2 * stay * min(self.experts_per_token or experts, experts) // experts)
-        if unit == "bytes":
-            size = layer_plan.layer.parameter.element_size()
-            if packed and takes_shape(layer_plan.shape)[str(self.runtime)]:
-                return layer_plan.size * size // 2 + layer_plan.size // 8  # two bits for each weight that stays
-            return layer_plan.size * size
-        dense, sparse = (self.seconds or {})[layer_plan.name]
-        return round(1e9 * (min(dense, sparse) if packed else dense))
+# what layers may become -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the layers of a plan may become, what that loses, and how costs are counted."""
+    """What the layers of a plan may become, what that loses, and what it costs.
+
+    config: says what bytes and milliseconds are counted by. experts_per_token: of a mixture; None: all of them.
+    """
 
     plan: Plan
     losses: Losses
-    counting: Counting
+    config: SparsifyConfig
+    experts_per_token: int | None = None
 
-    @property
+    @cached_property
     def groups(self) -> list[list[LayerPlan]]:
         """Layers that choose together: the experts of a mixture that are modules in a list; else each by itself."""
         groups: dict[str, list[LayerPlan]] = {}
@@ -80,64 +51,93 @@ class Table:
             groups.setdefault(layer_plan.layer.mixture or layer_plan.name, []).append(layer_plan)
         return list(groups.values())
 
-    def ceilings(self, budget: Budget) -> dict[str, int]:
-        """Unit -> the most that it may cost; of zeros, the weights that may stay."""
-        ceilings = {}
-        for limit in budget.limits:
-            dense = self.cost(limit.unit, dict.fromkeys(each.name for each in self.plan.layers))
-            amount = limit.amount * (dense if limit.of_dense else 10**6 if limit.unit == "ms" else 1)
-            ceilings[limit.unit] = dense - math.ceil(amount) if limit.unit == "zeros" else math.floor(amount)
-        return ceilings
+    @cached_property
+    def dense(self) -> Chosen:
+        return dict.fromkeys(each.name for each in self.plan.layers)
 
-    def cost(self, unit: str, chosen: Mapping[str, Pattern | None]) -> int:
-        return sum(
-            self.counting.cost(unit, each, chosen[each.name], len(group)) for group in self.groups for each in group
-        )
+    def cost(self, unit: str, chosen: Chosen) -> int:
+        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds."""
+        return sum(self.cost_of(unit, group, chosen) for group in self.groups)
 
-    def loss(self, chosen: Mapping[str, Pattern | None]) -> float:
+    def cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
+        total = 0
+        for each in group:
+            choice = chosen[each.name]
+            stay = each.size - _zeros(each, choice)
+            packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
+            if unit == "bytes":
+                size = each.layer.parameter.element_size()
+                packed = packed and takes_shape(each.shape)[str(self.config.runtime)]
+                total += stay * size + stay // 4 if packed else each.size * size  # two bits for each that stays
+            elif unit == "ms":
+                dense, sparse = (self.config.timings or {})[each.name]
+                total += round(1e9 * (min(dense, sparse) if packed else dense))
+            else:
+                total += stay
+        if unit == "flops":
+            mixture = len(group) > 1 or group[0].routed
+            experts = sum(each.matrices for each in group) if mixture else 1
+            total = -(-2 * total * min(self.experts_per_token or experts, experts) // experts)
+        return total
+
+    def loss(self, chosen: Chosen) -> float:
         """The sum of the losses; of a level that is no choice it is interpolated."""
         return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in self.plan.layers)
 
+    def ceilings(self, budget: Budget) -> dict[str, int]:
+        """Unit -> the most that it may cost."""
+        return {limit.unit: limit.ceiling(self.cost(limit.unit, self.dense)) for limit in budget}
+
+    @cached_property
+    def losses_NK(self) -> np.ndarray:
+        """Of groups and choices; infinite for choices that a group lacks."""
+        widest = max(len(group[0].choices) for group in self.groups)
+        return np.array(
+            [
+                [sum(loss_at(self.losses[each.name], choice) for each in group) for choice in group[0].choices]
+                + [math.inf] * (widest - len(group[0].choices))
+                for group in self.groups
+            ]
+        )
+
     def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
         """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        groups = self.groups
-        shape = len(groups), max(len(group[0].choices) for group in groups)
-        losses, costs = np.full(shape, np.inf), np.zeros((len(ceilings), *shape), np.int64)
-        for n, group in enumerate(groups):
+        costs_BNK = np.zeros((len(ceilings), *self.losses_NK.shape), np.int64)
+        for n, group in enumerate(self.groups):
             for k, choice in enumerate(group[0].choices):
-                losses[n, k] = sum(loss_at(self.losses[each.name], choice) for each in group)
-                for b, unit in enumerate(ceilings):
-                    costs[b, n, k] = sum(self.counting.cost(unit, each, choice, len(group)) for each in group)
-        chosen = choose(losses, costs, list(ceilings.values()))
-        if chosen is None:
+                chosen = dict.fromkeys((each.name for each in group), choice)
+                costs_BNK[:, n, k] = [self.cost_of(unit, group, chosen) for unit in ceilings]
+        choice_N = choose(self.losses_NK, costs_BNK, list(ceilings.values()))
+        if choice_N is None:
             return None
-        return {each.name: group[0].choices[k] for group, k in zip(groups, chosen) for each in group}
+        return {each.name: group[0].choices[k] for group, k in zip(self.groups, choice_N) for each in group}
 
-    def plain(self, ceilings: Mapping[str, int]) -> tuple[str, Chosen] | None:
-        """What one does without losses: one level in all layers. Where not all may have a level: the cheapest choice
-        from the first layer on, so that the last ones stay dense. None if it does not fit."""
-
-        def fits(chosen: Mapping[str, Pattern | None]) -> bool:
-            return all(self.cost(unit, chosen) <= ceiling for unit, ceiling in ceilings.items())
-
-        some = {each.name: [p for p in each.choices if isinstance(p, Unstructured)] for each in self.plan.layers}
-        if all(some.values()):
-
-            def level(k: int) -> Chosen:
-                return {name: replace(patterns[0], sparsity=k / STEPS) for name, patterns in some.items()}
-
-            low, high = 0, STEPS
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if fits(level(middle)) else (middle, high)
-            return None if high == STEPS else (f"{100 * high / STEPS:.3g}% in every layer", level(high))
-        chosen: Chosen = dict.fromkeys(some)
+    def cheapest(self, unit: str) -> Chosen:
+        chosen: dict[str, Pattern | None] = {}
         for group in self.groups:
-            if fits(chosen):
-                break
-            cost = {choice: self.counting.cost(next(iter(ceilings)), group[0], choice) for choice in group[0].choices}
-            chosen |= dict.fromkeys((each.name for each in group), min(cost, key=cost.__getitem__))
-        return ("the last layers dense", chosen) if fits(chosen) else None
+            alike = [dict.fromkeys((each.name for each in group), choice) for choice in group[0].choices]
+            chosen |= min(alike, key=lambda some, group=group: self.cost_of(unit, group, some))
+        return chosen
+
+    def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
+        """Title -> what one does without losses: one level in all layers, or, where not all may have a level, the
+        cheapest choice from the first layer on, so that the last ones stay dense. Empty if that is not enough."""
+        levels = {each.name: next(filter(_is_level, each.choices), None) for each in self.plan.layers}
+        cheapest, by_level = self.cheapest(next(iter(ceilings))), all(levels.values())
+
+        def at(step: int) -> Chosen:
+            if by_level:
+                return {name: level and replace(level, sparsity=step / GRID) for name, level in levels.items()}
+            pruned = (e.name for n, group in enumerate(self.groups) for e in group if n < step or None not in e.choices)
+            return {**self.dense, **{name: cheapest[name] for name in pruned}}
+
+        def fits(step: int) -> bool:
+            return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
+
+        steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
+        step = next(iter(steps[bisect_left(steps, True, key=fits) :]), None)
+        title = f"{100 * (step or 0) / GRID:.3g}% in every layer" if by_level else "the last layers dense"
+        return {} if step is None else {title: at(step)}
 
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
         """The choice for zeros alone, with what its levels leave above them taken back from all levels alike."""
@@ -145,37 +145,46 @@ class Table:
         levels = {each.name: each.pattern.sparsity for each in plan.layers if isinstance(each.pattern, Unstructured)}
         if [*ceilings] != ["zeros"] or not levels:
             return chosen
-        zeros = self.cost("zeros", dict.fromkeys(chosen)) - ceilings["zeros"]
+        zeros = self.cost("zeros", self.dense) - ceilings["zeros"]
         fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
         return {**chosen, **{each.name: each.pattern for each in allocate(plan, levels, zeros - fixed).layers}}
 
+    def within(self, loss: float) -> dict[str, int]:
+        """The most zeros at which the sum of losses is no more than ``loss``."""
+        size = self.cost("zeros", self.dense)
 
-def planned(plan: Plan, chosen: Mapping[str, Pattern | None]) -> Plan:
+        def fits(step: int) -> bool:
+            chosen = self.best({"zeros": size * step // GRID})
+            return chosen is not None and self.loss(chosen) <= loss
+
+        return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
+
+    def unmet(self, budget: Budget) -> str:
+        """What to say of a budget that no choice keeps."""
+        said = []
+        for unit in (limit.unit for limit in budget):
+            least = self.cost(unit, self.cheapest(unit)) / max(self.cost(unit, self.dense), 1)
+            said.append(f"{1 - least:.1%} zeros at most" if unit == "zeros" else f"{least:.1%} of {unit} at least")
+        allowed = f"{' and '.join(said)}{' (each alone)' * (len(said) > 1)}"
+        return f"budget='{budget}': the choices allow {allowed}: add sparser choices, or include layers"
+
+
+def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
+    return 0 if choice is None else choice.zeros_in(layer_plan.shape)
+
+
+def _is_level(choice: Pattern | None) -> bool:
+    return isinstance(choice, Unstructured)
+
+
+def planned(plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the chosen patterns; layers that stay dense are skipped."""
-    layers = [replace(each, pattern=p) for each in plan.layers if (p := chosen[each.name]) is not None]
-    dense = [each for each in plan.layers if chosen[each.name] is None]
+    layers = tuple(replace(each, pattern=p) for each in plan.layers if (p := chosen[each.name]) is not None)
+    dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
         raise ValueError("budget: every layer may stay dense, so that nothing is pruned: ask for less")
-    return replace(plan, layers=tuple(layers), skipped=(*plan.skipped, *skipped))
-
-
-STEPS = 10_000  # levels have four decimals
-
-
-def loss_at(losses: Mapping[str, float], choice: Pattern | None) -> float:
-    """The loss of a choice; of a level that was not solved it is a power of the level between its neighbours, or beyond
-    the last of them."""
-    text = DENSE if choice is None else str(choice)
-    if text in losses or not isinstance(choice, Unstructured):
-        return losses[text]
-    solved = {parse_pattern(text): loss for text, loss in losses.items() if text != DENSE}
-    points = sorted((p.sparsity, loss) for p, loss in solved.items() if isinstance(p, Unstructured) and loss > 0)
-    if len(points) < 2 or not choice.sparsity:
-        return sum(loss for _, loss in points) * (choice.sparsity / points[0][0]) ** 3 if points else 0.0
-    pairs = list(pairwise(points))
-    (s0, loss0), (s1, loss1) = next((pair for pair in pairs if choice.sparsity <= pair[1][0]), pairs[-1])
-    return loss0 * (choice.sparsity / s0) ** (math.log(loss1 / loss0) / math.log(s1 / s0))
+    return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 
 # a run ----------------------------------------------------------------------------------------------------------------
@@ -187,13 +196,9 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     A run that goes on after it was stopped takes the plan that it began with.
     """
     run, began = data.run, time.perf_counter()
-    assert run.config.budget is not None
     said = run.storage.recall()
     if said is None:
-        with offloaded_after_errors(run.model):
-            data, table = tabled(data)
-            chosen, said = _checked(data, table, run.config.budget)
-        said["layers"] = {each.name: str(chosen.get(each.name) or DENSE) for each in run.plan.layers}
+        data, said = decided(data)
         said["seconds"] = round(time.perf_counter() - began, 3)
         run.processes.check_same({"the plan of the budget": str(said["layers"])}, "report this")
         run.storage.keep(said)
@@ -204,33 +209,77 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     return replace(data, run=replace(run, plan=plan))
 
 
+TRIES = 4  # plans that are measured for a budget of kl
+CLOSE = 0.95  # of that budget is close enough
+BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a factor that measured plans give
+
+
+def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
+    """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
+    the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
+    budget, taken = data.run.config.budget, None
+    assert budget is not None
+    data, table = tabled(data)
+    goal = float(budget[0].amount) if budget[0].unit == "kl" else math.inf
+    wanted = _unbent(goal * (1 + CLOSE) / 2)
+    for _ in range(TRIES):
+        said = _tried(data, table, table.ceilings(budget) if goal == math.inf else table.within(wanted))
+        kl = said["tried"][said["taken"]][1]
+        if kl <= goal and (taken is None or kl > taken["tried"][taken["taken"]][1]):
+            taken = said
+        if goal == math.inf or CLOSE * goal <= kl <= goal:
+            break
+        wanted *= _unbent(goal * (1 + CLOSE) / 2) / max(_unbent(kl), 1e-30)
+    if taken is None:
+        raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
+    unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
+    return data, {**taken, "curve": _curve(table, unit, taken["factor"])}
+
+
+def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> dict[str, Any]:
+    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
+    plan."""
+    budget = data.run.config.budget
+    assert budget is not None
+    if (chosen := table.best(ceilings)) is None:
+        raise ValueError(table.unmet(budget))
+    plans = {"the choice by losses": chosen, **table.plain(ceilings)}
+    plans = {title: table.filled(plan, ceilings) for title, plan in plans.items()}
+    sums, measured = [table.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
+    taken, chosen = [*plans.items()][measured.index(min(measured))]
+    return {
+        "asked": str(budget),
+        "taken": taken,
+        "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
+        "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
+        "factor": sum(map(_unbent, measured)) / max(sum(sums), 1e-30),
+        "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},
+        "zeros": {each.name: _zeros(each, chosen[each.name]) / each.size for each in table.plan.layers},
+    }
+
+
+def _unbent(kl: float) -> float:
+    """The sum of losses, times the factor, of which this is the real KL."""
+    return (math.sqrt(1 + 4 * BEND * kl) - 1) / (2 * BEND)
+
+
 def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
     """The losses of all choices, measured, or read from the file that ``losses`` names; and the data, which knows the
     metrics that come from the same gradients."""
     run, file = data.run, data.run.config.losses
-    counting = Counting(
-        run.config.runtime, run.config.timings, getattr(text_config_of(run.model), "num_experts_per_tok", None)
-    )
     if file is not None and file.exists():
-        return data, Table(run.plan, _read(file, run.plan), counting)
-    gradients = gradients_of(
-        data, run.plan.blocks if wants_metrics(run.config) else [], [each.layer for each in run.plan.layers]
-    )
-    if gradients is None:
-        problem = f"budget: the output of a {type(run.model).__name__} has no logits, which losses are measured by"
-        raise ValueError(f"{problem}: give allocation='owl', or rules")
-    data = with_metrics(data, gradients)
-    losses = losses_of(_first(data), gradients)
-    if file is not None and run.processes.rank == 0:
-        shapes = {each.name: list(each.shape) for each in run.plan.layers}
-        file.write_text(json.dumps({"shapes": shapes, "losses": losses}, indent=1) + "\n", encoding="utf-8")
-    return data, Table(run.plan, losses, counting)
-
-
-def _first(data: CalibrationData) -> CalibrationData:
-    """The first rows of the user's data, those that gradients are of."""
-    assert data.calls is not None
-    return replace(data, calls=[data.calls[number] for number in users_first(data, WEIGHED)], own=0)
+        losses = _read(file, run.plan)
+    else:
+        blocks = run.plan.blocks if wants_metrics(run.config) else []
+        gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
+        if gradients is None:
+            problem = f"budget: the output of a {type(run.model).__name__} has no logits, which losses are measured by"
+            raise ValueError(f"{problem}: give allocation='owl', or rules")
+        data, losses = with_metrics(data, gradients), losses_of(data, gradients)
+        if file is not None and run.processes.rank == 0:
+            shapes = {each.name: list(each.shape) for each in run.plan.layers}
+            file.write_text(json.dumps({"shapes": shapes, "losses": losses}, indent=1) + "\n", encoding="utf-8")
+    return data, Table(run.plan, losses, run.config, getattr(text_config_of(run.model), "num_experts_per_tok", None))
 
 
 def _read(file: Path, plan: Plan) -> Losses:
@@ -241,100 +290,12 @@ def _read(file: Path, plan: Plan) -> Losses:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
     for each in plan.layers:
         known = [parse_pattern(text) for text in losses.get(each.name, ()) if text != DENSE]
-        levels = any(isinstance(c, Unstructured) for c in known)
-        missing = [
-            str(c) for c in each.choices if c and c not in known and not (isinstance(c, Unstructured) and levels)
-        ]
+        levels = any(map(_is_level, known))  # those of others follow
+        missing = [str(c) for c in each.choices if c and c not in known and not (levels and _is_level(c))]
         if shapes.get(each.name) != list(each.shape) or missing:
             problem = f"has no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
             raise ValueError(f"losses={str(file)!r} {problem}: give the file of this model and choices, or a new path")
     return losses
-
-
-BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a factor that measured plans give
-TRIES = 4  # plans that are measured for a budget of kl
-CLOSE = 0.95  # of that budget is close enough
-
-
-def _checked(data: CalibrationData, table: Table, budget: Budget) -> tuple[Chosen, dict[str, Any]]:
-    """The patterns that the run takes, and what the report says of them: the choice by losses, or, if it turns out
-    worse on the batches held back, the plain one."""
-    goal = next((float(limit.amount) for limit in budget.limits if limit.unit == "kl"), None)
-    taken, factor = None, 1.0
-    for _ in range(1 if goal is None else TRIES):
-        ceilings = table.ceilings(budget) if goal is None else _within(table, _unbent(goal) / max(factor, 1e-9))
-        chosen = table.best(ceilings)
-        if chosen is None:
-            raise ValueError(_unmet(table, budget))
-        plans = {"the choice by losses": table.filled(chosen, ceilings)}
-        if (plain := table.plain(ceilings)) is not None:
-            plans[plain[0]] = table.filled(plain[1], ceilings)
-        sums, measured = [table.loss(each) for each in plans.values()], divergences_of(data, [*plans.values()])
-        factor = sum(map(_unbent, measured)) / max(sum(sums), 1e-30)
-        best = min(range(len(measured)), key=measured.__getitem__)
-        title, chosen = [*plans.items()][best]
-        if goal is None or measured[best] <= goal:
-            costs = {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()}
-            tried = {name: [total, kl] for name, total, kl in zip(plans, sums, measured)}
-            taken = chosen, {"asked": str(budget), "taken": title, "tried": tried, "costs": costs, "factor": factor}
-            if goal is None or measured[best] >= CLOSE * goal:
-                break
-    if taken is None:
-        raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
-    return taken
-
-
-def _unbent(kl: float) -> float:
-    """The sum of losses, times the factor, of which this is the real KL."""
-    return (math.sqrt(1 + 4 * BEND * kl) - 1) / (2 * BEND)
-
-
-def _within(table: Table, goal: float) -> dict[str, int]:
-    """The most zeros at which the sum of losses stays within ``goal``."""
-    low, high = 0, table.cost("zeros", dict.fromkeys(each.name for each in table.plan.layers))
-    while high - low > max(high // STEPS, 1):
-        middle = (low + high) // 2
-        chosen = table.best({"zeros": middle})
-        total = math.inf if chosen is None else table.loss(chosen)
-        low, high = (low, middle) if total <= goal else (middle, high)
-    return {"zeros": high}
-
-
-def _unmet(table: Table, budget: Budget) -> str:
-    """What to say of a budget that no choice keeps."""
-    names = dict.fromkeys(each.name for each in table.plan.layers)
-    said = []
-    for limit in budget.limits:
-        dense = table.cost(limit.unit, names)
-        least = {
-            n.name: min(n.choices, key=lambda c, n=n: table.counting.cost(limit.unit, n, c)) for n in table.plan.layers
-        }
-        share = table.cost(limit.unit, least) / max(dense, 1)
-        said.append(
-            f"{1 - share:.1%} zeros at most" if limit.unit == "zeros" else f"{share:.1%} of {limit.unit} at least"
-        )
-    together = " (each alone)" if len(said) > 1 else ""
-    return (
-        f"budget='{budget}': the choices allow {' and '.join(said)}{together}: add sparser choices, or include layers"
-    )
-
-
-def divergences_of(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
-    """The KL from the dense model that each plan leaves on the batches held back, before any repair, with solutions of
-    dense inputs."""
-    run, calls = data.run, data.calls or []
-    wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
-    weights: dict[tuple[str, str], Tensor] = {}
-    for layer_plan, _, weight in solutions(_first(data), wanted):
-        values = layer_plan.layer.values
-        held = layer_plan.layer.unmatrix(weight).to(values.device, values.dtype)
-        weights[layer_plan.name, str(layer_plan.pattern)] = run.storage.hold_weights(held)
-    counts = run.processes.all_gather("the batches of the check", (len(calls), data.own_among(range(len(calls)))))
-    places = sorted((i, rank) for rank, (count, _) in enumerate(counts) for i in range(count))
-    held_back = places[-judging(len(places) - sum(own for _, own in counts)) :]
-    numbers = [i for i, rank in held_back if rank == run.processes.rank]
-    variants = [{name: weights[name, str(p)] for name, p in plan.items() if p is not None} for plan in plans]
-    return divergences(data, numbers, variants)
 
 
 # the curve ------------------------------------------------------------------------------------------------------------
@@ -347,13 +308,13 @@ SHARES = {"zeros": (20, 35, 50, 60, 70), "bytes": (90, 80, 70, 65, 60), "flops":
 class BudgetCurve(Printed):
     """What budgets of a model cost, before anything is pruned.
 
-    points: (share of ``unit`` in percent, KL in nats, that of the plain plan or None, what one more point costs). KL is
-      the sum of the losses, corrected by the KL of the plans that were measured.
+    points: each [share of ``unit`` in percent, KL in nats, that of the plain plan or None, what one more point costs or
+      None]. KL is the sum of the losses, corrected by the KL of the plans that were measured.
     budget: what was asked, the plans that were measured for it (``tried``), and what each of ``layers`` becomes.
     """
 
     unit: str
-    points: list[tuple[int, float, float | None, float | None]]
+    points: list[list[Any]]
     budget: dict[str, Any]
     layers: dict[str, str]
 
@@ -372,29 +333,32 @@ class BudgetCurve(Printed):
         choices = rows_of("layer", [*self.layers], [Column("choice", [*self.layers.values()])], all_rows=all_rows)
         return "\n\n".join((table(heads, rows), said, choices))
 
+    def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write the curve, the plans that were measured and the choices as a page; return its path. See
+        `Report.to_html`."""
+        report = Report.begin((), (), {})
+        report.budgeted(self.budget)
+        return report.to_html(path, title=title)
+
 
 def curve_of(data: CalibrationData) -> BudgetCurve:
     """The curve of the first unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
-    budget = data.run.config.budget
-    assert budget is not None
-    unit = budget.limits[0].unit if budget.limits[0].unit in SHARES else "zeros"
-    with offloaded_after_errors(data.run.model):
-        data, losses = tabled(data)
-        chosen, said = _checked(data, losses, budget)
+    _, said = decided(data)
+    return BudgetCurve(**said["curve"], budget=said, layers=said["layers"])
+
+
+def _curve(table: Table, unit: str, factor: float) -> dict[str, Any]:
+    """See `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
 
     def kl(share: int, *, plain: bool = False) -> float | None:
-        asked = parse_budget(f"{share}% {unit}")
-        assert asked is not None
-        ceilings = losses.ceilings(asked)
-        chosen_there = losses.best(ceilings) if not plain else (losses.plain(ceilings) or (None, None))[1]
-        if chosen_there is None:
-            return None
-        total = said["factor"] * losses.loss(chosen_there)
-        return total * (1 + BEND * total)
+        ceilings = table.ceilings(Budget([Limit(unit, Fraction(share, 100), of_dense=True)]))
+        chosen = next(iter(table.plain(ceilings).values()), None) if plain else table.best(ceilings)
+        total = None if chosen is None else factor * table.loss(chosen)
+        return total and total * (1 + BEND * total)
 
     points = []
     for share in SHARES[unit]:
         if (own := kl(share)) is not None:
             more = kl(share + 1 if unit == "zeros" else share - 1)
-            points.append((share, own, kl(share, plain=True), None if more is None else more - own))
-    return BudgetCurve(unit, points, said, {name: str(choice or DENSE) for name, choice in chosen.items()})
+            points.append([share, own, kl(share, plain=True), None if more is None else more - own])
+    return {"unit": unit, "points": points}

@@ -1,4 +1,4 @@
-"""What each layer loses with each choice, and how far a model is from the dense one.
+"""What each layer loses with each choice, and how far whole plans are from the dense model.
 
 A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
 by the output, labels y drawn from the predictions (accuracy/fisher.py). Outputs taken as uncorrelated, a layer loses
@@ -6,44 +6,46 @@ half the sum over its outputs of E[g_r^2] times the mean squared error of output
 the dense model. Losses of layers are added up.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelopt_sparse.accuracy.allocate import dense_inputs
-from modelopt_sparse.accuracy.distill import logits_of
-from modelopt_sparse.accuracy.fisher import Gradients
-from modelopt_sparse.accuracy.tuning import called_with
+from modelopt_sparse.accuracy.distill import logits_of, of_real_tokens
+from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, users_first
+from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.plan.budget import DENSE
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.solving.solve import solve_layers
 
 SOLVER = METHODS["sparsegpt"]
+SOLVED = 3  # levels of a layer
+Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
 Losses = dict[str, dict[str, float]]  # layer -> choice -> nats per token
-
-# solutions of dense inputs --------------------------------------------------------------------------------------------
 
 
 def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
 ) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
-    """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on inputs of the dense
-    model: (plan with the pattern, statistics, weight as a matrix). The model stays as it is."""
+    """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
+    user's data in the dense model: (plan with the pattern, statistics, weight as a matrix)."""
     more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
     layers = [replace(each, **more) for each in data.run.plan.layers]
-    for _, shared_inputs, run in dense_inputs(data, layers):
+    for _, shared_inputs, run in dense_inputs(data.only(users_first(data, WEIGHED)), layers):
         for shared in shared_inputs:
             variants = {
                 f"{each.name} at {pattern}": replace(each, pattern=pattern)
@@ -55,6 +57,9 @@ def solutions(
                 yield variants[solved.layer_plan.name], shared.stats, solved.solution.weight
 
 
+# losses ---------------------------------------------------------------------------------------------------------------
+
+
 def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     """The loss of each layer with each of its choices."""
     run = data.run
@@ -62,10 +67,9 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
         if not torch.isfinite(gradients.rows[layer_plan.name]).all():
             problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
             raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
-    wanted = {each.name: solved_choices(each) for each in run.plan.layers}
+    wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
     losses: Losses = {each.name: {DENSE: 0.0} for each in run.plan.layers}
-    count = sum(map(len, wanted.values()))
-    with Progress("weigh the choices", "choice", count, show=run.config.progress) as bar:
+    with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
             losses[layer_plan.name][str(layer_plan.pattern)] = float(f"{loss:.9g}")
@@ -73,14 +77,11 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     return run.processes.broadcast("the losses of choices", [], 0, losses)
 
 
-def solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
+def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
     """Of many levels the lowest, the middle and the highest are solved; the losses of others follow from theirs."""
     levels = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
     levels = [levels[0], levels[len(levels) // 2], levels[-1]] if len(levels) > SOLVED else levels
     return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
-
-
-SOLVED = 3
 
 
 def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients) -> float:
@@ -102,41 +103,56 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, g
     return total / 2 / gradients.tokens
 
 
+def loss_at(losses: Mapping[str, float], choice: Pattern | None) -> float:
+    """The loss of a choice; of a level that was not solved it is a power of the level between its neighbours, or beyond
+    the last of them; below the first of them the third power."""
+    text = DENSE if choice is None else str(choice)
+    if text in losses or not isinstance(choice, Unstructured):
+        return losses[text]
+    solved = {parse_pattern(text): loss for text, loss in losses.items() if text != DENSE}
+    points = sorted((p.sparsity, loss) for p, loss in solved.items() if isinstance(p, Unstructured) and loss > 0)
+    if not points or not choice.sparsity:
+        return 0.0
+    pairs = [*pairwise([(points[0][0] / 2, points[0][1] / 8), *points])]
+    (s0, loss0), (s1, loss1) = next((pair for pair in pairs if choice.sparsity <= pair[1][0]), pairs[-1])
+    return loss0 * (choice.sparsity / s0) ** (math.log(loss1 / loss0) / math.log(s1 / s0))
+
+
 # divergence -----------------------------------------------------------------------------------------------------------
 
 
-def divergences(data: CalibrationData, numbers: Sequence[int], variants: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """The mean KL(dense || variant) per token on these calls, of all processes; a variant has weights of layers."""
-    run, own = data.run, {}
-    layers = [layer_plan.layer for layer_plan in run.plan.layers]
-    token_mask: Tensor | None = None
-    rows = torch.empty(0)
+def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
+    """The mean KL(dense || plan) per token of each plan on the batches held back, of all processes, before any repair,
+    with solutions of dense inputs."""
+    run, calls, weights = data.run, data.calls or [], {}
+    wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
+    for layer_plan, _, weight in solutions(data, wanted):
+        layer = layer_plan.layer
+        held = layer.unmatrix(weight).to(layer.values.device, layer.values.dtype)
+        weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
+    batches = BatchNumbers.of(run.processes, len(calls), data.own_among(range(len(calls))))
 
-    def begin(masks: TokenMasks) -> None:
-        nonlocal token_mask
-        token_mask = masks.decoder
+    @cache
+    def measured(place: int) -> list[tuple[float, float]]:
+        """Of each plan."""
+        dense, sums = _predictions(data, place), []
+        for plan in plans:
+            of_plan = ((each.layer, (each.name, plan[each.name])) for each in run.plan.layers)
+            made = {layer: partial(weights.__getitem__, key) for layer, key in of_plan if key in weights}
+            with called_with(made):
+                rows = kl_divergence(dense, _predictions(data, place))
+            sums.append((float(rows.sum()), len(rows)))
+        return sums
 
-    def after(model: nn.Module, args: tuple, output: Any) -> None:
-        nonlocal rows
-        logits = logits_of(output)
-        assert logits is not None  # there were gradients
-        if token_mask is not None and token_mask.shape == logits.shape[:-1]:
-            rows = logits[token_mask.to(logits.device)]
-        else:
-            rows = logits.flatten(0, -2)
+    return [batches.judged(lambda place, i=i: measured(place)[i]) for i in range(len(plans))]
 
-    with run.model.register_forward_hook(after):
-        for number in numbers:
-            data.run_model(begin, numbers=[number])
-            dense, sums = rows, []
-            for weights in variants:
-                with called_with(
-                    {layer: partial(weights.__getitem__, layer.name) for layer in layers if layer.name in weights}
-                ):
-                    data.run_model(begin, numbers=[number])
-                sums.append(float(kl_divergence(dense, rows).sum()))
-            own[number * run.processes.size + run.processes.rank] = (len(dense), sums)
-    calls = [call for of_rank in run.processes.all_gather("a divergence", own) for call in sorted(of_rank.items())]
-    calls = [call for _, call in sorted(calls)]  # in one order, however many processes
-    tokens = sum(tokens for tokens, _ in calls)
-    return [sum(sums[i] for _, sums in calls) / max(tokens, 1) for i in range(len(variants))]
+
+def _predictions(data: CalibrationData, place: int) -> Tensor:
+    """The logits of a call, ``[T, V]``, of real tokens alone."""
+    masks: list[TokenMasks] = []
+    outputs: list[Any] = []
+    with data.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
+        data.run_model(masks.append, numbers=[place])
+    logits = logits_of(outputs[0])
+    assert logits is not None  # there were gradients, or losses of an earlier run
+    return of_real_tokens(logits, masks[0].decoder)

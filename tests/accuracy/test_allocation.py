@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.allocate import allocate, owl_sparsities
-from modelopt_sparse.accuracy.allocate import allocated as allocated_run
+from modelopt_sparse.accuracy.allocate import allocated as allocated_data
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured
@@ -27,7 +27,7 @@ def planned(model, method="wanda", **options):
 def allocated(model, method="wanda", **options):
     _, data = calibrated_run(model, method, **{"pattern": 0.6, "allocation": "owl", **options})
     with calibrating(model):
-        return allocated_run(data).plan
+        return allocated_data(data).run.plan
 
 
 def by_owl(model, batches, method="wanda", m=5.0, lambda_=0.08, **options):

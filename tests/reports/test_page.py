@@ -124,10 +124,13 @@ def test_budget_and_experts(tmp_path):
     (bars,) = drawn["tried"]["traces"]
     assert bars["x"] == [kl for _, kl in said["tried"].values()]
     assert [name for name in bars["y"] if "(chosen)" in name] == [f"{said['taken']} (chosen)"]
+    own, plain = drawn["curve"]["traces"]
+    assert [list(point) for point in zip(own["x"], own["y"], plain["y"])] == [p[:3] for p in said["curve"]["points"]]
+    assert drawn["curve"]["layout"]["xaxis"]["title"]["text"] == "% zeros"
     (levels,) = drawn["levels"]["traces"]
     by_place = {place_of(each.name): 100 * each.zeros / each.size for each in report.layers}
     for role, row in zip(levels["y"], levels["z"], strict=True):
-        assert row == [pytest.approx(by_place[f"model.layers.{block}", role]) for block in range(2)]
+        assert row == [pytest.approx(by_place.get((f"model.layers.{block}", role), 0)) for block in range(2)]
     (tokens,) = drawn["experts"]["traces"]
     fused = [each.expert_tokens for each in report.layers if each.name.endswith("gate_up_proj")]
     assert tokens["z"] == [list(counts) for counts in zip(*fused, strict=True)]
@@ -273,7 +276,8 @@ def test_names_and_notes_are_no_html(tmp_path):
     report = Report(
         rows, [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),), [EVIL], {EVIL: EVIL}
     )
-    report.settings["budget"] = {"asked": EVIL, "taken": EVIL, "tried": {EVIL: [0.1, 0.1]}}
+    curve = {"unit": "zeros", "points": [[50, 0.1, 0.2, None]]}
+    report.settings["budget"] = {"asked": EVIL, "taken": EVIL, "tried": {EVIL: [0.1, 0.1]}, "curve": curve}
     report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
     plain = report.to_html(tmp_path / "a.html", title=EVIL, masks={EVIL: torch.ones(4, 4, dtype=torch.bool)})
     both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report(rows[:1], settings={EVIL: 1}))

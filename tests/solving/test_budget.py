@@ -4,14 +4,19 @@ import json
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
-from transformers import LlamaModel
+from transformers import LlamaModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
+from modelopt_sparse import oneshot
+from modelopt_sparse.accuracy import fisher
+from modelopt_sparse.calibration import blocks
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.reports.pages import figures
 
 DATA = {"data_loader": token_batches(4), "progress": False}
 
@@ -177,6 +182,46 @@ class Classifier(nn.Module):
         return SequenceClassifierOutput(logits=x + (x * 0).sqrt() if self.bad else x)
 
 
+class Mixture(nn.Module):
+    """One of three experts, in a list, for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PreTrainedConfig(num_experts_per_tok=1)
+        self.gate, self.up = nn.Linear(8, 3), nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.up(x))
+        chosen, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y[chosen == number] = expert(x[chosen == number])
+        return SequenceClassifierOutput(logits=x + y)
+
+
+def test_experts_in_a_list_choose_together():
+    """And cost the FLOPs of the one that a token goes through, rounded up. Only together they fit: 128 for ``up``, and
+    32 are left for a third of three experts."""
+    model = Mixture()
+    rows = {"data_loader": [torch.randn(64, 8)], "progress": False, "include": ["*"]}
+    mts.sparsify(model, "sparsegpt", budget="160 flops", choices=["dense", "25%", "75%"], min_tokens=1, **rows)
+    said = mts.report(model).settings["budget"]
+    experts = {name: choice for name, choice in said["layers"].items() if "experts" in name}
+    assert len(experts) == 3
+    assert len(set(experts.values())) == 1
+    stay = [int((layer.weight != 0).sum()) for layer in (model.up, *model.experts)]
+    assert said["costs"]["flops"][0] == 2 * stay[0] + -(-2 * sum(stay[1:]) // 3) <= 160
+
+
+def test_a_model_that_accelerate_offloads_is_refused():
+    """Its weights leave no gradients behind, and without them all choices would lose nothing."""
+    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"budget needs gradients of weights, and accelerate offloads.*give device="):
+        mts.sparsify(model, "sparsegpt", budget="40% zeros", **DATA)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
+
+
 def test_errors_say_what_to_give():
     rows = {"data_loader": [torch.randn(16, 8)], "progress": False}
     model = Classifier(bad=True)
@@ -193,7 +238,7 @@ def test_errors_say_what_to_give():
         mts.sparsify(LlamaModel(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
 
 
-def test_a_curve_is_of_a_model_that_stays():
+def test_a_curve_is_of_a_model_that_stays(tmp_path):
     model = tiny_llama()
     before = state_of(model)
     curve = mts.budget_curve(model, "sparsegpt", budget="50% zeros", **DATA)
@@ -207,16 +252,24 @@ def test_a_curve_is_of_a_model_that_stays():
     assert "one more point of zeros costs" in text
     assert "At 50% zeros, KL as measured: the choice by losses" in text
     assert "down_proj" in text
+    pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
+    drawn = figures(curve.to_html(tmp_path / "curve.html"))
+    assert set(drawn) == {"levels", "tried", "curve"}
+    assert drawn["curve"]["traces"][1]["y"] == list(plain)
 
 
-def test_sums_of_a_run_with_metrics_come_from_one_pass(monkeypatch):
-    """The metric is that of a run without a budget, and gradients are taken once."""
+def test_the_dense_model_is_looked_at_once_and_gradients_are_taken_once(monkeypatch):
+    """By the passes for losses, for the check and for metrics, and by the run itself."""
     calls = []
-    from modelopt_sparse.accuracy import fisher
 
-    real = fisher.gradients_of
+    def counted(name, real):
+        return lambda *args: calls.append(name) or real(*args)
+
+    gradients, dense = counted("gradients", fisher.gradients_of), counted("dense", blocks.run_dense)
     for module in (fisher, solving):
-        monkeypatch.setattr(module, "gradients_of", lambda *args: calls.append(args) or real(*args))
+        monkeypatch.setattr(module, "gradients_of", gradients)
+    for module in (blocks, oneshot):
+        monkeypatch.setattr(module, "run_dense", dense)
     tuned = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
     mts.sparsify(tiny_llama(), "wanda", budget="50% zeros", **tuned, **DATA)
-    assert len(calls) == 1
+    assert sorted(calls) == ["dense", "gradients"]
