@@ -266,7 +266,7 @@ def cost_of(model: PreTrainedModel, budget: str, blocks: int, width: int) -> int
 
 @pytest.mark.parametrize(
     ("budget", "left"),
-    [("70% params", 0.7), ("80% flops", 0.8), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ({"params": "55%"}, 0.55)],
+    [("70% params", 0.7), ("96% flops", 0.96), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ({"params": "55%"}, 0.55)],
 )
 def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left):
     model = shrinkable("Llama")
@@ -283,9 +283,7 @@ def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left)
     sizes = [[each.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
     assert sizes == [list(pair) for pair in wanted]
     assert len(wanted) > 1
-    assert f"intermediate_size {wanted[1][1]}, num_hidden_layers {wanted[1][0]}" in str(
-        mts.plan_shrink(model, budget=budget)
-    )
+    assert f"num_hidden_layers {wanted[1][0]}" in str(mts.plan_shrink(model, budget=budget))
 
 
 def test_a_budget_is_kept():
@@ -322,7 +320,7 @@ def test_a_budget_takes_the_best_of_all_pairs(budget):
 
 @pytest.mark.parametrize(
     ("durations", "wanted"),
-    [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[1, 2, 3, 4, 5] * 30, [1] * 150], [])],
+    [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[*range(1, 40)], [1] * 40], [])],
 )
 def test_times_are_the_least_of_calls_in_turns_or_none(durations, wanted, monkeypatch):
     clock, turns = [0.0], []
@@ -456,9 +454,12 @@ def test_greedy_choice_is_that_of_fresh_least_squares():
     assert scores.min() >= 0
 
 
-def test_refit_is_damped_least_squares_and_never_worse():
+@pytest.mark.parametrize(("tokens", "best"), [(100, 2), (20, 3), (8, 4), (0, 0)])
+def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
+    """The fewer tokens, the more damping; none where those that judge are of another kind."""
     weight, x = problem()
-    kept, judge = torch.tensor([0, 2, 3, 7, 11]), correlated_inputs(50, 12, seed=9)
+    kept, judge = torch.tensor([0, 2, 3, 7, 11]), x[100:] if tokens else correlated_inputs(50, 12, seed=9)
+    x = x[:tokens] if tokens else x
     values, as_is, least = refit(weight, kept, x.T @ x, judge.T @ judge)
     candidates = [weight[:, kept]]
     for damping in (1e-3, 1e-2, 1e-1, 1.0):
@@ -468,6 +469,7 @@ def test_refit_is_damped_least_squares_and_never_worse():
         candidates.append(torch.linalg.lstsq(rows, goal).solution.T)
     total = (judge @ weight.T).square().sum()
     errors = [float((judge @ weight.T - judge[:, kept] @ each.T).square().sum() / total) for each in candidates]
+    assert errors.index(min(errors)) == best
     assert as_is == pytest.approx(errors[0])
     assert least == pytest.approx(min(errors))
     torch.testing.assert_close(values, candidates[errors.index(min(errors))])
