@@ -79,9 +79,8 @@ def shrink(
       mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
       blocks: how many blocks, or which: ``[17, 18]``.
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
-      budget: what the model may cost instead: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes" of its
-        parameters. For each number of blocks the widest MLPs within it are tried on a copy of the model; those are
-        taken with the least KL divergence after refit and one epoch of reconstruction.
+      budget: what the model may cost instead: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each
+        number of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
       criterion: of channels: "gram", whose loss is least when the others make up for them; "norm", the norm of their
@@ -103,8 +102,6 @@ def shrink(
     check_choice("criterion", criterion, CRITERIA)
     check_flag("refit", refit)
     config = shrink_config(options)
-    if config.data is None and config.data_loader is None:
-        raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
     plain = checked(model)
     choice = {} if kept is None else kept_in(kept)
     how = Criterion("given" if choice else criterion, refit, choice.get("mlp", {}))
@@ -118,13 +115,18 @@ def shrink(
         settings = {**config.settings(), "multiple_of": multiple_of, "refit": refit}
         run = Run(plain, plan, config, InMemory(), processes, Report.begin((), [STALE], settings))
         with calibrating(model):
-            with run.report.timed("calibration data"):
-                data = CalibrationData.load(run)
-            with run.report.timed("budget"):
-                best = sizes[0] if budget is None else _best(data, sizes, how, budget)
-            _shrink(data, best, how)
+            _shrink_to_one(run, sizes, how, budget)
         processes.barrier()
     return model
+
+
+def _shrink_to_one(run: Run, sizes: Sequence[Sizes], how: Criterion, budget: Any) -> None:
+    """To the best of the sizes that a ``budget`` leaves, or to the only ones."""
+    with run.report.timed("calibration data"):
+        data = CalibrationData.load(run)
+    with run.report.timed("budget"):
+        best = sizes[0] if budget is None else _best(data, sizes, how, budget)
+    _shrink(data, best, how)
 
 
 def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget: Any) -> Sizes:

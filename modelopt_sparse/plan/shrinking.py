@@ -74,7 +74,10 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
     tuned = chosen.get("reconstruct") or distill  # such runs see to it themselves
     if chosen.get("data") is not None and not tuned:
         chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
-    return SparsifyConfig(pattern=Unstructured(0.5), **chosen)
+    config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)
+    if config.data is None and config.data_loader is None:
+        raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
+    return config
 
 
 # sizes ----------------------------------------------------------------------------------------------------------------
