@@ -79,8 +79,8 @@ def shrink(
       mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
       blocks: how many blocks, or which: ``[17, 18]``.
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
-      budget: what the model may cost instead: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each
-        number of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
+      budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
+        of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
       criterion: of channels: "gram", whose loss is least when the others make up for them; "norm", the norm of their
