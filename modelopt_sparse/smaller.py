@@ -4,6 +4,7 @@ All is chosen before anything is cut: which blocks go, by the divergence without
 rest makes up for them, in one pass over what is left. Then each block is cut, and tuned against the dense one.
 """
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -27,8 +28,9 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.resize import Depth, Pool, clone, cut, pools, twin_of, write_config
+from modelopt_sparse.model.resize import Pool, clone, cut, pools_in
 from modelopt_sparse.model.wrappers import run_eagerly
+from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.shrinking import (
@@ -40,6 +42,7 @@ from modelopt_sparse.plan.shrinking import (
     costs,
     kept_in,
     layers_by_block,
+    said_of,
     shrink_config,
     sizes_for,
 )
@@ -50,7 +53,10 @@ from modelopt_sparse.values import check_choice, check_flag
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 SAME = 0.1  # what cutting may change by rounding, as a share of what zeros in place of what goes change
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
-TIMES, LONG = 5, 0.5  # the least of so many is reported, or of more until they took so long
+TIMES, LONG = 5, 2.0  # so many calls are timed, and more until the least three agree, or they took so many seconds
+AGREE = 1.05
+SHORT = 1  # epochs of reconstruction that sizes within a budget are compared after
+WORSE = 2  # so many sizes in a row that are worse than the best end the search
 
 
 def shrink(
@@ -59,9 +65,11 @@ def shrink(
     mlp: float | int | str | None = None,
     blocks: float | int | str | Sequence[int] | None = None,
     to: Mapping[str, int] | None = None,
+    budget: Any = None,
     criterion: str = "gram",
     refit: bool = True,
     multiple_of: int | str = "auto",
+    tensor_parallel: int = 1,
     kept: Any = None,
     **options: Any,
 ) -> nn.Module:
@@ -71,6 +79,8 @@ def shrink(
       mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
       blocks: how many blocks, or which: ``[17, 18]``.
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
+      budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
+        of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
       criterion: of channels: "gram", whose loss is least when the others make up for them; "norm", the norm of their
@@ -78,6 +88,7 @@ def shrink(
       refit: values of the layers that take the channels, in closed form.
       multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
         that moves the width by no more than 2 % of it, else 8.
+      tensor_parallel: on how many devices each MLP will be split: the part of each is such a multiple.
     ``options`` are those of `sparsify` that concern calibration data, quality, reconstruct, distill and the run. All
     matrices of a block are tuned. Distillation takes 4 epochs at a rate of 0.1 unless it is told otherwise.
 
@@ -91,75 +102,98 @@ def shrink(
     check_choice("criterion", criterion, CRITERIA)
     check_flag("refit", refit)
     config = shrink_config(options)
-    if config.data is None and config.data_loader is None:
-        raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
     plain = checked(model)
     choice = {} if kept is None else kept_in(kept)
+    how = Criterion("given" if choice else criterion, refit, choice.get("mlp", {}))
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
-        sizes = sizes_for(plain, plan, Asked(mlp, blocks, to, kept, multiple_of))
+        sizes = sizes_for(plain, plan, Asked(mlp, blocks, to, budget, kept, multiple_of, tensor_parallel))
         if processes.size > 1:
-            facts = common_to_processes(plain, plan, config) | {"the sizes": str((sizes.width, sizes.go))}
+            facts = common_to_processes(plain, plan, config) | {"the sizes": "; ".join(map(said_of, sizes))}
             processes.check_same(facts, "give all of them the same model and the same options")
         settings = {**config.settings(), "multiple_of": multiple_of, "refit": refit}
         run = Run(plain, plan, config, InMemory(), processes, Report.begin((), [STALE], settings))
         with calibrating(model):
-            _shrink(run, sizes, Criterion("given" if choice else criterion, refit, choice.get("mlp", {})))
+            _shrink_to_one(run, sizes, how, budget)
+        processes.barrier()
     return model
 
 
-def _shrink(run: Run, sizes: Sizes, how: Criterion) -> None:
-    """The run on one screen."""
-    report, model = run.report, run.model
-    with report.timed("calibration data"):
+def _shrink_to_one(run: Run, sizes: Sequence[Sizes], how: Criterion, budget: Any) -> None:
+    """To the best of the sizes that a ``budget`` leaves, or to the only ones."""
+    with run.report.timed("calibration data"):
         data = CalibrationData.load(run)
+    with run.report.timed("budget"):
+        best = sizes[0] if budget is None else _best(data, sizes, how, budget)
+    _shrink(data, best, how)
+
+
+def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget: Any) -> Sizes:
+    """Of several sizes those with the least KL divergence after a short repair, each on a copy of the model."""
+    run = data.run
+    options = run.config.reconstruct or Reconstruct()
+    config = replace(run.config, reconstruct=replace(options, epochs=SHORT), distill=None)
+    divergences: list[float] = []
+    for sizes in tried:
+        model: Any = copy.deepcopy(run.model)
+        plan = plan_for(model, Magnitude(), config)
+        trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), known={})
+        _shrink(replace(data, run=trial), sizes.of(model, plan), how)
+        shrunk = trial.report.shrunk
+        if shrunk is None or not shrunk.kl:
+            raise ValueError("budget= compares what models predict, and the output has no logits: give mlp=, blocks=")
+        divergences.append(shrunk.kl["reconstructed"])
+        if len(divergences) - divergences.index(min(divergences)) > WORSE:
+            break
+    said = "; ".join(f"{said_of(sizes)}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
+    run.report.notes.append(f"budget {budget}: KL after {SHORT} epoch of reconstruction: {said}")
+    return tried[divergences.index(min(divergences))]
+
+
+def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
+    """The run on one screen."""
+    run, report, model = data.run, data.run.report, data.run.model
     assert data.calls is not None
     batches = BatchNumbers.of(run.processes, len(data.calls), data.own_among(range(len(data.calls))))
     if batches.tuned_on < 1:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
-    cutting = _Cutting.tried(data, sizes)
+    cutting = _Cut.tried(data, sizes)
     with report.timed("metrics"):
         data = with_metrics(data)
     with report.timed("dense predictions"):
         judge = Judge(Teacher.of(data) if _has_logits(data) or run.config.distill else None, batches)
-    old = {name: [*pair] for name, pair in sizes.width.items()}
-    shrunk, before = Shrunk(old, how.name), _costs(data)
+    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
     with report.timed("choice of blocks"):
-        cutting = cutting.without_blocks(data, sizes, judge, shrunk)
+        cutting = cutting.without_blocks(data, judge, shrunk)
     with report.timed("choice of channels"), skipped(cutting.gone):
-        cutting.choices = choose.channels(data, cutting.pools, judge, how) if cutting.pools else {}
-        chosen = [choice for of_block in cutting.choices.values() for choice in of_block]
-        _note(chosen, shrunk, report)
-        for step in ("as is", "refit") if chosen and how.refit else ("as is",):
-            with with_channels(chosen, refitted=step == "refit"):
+        cutting = replace(cutting, choices=choose.channels(data, cutting.pools, judge, how) if cutting.pools else {})
+        _note(cutting.chosen, shrunk, report)
+        for step in ("as is", "refit") if cutting.chosen and how.refit else ("as is",):
+            with with_channels(cutting.chosen, refitted=step == "refit"):
                 judge.measure(step, shrunk)
+    shrunk.costs.update(_costs(data, cutting))
     try:
         with report.timed("blocks"):
             _repair(cutting, data)
     except BaseException as error:
-        report.notes.append(
-            f"stopped by {type(error).__name__}: it is smaller, with {len(report.blocks)} blocks repaired"
-        )
+        done = f"{len(report.blocks)} blocks repaired"
+        report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
         raise
     finally:
-        cutting.finish(model)
+        cutting.everything(model)
         report.shrunk = shrunk
         attach_report(model, report)
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
-    data = replace(data, run=run)
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
-    now = _costs(data)
-    shrunk.costs.update({what: [old, now[what]] for what, old in before.items()})
     if run.config.distill is not None and judge.teacher is not None:
         with report.timed("distillation"):
-            distill(replace(judge.teacher, data=data), run)
+            distill(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
-    run.processes.barrier()
 
 
-def _repair(cutting: "_Cutting", data: CalibrationData) -> None:
+def _repair(cutting: "_Cut", data: CalibrationData) -> None:
     """Cut each block, and tune it against the dense one. Blocks that go put out what they get from then on."""
     run, changed = data.run, False
     if run.config.reconstruct is None:
@@ -169,116 +203,110 @@ def _repair(cutting: "_Cutting", data: CalibrationData) -> None:
         with Progress("reconstruct", "block", len(tasks), show=run.config.progress) as bar:
             for task in tasks:
                 bar.say(task.name, *run.so_far())
-                inputs = task.inputs()
+                inputs, goes = task.inputs(), task.block in cutting.gone
                 with run.storage.open(task.block, run.report), inputs.on_device():
                     tuned = dense_goals(task, inputs, run)
-                    if task.block in cutting.gone:
+                    if task.block is not None and goes:
                         ending.enter_context(skipped([task.block]))
-                    elif task.name in cutting.choices:
-                        cutting.cut(run.model, task.name)
-                    changed |= task.block in cutting.gone or task.name in cutting.choices
-                    if tuned and changed and task.block not in cutting.gone:
+                    cutting.block(run.model, task.name)
+                    changed |= goes or task.name in cutting.choices
+                    if tuned and changed and not goes:
                         masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()
                 bar.update()
 
 
-@dataclass
-class _Cutting:
-    """What is cut of a model, and how far that is.
+@dataclass(frozen=True)
+class _Cut:
+    """What is cut of a model.
 
-    twin: as small as the model will be, as far as that is chosen. pools: block -> channels that go together.
-    interleaved: how tensors with several values for each channel are cut.
-    places: those of the blocks of ``depth`` that stay. choices, done: by block, and those that are cut.
+    narrow: its twin with fewer channels, and all blocks. pools: block -> channels that go together. choices: block ->
+    which of them stay. stay: places of the blocks that do, once they are chosen.
     """
 
-    twin: PreTrainedModel
-    pools: dict[str, list[Pool]]
-    interleaved: bool = False
-    depth: Depth | None = None
-    places: list[int] = field(default_factory=list)
-    choices: dict[str, list[Choice]] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
+    sizes: Sizes
+    narrow: PreTrainedModel
+    pools: Mapping[str, list[Pool]]
+    choices: Mapping[str, list[Choice]] = field(default_factory=dict)
+    stay: Sequence[int] | None = None
 
     @classmethod
-    def tried(cls, data: CalibrationData, sizes: Sizes) -> "_Cutting":
+    def tried(cls, data: CalibrationData, sizes: Sizes) -> "_Cut":
         """Try with some channels how tensors are cut. Raises ValueError if the model computes something else then."""
         model: Any = data.run.model
-        twin = twin_of(model, sizes.narrow)
-        blocks = layers_by_block(data.run.plan) if sizes.width else {}
-        wide = {name: pools(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
-        cutting = cls(twin, {name: of_block for name, of_block in wide.items() if of_block})
-        for name, of_block in cutting.pools.items():
-            cutting.choices[name] = [choose.any_channels(pool) for pool in of_block]
-        if cutting.choices and cutting.differs(data):
-            cutting.interleaved = True
-            if cutting.differs(data):
-                problem = f"this {type(model).__name__} computes something else with fewer channels"
-                raise ValueError(f"{problem} than with zeros in their place: its MLPs cannot be cut")
-        return replace(cutting, choices={})
+        narrow = sizes.narrow(model)
+        pools = pools_in(model, narrow, layers_by_block(data.run.plan)) if sizes.width else {}
+        for interleaved in (False, True):
+            pools = {name: [replace(pool, interleaved=interleaved) for pool in each] for name, each in pools.items()}
+            some = {name: [choose.any_channels(pool) for pool in each] for name, each in pools.items()}
+            if not pools or not cls(sizes, narrow, pools, some).differs(data):
+                return cls(sizes, narrow, pools)
+        problem = f"this {type(model).__name__} computes something else with fewer channels"
+        raise ValueError(f"{problem} than with zeros in their place: its MLPs cannot be cut")
 
-    def without_blocks(self, data: CalibrationData, sizes: Sizes, judge: Judge, shrunk: Shrunk) -> "_Cutting":
+    def without_blocks(self, data: CalibrationData, judge: Judge, shrunk: Shrunk) -> "_Cut":
         """Choose the blocks that go, and try it."""
-        if sizes.depth is None:
+        sizes, depth, stay = self.sizes, self.sizes.depth, self.sizes.stay
+        model: Any = data.run.model
+        if depth is None:
             return self
-        (places, *others), depth = sizes.choices(), sizes.depth
-        if others or isinstance(sizes.go, int):
-            places = choose.blocks(judge, depth, len(depth.stack.blocks) - len(places), data.run, shrunk)
-        shrunk.sizes[depth.name] = [len(depth.stack.blocks), len(places)]
-        shrunk.kept["blocks"] = {depth.stack.name: places}
-        if _Cutting(depth.twin(places), {}, depth=depth, places=places).differs(data):
-            problem = f"this {type(data.run.model).__name__} computes something else with the blocks {places} alone"
+        if not sizes.named:
+            stay = choose.blocks(judge, depth, len(depth.stack.blocks) - len(stay), data.run, shrunk)
+        shrunk.kept["blocks"] = {depth.stack.name: [*stay]}
+        if _Cut(replace(sizes, width={}), model, {}, stay=stay).differs(data):
+            problem = f"this {type(model).__name__} computes something else with the blocks {[*stay]} alone"
             raise ValueError(f"{problem} than with the others skipped: blocks know their places, or read from others")
-        gone = [name for place, name in enumerate(depth.stack.names) if place not in places]
-        left = {name: of_block for name, of_block in self.pools.items() if name not in gone}
-        return replace(self, twin=depth.twin(places, sizes.narrow), pools=left, depth=depth, places=places)
+        left = {depth.stack.names[place] for place in stay} | self.pools.keys() - {*depth.stack.names}
+        return replace(self, pools={name: each for name, each in self.pools.items() if name in left}, stay=stay)
 
     @property
     def gone(self) -> list[nn.Module]:
         """The blocks that go."""
-        blocks = () if self.depth is None else self.depth.stack.blocks
-        return [block for place, block in enumerate(blocks) if place not in self.places]
+        blocks = () if self.stay is None or self.sizes.depth is None else self.sizes.depth.stack.blocks
+        return [block for place, block in enumerate(blocks) if place not in (self.stay or ())]
+
+    @property
+    def chosen(self) -> list[Choice]:
+        return [choice for of_block in self.choices.values() for choice in of_block]
 
     def differs(self, data: CalibrationData) -> bool:
         """Whether a model that is cut so computes something else than this one with zeros for what goes."""
-        chosen = [choice for of_block in self.choices.values() for choice in of_block]
-        model: Any = data.run.model
-        small = clone(model)
-        replace(self, done=set()).finish(small, values=False)
+        small = self.cut_clone(data.run.model)
         run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
         differs = False
         if data.calls:
             dense, narrow = _output(data), _output(replace(data, run=run))
-            with skipped(self.gone), with_channels(chosen, refitted=False):
+            with skipped(self.gone), with_channels(self.chosen, refitted=False):
                 wanted = _output(data)
             differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
 
-    def cut(self, model: PreTrainedModel | nn.Module, name: str, *, values: bool = True) -> None:
-        """Cut a block in place, once; ``values``: with the new ones. May be called again after it was broken off."""
-        if name in self.done:
-            return
+    def block(self, model: nn.Module, name: str, *, values: bool = True) -> None:
+        """Cut a block in place; ``values``: with better ones. Nothing happens to one that has been cut."""
         cuts: dict[tuple[str, int], Tensor] = {}
-        for choice in self.choices[name]:
-            cuts |= choice.pool.cuts(choice.stay, interleaved=self.interleaved)
-        new_name = name
-        if self.depth is not None and name in self.depth.stack.names:
-            new_name = self.depth.stack.names[self.places.index(self.depth.stack.names.index(name))]
-        cut(model.get_submodule(name), self.twin.get_submodule(new_name), cuts)
-        for choice in self.choices[name] if values else ():
+        for choice in self.choices.get(name, ()):
+            cuts |= choice.pool.cuts(choice.stay)
             layer = choice.pool.taker
-            layer.values.copy_(layer.unmatrix(choice.values))
-        self.done.add(name)
+            if values and layer.columns(layer.values) == choice.pool.span.old:
+                layer.values.copy_(choice.full_width(refitted=True))
+        if cuts:
+            cut(model.get_submodule(name), self.narrow.get_submodule(name), cuts)
 
-    def finish(self, model: Any, *, values: bool = True) -> None:
+    def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
+        twin = self.sizes.narrow(model, self.stay)
         for name in self.choices:
-            self.cut(model, name, values=values)
-        if self.depth is not None:
-            replace(self.depth, model=model).drop(self.places)
-        cut(model, self.twin, {})
-        write_config(model, self.twin)
+            self.block(model, name, values=values)
+        if self.sizes.depth is not None and self.stay is not None:
+            self.sizes.depth.drop(model, self.stay)
+        cut(model, twin, {})
+
+    def cut_clone(self, model: Any) -> Any:
+        """A smaller model beside this one, with the values that it has."""
+        small = clone(model)
+        self.everything(small, values=False)
+        return small
 
 
 def _note(chosen: Sequence[Choice], shrunk: Shrunk, report: Report) -> None:
@@ -309,19 +337,33 @@ def _has_logits(data: CalibrationData) -> bool:
     return any(data.run.processes.all_gather("whether there are logits", own))
 
 
-def _costs(data: CalibrationData) -> dict[str, float]:
-    """Parameters, bytes, and, of models that write text, the seconds of a call on this machine."""
+def _costs(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:
+    """Of the model and the smaller one: parameters, bytes, and, of those that write text, seconds of a call here."""
     model: Any = data.run.model
-    measured: dict[str, float] = {**costs(model)}
+    both = model, cutting.cut_clone(model)
+    counted = [costs(each) for each in both]
+    measured: dict[str, list[float]] = {what: [each[what] for each in counted] for what in counted[0]}
     longest = longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
         if length <= longest and not ids.is_floating_point():
             row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
-            seconds: list[float] = []
-            while len(seconds) < TIMES or sum(seconds) < LONG:
-                began = time.perf_counter()
-                model(input_ids=row)
-                seconds.append(time.perf_counter() - began)
-            measured[what] = min(seconds)
+            if seconds := _seconds(both, row):
+                measured[what] = seconds
+            else:
+                data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
     return measured
+
+
+def _seconds(models: Sequence[nn.Module], ids: Tensor) -> list[float]:
+    """The least seconds of a call of each, in turns. Nothing where other work on the machine disturbs them: where three
+    calls of the same model do not agree."""
+    seconds: list[list[float]] = [[] for _ in models]
+    while len(seconds[0]) < TIMES or sum(map(sum, seconds)) < LONG:
+        for model, of_model in zip(models, seconds):
+            began = time.perf_counter()
+            flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
+            of_model.append(time.perf_counter() - began)
+        if len(seconds[0]) >= TIMES and all(sorted(of_model)[2] <= AGREE * min(of_model) for of_model in seconds):
+            return [min(of_model) for of_model in seconds]
+    return []

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import modelopt_sparse as mts
 from modelopt_sparse import smaller
 from modelopt_sparse.accuracy.refit import refit
 from modelopt_sparse.methods.channels import gram_scores
+from modelopt_sparse.methods.patterns import Unstructured
+from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.resize import spans, twin_of
-from modelopt_sparse.plan.shrinking import HINTS
+from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.plan.shrinking import HINTS, STALE, Asked, sizes_for
 from tests.helpers import assert_bits, assert_same_state, correlated_inputs, state_of, trained_model, trained_windows
 from tests.models.shrinkable import (
     BASE,
@@ -166,6 +171,13 @@ REFUSED = {
     "no such size": ({"to": {"intermediate_sizes": 8}}, "did you mean 'intermediate_size'"),
     "larger": ({"to": {"intermediate_size": 64}}, "below 48"),
     "heads": ({"to": {"num_key_value_heads": 1}}, "heads cost far more"),
+    "a budget beside": ({"mlp": 0.25, "budget": "70% params"}, r"got \['mlp', 'budget'\]"),
+    "a budget of time": ({"budget": "5 ms"}, "allowed are params, bytes, flops"),
+    "two budgets": ({"budget": {"params": "70%", "flops": "70%"}}, "shrink takes one unit"),
+    "a budget that is met": ({"budget": "100% params"}, "the model has .* params already"),
+    "a budget that is too small": ({"budget": "1% params"}, "cannot be met"),
+    "devices": ({"mlp": 0.25, "tensor_parallel": 0}, "tensor_parallel=0"),
+    "a width for devices": ({"mlp": 30, "tensor_parallel": 4}, "intermediate_size=18 does not divide by"),
     "hidden": ({"to": {"hidden_size": 16}}, "outside of the blocks"),
     "multiple": ({"mlp": 0.25, "multiple_of": 0}, "multiple_of=0"),
     "criterion": ({"mlp": 0.25, "criterion": "gramm"}, "allowed are 'gram', 'norm', 'minitron'"),
@@ -223,15 +235,109 @@ def test_the_plan_is_what_is_made():
 
 
 @pytest.mark.parametrize(
-    ("share", "old", "multiple_of", "new"),
-    [(0.25, 384, "auto", 288), (0.25, 2816, "auto", 2112), (0.25, 14336, "auto", 10752), ("50%", 100, "auto", 48),
-     (0.3, 100, 7, 70), (30, 100, "auto", 70), (0.25, 11008, "auto", 8192)],
+    ("share", "old", "multiple_of", "devices", "new"),
+    [(0.25, 384, "auto", 1, 288), (0.25, 2816, "auto", 1, 2112), (0.25, 14336, "auto", 1, 10752),
+     ("50%", 100, "auto", 1, 48), (0.3, 100, 7, 1, 70), (30, 100, "auto", 1, 70), (0.25, 11008, "auto", 1, 8192),
+     (0.25, 384, "auto", 3, 288), (0.25, 14336, "auto", 8, 10752), (0.25, 14336, 10, 6, 10740),
+     (30, 100, "auto", 7, 70)],
 )  # fmt: skip
-def test_widths_are_rounded(share, old, multiple_of, new):
+def test_widths_are_rounded(share, old, multiple_of, devices, new):
     config = LlamaConfig(**{**BASE, "intermediate_size": old, "num_hidden_layers": 1})
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    assert mts.plan_shrink(model, mlp=share, multiple_of=multiple_of).changes["intermediate_size"] == (old, new)
+    plan = mts.plan_shrink(model, mlp=share, multiple_of=multiple_of, tensor_parallel=devices)
+    assert plan.changes["intermediate_size"] == (old, new)
+
+
+NOW = {"num_hidden_layers": BLOCKS, "intermediate_size": WIDTH}
+KEYS = {"params": "parameters", "flops": "FLOPs of a call", "bytes": "bytes"}
+
+
+def cost_of(model: PreTrainedModel, budget: str, blocks: int, width: int) -> int:
+    """What a model of these sizes costs in the budget's unit, by its plan."""
+    sizes = {"num_hidden_layers": len(model.model.layers) - blocks, "intermediate_size": width}
+    now = {"num_hidden_layers": len(model.model.layers), "intermediate_size": model.config.intermediate_size}
+    key = KEYS[budget.split()[-1]]
+    changed = {name: size for name, size in sizes.items() if size != now[name]}
+    return (
+        mts.plan_shrink(model, to=changed).changes[key][1] if changed else mts.plan_shrink(model, mlp=8).changes[key][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "left"),
+    [("70% params", 0.7), ("96% flops", 0.96), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ({"params": "55%"}, 0.55)],
+)
+def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left):
+    model = shrinkable("Llama")
+    unit = budget if isinstance(budget, str) else "55% params"
+    ceiling = left if left > 1 else left * cost_of(model, unit, 0, WIDTH)
+    wanted = []
+    for blocks in range(BLOCKS):
+        fitting = [width for width in range(8, WIDTH + 1, 8) if cost_of(model, unit, blocks, width) <= ceiling]
+        wanted += [(BLOCKS - blocks, max(fitting))] if fitting else []
+        if WIDTH in fitting:
+            break
+    planned = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
+    offered = [sizes.changes for sizes in sizes_for(model, planned, Asked(budget=budget))]
+    sizes = [[each.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
+    assert sizes == [list(pair) for pair in wanted]
+    assert len(wanted) > 1
+    assert f"num_hidden_layers {wanted[1][0]}" in str(mts.plan_shrink(model, budget=budget))
+
+
+def test_a_budget_is_kept():
+    model = shrinkable("Llama")
+    mts.shrink(model, budget="70% params", tensor_parallel=2, **LOADER, progress=False)
+    old, new = mts.report(model).shrunk.costs["parameters"]
+    assert new == sum(p.numel() for p in model.parameters()) <= 0.7 * old
+    assert model.config.intermediate_size % 16 == 0
+    assert "budget 70% params: KL after 1 epoch of reconstruction: " in str(mts.report(model)).replace("\n  ", " ")
+    with pytest.raises(ValueError, match="no logits"):
+        mts.shrink(shrinkable("Llama").model, budget="70% params", **LOADER, progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["70% params", "75% flops"])
+def test_a_budget_takes_the_best_of_all_pairs(budget):
+    """Of all numbers of blocks and multiples of 32, each shrunk for itself and reconstructed as long as it may be."""
+    batches = list(trained_windows("calibration.txt", 128)[:48].split(4))
+    model = trained_model()
+    ceiling = float(budget.split("%")[0]) / 100 * cost_of(model, budget, 0, 384)
+    divergences = {}
+    for blocks in range(5):
+        fitting = [width for width in range(32, 385, 32) if cost_of(model, budget, blocks, width) <= ceiling]
+        for width in fitting[-2:]:
+            other = trained_model()
+            sizes = {"num_hidden_layers": 6 - blocks} if blocks else {}
+            sizes |= {"intermediate_size": width} if width < 384 else {}
+            mts.shrink(other, to=sizes, data_loader=batches, progress=False, reconstruct=2)
+            divergences[6 - blocks, width] = mts.report(other).shrunk.kl["reconstructed"]
+    mts.shrink(model, budget=budget, multiple_of=32, data_loader=batches, progress=False)
+    best = min(divergences, key=divergences.__getitem__)
+    assert (model.config.num_hidden_layers, model.config.intermediate_size) == best
+
+
+@pytest.mark.parametrize(
+    ("durations", "wanted"),
+    [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[*range(1, 40)], [1] * 40], [])],
+)
+def test_times_are_the_least_of_calls_in_turns_or_none(durations, wanted, monkeypatch):
+    clock, turns = [0.0], []
+    left = [[*of_model, *[9] * 9] for of_model in durations]
+
+    def model(place: int) -> Any:
+        def call(input_ids: Tensor) -> Tensor:
+            turns.append(place)
+            clock[0] += left[place].pop(0) / 100
+            return input_ids
+
+        return call
+
+    monkeypatch.setattr(smaller, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    seconds = smaller._seconds([model(0), model(1)], torch.zeros(1, 1))  # pyright: ignore[reportPrivateUsage]
+    assert [round(100 * each) for each in seconds] == wanted
+    assert turns == [0, 1] * (len(turns) // 2)
 
 
 def test_what_was_kept_is_taken_back(tmp_path):
@@ -278,6 +384,7 @@ def test_repair_tunes_all_matrices_and_helps():
         mts.shrink(model, mlp=0.25, data_loader=batches, progress=False, **options)
         assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, before) == (name != "repaired")
         assert all(model.model.layers[1].mlp.down_proj.weight is not parameter for parameter in optimizer_knows)
+        assert STALE in mts.report(model).notes
         found[name] = mts.report(model).shrunk.kl
     assert found["refit"]["refit"] < 0.8 * found["cut"]["as is"]
     assert found["repaired"]["reconstructed"] < found["refit"]["refit"]
@@ -347,9 +454,12 @@ def test_greedy_choice_is_that_of_fresh_least_squares():
     assert scores.min() >= 0
 
 
-def test_refit_is_damped_least_squares_and_never_worse():
+@pytest.mark.parametrize(("tokens", "best"), [(100, 2), (20, 3), (8, 4), (0, 0)])
+def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
+    """The fewer tokens, the more damping; none where those that judge are of another kind."""
     weight, x = problem()
-    kept, judge = torch.tensor([0, 2, 3, 7, 11]), correlated_inputs(50, 12, seed=9)
+    kept, judge = torch.tensor([0, 2, 3, 7, 11]), x[100:] if tokens else correlated_inputs(50, 12, seed=9)
+    x = x[:tokens] if tokens else x
     values, as_is, least = refit(weight, kept, x.T @ x, judge.T @ judge)
     candidates = [weight[:, kept]]
     for damping in (1e-3, 1e-2, 1e-1, 1.0):
@@ -359,6 +469,7 @@ def test_refit_is_damped_least_squares_and_never_worse():
         candidates.append(torch.linalg.lstsq(rows, goal).solution.T)
     total = (judge @ weight.T).square().sum()
     errors = [float((judge @ weight.T - judge[:, kept] @ each.T).square().sum() / total) for each in candidates]
+    assert errors.index(min(errors)) == best
     assert as_is == pytest.approx(errors[0])
     assert least == pytest.approx(min(errors))
     torch.testing.assert_close(values, candidates[errors.index(min(errors))])

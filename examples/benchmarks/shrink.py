@@ -1,6 +1,7 @@
 """What a smaller model loses: channels off by several choices, refit and repaired, and a block off.
 
     python examples/benchmarks/shrink.py                       # about an hour on one busy core
+    python examples/benchmarks/shrink.py --model models/opt --sizes 25% 50% --rows norm "gram, refit"
 
 Perplexity and KL(dense || smaller) are those of the first 100 windows of 512 tokens of the held-out text; each draw has
 128 windows of the calibration text of its own. CPU seconds are those of the process. "minitron" is ModelOpt's score,
@@ -32,7 +33,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "gram, refit": {},
     "gram, refit, repaired": REPAIR,
 }
-SIZES: dict[str, dict[str, Any]] = {"25 % of the channels": {"mlp": 0.25}, "50 % of the channels": {"mlp": 0.5}}
+SIZES: dict[str, dict[str, Any]] = {"25%": {"mlp": 0.25}, "50%": {"mlp": 0.5}, "block": {"blocks": 1}}
+TITLES = {"25%": "25 % of the channels", "50%": "50 % of the channels", "block": "1 block"}
 BLOCK: dict[str, dict[str, Any]] = {"as is": {}, "reconstructed": {"reconstruct": REPAIR["reconstruct"]}}
 
 
@@ -41,21 +43,23 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3, help="of calibration windows (%(default)s)")
     parser.add_argument("--calibration", type=int, default=128, help="windows of 512 tokens in a draw (%(default)s)")
     parser.add_argument("--heldout", type=int, default=100, help="windows of 512 tokens (%(default)s)")
+    parser.add_argument("--model", type=Path, default=TESTBED / "tiny-llama", help="folder (the testbed's)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="what goes (all)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="ways (all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     windows = cut(tokenizer, (TESTBED / "calibration.txt").read_text(encoding="utf-8")).split(options.calibration)
     heldout = cut(tokenizer, (TESTBED / "heldout.txt").read_text(encoding="utf-8"), options.heldout)
-    dense = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32).eval()
+    dense = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.processor() or platform.machine()}, {options.threads} threads, {options.draws} draws\n\n"
         "| off | by | KL | share of norm's | perplexity | CPU seconds |\n| --- | --- | ---: | ---: | ---: | ---: |"
     )
-    runs = [(size, way, {**SIZES[size], **ROWS[way]}) for size in SIZES for way in options.rows]
-    runs += [("1 of 6 blocks", way, {"blocks": 1, **more}) for way, more in BLOCK.items()]
+    ways = {size: BLOCK if size == "block" else {way: ROWS[way] for way in options.rows} for size in options.sizes}
+    runs = [(size, way, {**SIZES[size], **more}) for size, of_size in ways.items() for way, more in of_size.items()]
     base: dict[str, float] = {}
     for size, way, asked in runs:
         found, seconds = [], []
@@ -72,7 +76,7 @@ def main() -> None:
         share = f"{kl / base[size]:.2f}" if size in base else ""
         spread = f"{kl:.3f} ({min(each.kl for each in found):.3f} to {max(each.kl for each in found):.3f})"
         perplexity = mean(each.perplexity for each in found)
-        print(f"| {size} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |", flush=True)
+        print(f"| {TITLES[size]} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |", flush=True)
     print(f"\nThe dense model has a perplexity of {found[0].reference_perplexity:.3f}.")
 
 

@@ -102,7 +102,7 @@ def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> l
                 bar.update()
                 rest = [other for other in stay if other != place]
                 try:
-                    depth.twin(rest)
+                    depth.check(rest)
                 except ValueError:
                     continue
                 with skipped([block for i, block in enumerate(stack.blocks) if i not in rest]):
@@ -129,6 +129,18 @@ class Choice:
     values: Tensor
     scores: Tensor
     errors: tuple[float, float]
+
+    def full_width(self, *, refitted: bool) -> Tensor:
+        """The layer's values, with zeros for the channels that go; ``refitted``: with the new values for the others."""
+        old = self.pool.taker.matrix(self.pool.taker.values)
+        stay = self.stay.to(old.device)
+        values = self.values.to(old.device) if refitted else old[:, stay]
+        return self.pool.taker.unmatrix(torch.zeros_like(old).index_copy(1, stay, values))
+
+
+def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractContextManager[None]:
+    """While entered, layers are called with zeros for the channels that go."""
+    return called_with({choice.pool.taker: partial(choice.full_width, refitted=refitted) for choice in choices})
 
 
 @dataclass(frozen=True)
@@ -252,15 +264,3 @@ def _choice(pool: Pool, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tenso
     if not criterion.refit:
         values, least = weight_RC[:, stay], as_is
     return Choice(pool, stay.cpu(), values.to(layer.values.device), scores.cpu(), (as_is, least))
-
-
-def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractContextManager[None]:
-    """While entered, layers are called with zeros for the channels that go."""
-
-    def narrowed(choice: Choice) -> Tensor:
-        old = choice.pool.taker.matrix(choice.pool.taker.values)
-        stay = choice.stay.to(old.device)
-        values = choice.values.to(old.device) if refitted else old[:, stay]
-        return choice.pool.taker.unmatrix(torch.zeros_like(old).index_copy(1, stay, values))
-
-    return called_with({choice.pool.taker: partial(narrowed, choice) for choice in choices})

@@ -370,6 +370,7 @@ def shrink(
     mlp: str | None = Option(None, help="MLP channels that go, of every block: 25%, or a number."),
     blocks: str | None = Option(None, help="How many blocks go, or which: 4, or [17, 18]."),
     to: list[str] | None = Option(None, metavar="NAME=SIZE", help="A size by the config's own name; may be repeated."),
+    budget: str | None = Option(None, help="What the model may cost instead: 70% params, 75% flops, 12GB bytes."),
     criterion: str | None = Option(None, help=f"What channels are chosen by: {', '.join(CRITERIA)}. Default: gram."),
     quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
     data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
@@ -398,7 +399,7 @@ def shrink(
     sizes |= {
         "to": {key: read_yaml(size, f"--to {key}") for key, _, size in (each.partition("=") for each in to or [])}
     }
-    sizes = {name: value for name, value in sizes.items() if value != {}}
+    sizes = {name: value for name, value in {**sizes, "budget": budget}.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
     settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")

@@ -103,104 +103,42 @@ def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
 def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
     """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
 
-    Parameters that change are new ones, with the values that stay; ties hold. Numbers that modules have as attributes
-    become those of the twin.
+    Parameters that change are new ones, with the values that stay; ties hold. Sizes that modules and configs hold
+    become those of the twin. What has its size already is left alone, so that this can be called again.
     """
-    new: dict[int, Tensor] = {}
-    wanted = spans(module, twin)
-    for path, part in module.named_modules():
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            of_tensor = [span for span in wanted if span.name == full_name(path, name)]
-            if of_tensor and id(tensor) not in new:
-                values = tensor.detach()
-                for span in of_tensor:
-                    values = values.index_select(span.dim, stay[span.name, span.dim].to(values.device))
-                is_parameter = isinstance(tensor, nn.Parameter)
-                new[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-            if of_tensor:
-                setattr(part, name, new[id(tensor)])
+    new: dict[Tensor, Tensor] = {}
+    by_tensor: dict[str, list[Span]] = {}
+    for span in spans(module, twin):
+        by_tensor.setdefault(span.name, []).append(span)
+    for name, of_tensor in by_tensor.items():
+        path, _, key = name.rpartition(".")
+        tensor = getattr(module.get_submodule(path), key)
+        if tensor not in new:
+            values = tensor.detach()
+            for span in of_tensor:
+                values = values.index_select(span.dim, stay[name, span.dim].to(values.device))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            new[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        setattr(module.get_submodule(path), key, new[tensor])
     for part, of_twin in zip(module.modules(), twin.modules(), strict=True):
-        for name, value in vars(of_twin).items():
-            private = name.startswith("_") or name == "training"
-            if not private and _is_number(value) and vars(part).get(name, value) != value:
-                vars(part)[name] = copy.copy(value)  # not by setattr: some are behind a property without a setter
+        _take_sizes(vars(part), vars(of_twin))
+        if isinstance(config := vars(part).get("config"), PreTrainedConfig):
+            for (_, own), (_, other) in zip(_parts(config), _parts(vars(of_twin)["config"]), strict=True):
+                _take_sizes(vars(own), vars(other))
 
 
-def _is_number(value: Any) -> bool:
+def _take_sizes(own: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Not by setattr: some are behind a property without a setter."""
+    for name, value in other.items():
+        if not name.startswith("_") and _is_size(value) and name in own and own[name] != value:
+            own[name] = copy.copy(value)
+
+
+def _is_size(value: Any) -> bool:
+    """A number, or a list that may say something of each block; no flag."""
     if isinstance(value, (tuple, list)):
-        return all(map(_is_number, value))
-    return isinstance(value, (int, float))
-
-
-def write_config(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Give every config in a model that is cut, in place, the numbers and lists of its twin's."""
-    for part, of_twin in zip(model.modules(), twin.modules(), strict=True):
-        config, other = vars(part).get("config"), vars(of_twin).get("config")
-        if not isinstance(config, PreTrainedConfig) or not isinstance(other, PreTrainedConfig):
-            continue
-        for (_, own), (_, changed) in zip(_parts(config), _parts(other), strict=True):
-            for name, value in vars(changed).items():
-                if type(value) in (int, list, tuple) and not name.startswith("_") and vars(own).get(name) != value:
-                    setattr(own, name, copy.copy(value))
-
-
-# channels -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Channels of a block that go together: columns of ``taker``, and what makes them, rows and biases.
-
-    span: the columns of the taker, in the block.
-    """
-
-    taker: Layer
-    span: Span
-    makers: tuple[Span, ...]
-
-    def cuts(self, stay: Tensor, *, interleaved: bool) -> dict[tuple[str, int], Tensor]:
-        """What `cut` takes, for the channels ``stay``. Where a tensor makes several values for each channel (gate and
-        up in one), those of a channel follow each other if ``interleaved``; else all of the first kind come first."""
-        cuts = {(self.span.name, self.span.dim): stay}
-        for maker in self.makers:
-            kinds = torch.arange(maker.old // self.span.old)
-            both = stay[:, None] * len(kinds) + kinds if interleaved else stay + kinds[:, None] * self.span.old
-            cuts[maker.name, maker.dim] = both.flatten()
-        return cuts
-
-
-def pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[Pool]:
-    """The channels of a block that differ from its twin's. ``layers``: those of the block.
-
-    Raises ValueError if anything differs that is no channel between linear layers.
-    """
-    paths = {module: path for path, module in block.named_modules()}
-    of_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
-    owners = {name.rpartition(".")[0] for name in of_name}
-    takers: list[tuple[Span, Layer]] = []
-    others: list[Span] = []
-    for span in spans(block, twin):
-        layer = of_name.get(span.name)
-        if layer is not None and (layer.tied_modules or layer.adapter not in (LINEAR, HF_CONV1D)):
-            raise ValueError(f"it is a size of {layer.name!r}, which is no linear layer of its own")
-        columns = {None: None, LINEAR: 1, HF_CONV1D: 0}[layer and layer.adapter]
-        if layer is not None and span.dim == columns:
-            takers.append((span, layer))
-        else:
-            others.append(span)
-    makers: dict[str, list[Span]] = {span.name: [] for span, _ in takers}
-    for span in others:
-        near = max(takers, key=lambda taker: _common(taker[0].name, span.name), default=None)
-        linear = span.name.rpartition(".")[0] in owners  # no norm, which would see the other channels
-        if near is None or not linear or span.old % near[0].old or span.old * near[0].new != span.new * near[0].old:
-            raise ValueError(f"it is a size of {span.name!r}, which is not of channels between two linear layers")
-        makers[near[0].name].append(span)
-    return [Pool(layer, span, tuple(makers[span.name])) for span, layer in takers]
-
-
-def _common(name: str, other: str) -> int:
-    """How many parts of their paths two names have in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
+        return all(isinstance(each, str) or _is_size(each) for each in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def clone(model: PreTrainedModel) -> PreTrainedModel:
@@ -208,53 +146,101 @@ def clone(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(each): each for each in tensors_of(model).values()})
 
 
-# the two axes ---------------------------------------------------------------------------------------------------------
+# channels -------------------------------------------------------------------------------------------------------------
 
 
-def find_width(
-    model: PreTrainedModel, blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]], new_of: Callable[[int], int]
-) -> tuple[str, int, int]:
+Blocks = Mapping[str, tuple[nn.Module, Sequence[Layer]]]  # name -> a block, and its layers
+COLUMNS = {LINEAR: 1, HF_CONV1D: 0}  # the dimension of a weight that its input channels lie along
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Channels of a block that go together: columns of ``taker``, and what makes them, rows and biases.
+
+    span: the columns of the taker, in the block.
+    interleaved: where a tensor makes several values for each channel (gate and up in one), those of a channel follow
+      each other; else all of the first kind come first.
+    """
+
+    taker: Layer
+    span: Span
+    makers: tuple[Span, ...]
+    interleaved: bool = False
+
+    def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
+        """What `cut` takes, for the channels ``stay``."""
+        cuts = {(self.span.name, self.span.dim): stay}
+        for maker in self.makers:
+            kinds = torch.arange(maker.old // self.span.old)
+            both = stay[:, None] * len(kinds) + kinds if self.interleaved else stay + kinds[:, None] * self.span.old
+            cuts[maker.name, maker.dim] = both.flatten()
+        return cuts
+
+
+def pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, list[Pool]]:
+    """Block -> its channels that the twin has fewer of. Raises ValueError if anything else differs, or nothing."""
+    names = tuple(f"{name}." for name in blocks)
+    if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
+        raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
+    pools = {name: _pools(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
+    if not any(pools.values()):
+        raise ValueError("no channels depend on it")
+    return {name: of_block for name, of_block in pools.items() if of_block}
+
+
+def _pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[Pool]:
+    paths = {module: path for path, module in block.named_modules()}
+    of_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
+    modules = {name.rpartition(".")[0] for name in of_name}
+    makers: dict[Span, list[Span]] = {}  # of each taker
+    others: list[Span] = []
+    for span in spans(block, twin):
+        layer = of_name.get(span.name)
+        if layer is not None and (layer.tied_modules or layer.adapter not in COLUMNS):
+            raise ValueError(f"it is a size of {layer.name!r}, which is no linear layer of its own")
+        if layer is not None and span.dim == COLUMNS[layer.adapter]:
+            makers[span] = []
+        else:
+            others.append(span)
+    for span in others:
+        near = max(makers, key=lambda taker: _common(taker.name, span.name), default=None)
+        linear = span.name.rpartition(".")[0] in modules  # no norm, which would see the other channels
+        if near is None or not linear or span.old % near.old or span.old * near.new != span.new * near.old:
+            raise ValueError(f"it is a size of {span.name!r}, which is not of channels between two linear layers")
+        makers[near].append(span)
+    return [Pool(of_name[span.name], span, tuple(of_taker)) for span, of_taker in makers.items()]
+
+
+def _common(name: str, other: str) -> int:
+    """How many parts of their paths two names have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
+
+
+def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], int]) -> tuple[str, int, int]:
     """(the name of the MLP's width in the config, the width, ``new_of`` of it).
 
-    ``blocks``: name -> a block and its layers. Raises ValueError, with the reasons, if no number is the width of all.
+    Raises ValueError, with the reasons, if no number is the width of all.
     """
     columns = {layer.columns(layer.parameter) for _, layers in blocks.values() for layer in layers}
     reasons: list[str] = []
     for name, value in numbers_in(model.config).items():
         for old in columns if value is None else {value} & columns:
             try:
-                twin = twin_of(model, {name: new_of(old)})
+                pools = pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
                 if value is None and spans(model, twin_of(model, {name: old})):
                     continue  # None stands for another width
-                check_width(model, twin, blocks, everywhere=old)
+                for block in blocks:
+                    if all(pool.span.old != old for pool in pools.get(block, ())):
+                        raise ValueError(f"block {block!r} does not depend on it")
             except ValueError as error:
                 reasons.append(f"{name}: {error}")
                 continue
             return name, old, new_of(old)
-    kind = type(model).__name__
     why = "; ".join(reasons) or "no number in its config is one (such as 4 x hidden_size, always)"
-    raise ValueError(f"this {kind} has no width that all of its MLPs share: {why}")
+    raise ValueError(f"this {type(model).__name__} has no width that all of its MLPs share: {why}")
 
 
-def check_width(
-    model: nn.Module,
-    twin: nn.Module,
-    blocks: Mapping[str, tuple[nn.Module, Sequence[Layer]]],
-    everywhere: int | None = None,
-) -> None:
-    """Raise ValueError if a twin differs in more than channels inside of blocks; ``everywhere``: if not each block has
-    channels of this number."""
-    names = tuple(f"{name}." for name in blocks)
-    if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
-        raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
-    count = 0
-    for name, (block, layers) in blocks.items():
-        different = pools(block, twin.get_submodule(name), layers)
-        count += len(different)
-        if everywhere is not None and not any(pool.span.old == everywhere for pool in different):
-            raise ValueError(f"block {name!r} does not depend on it")
-    if not count:
-        raise ValueError("no channels depend on it")
+# blocks ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -270,18 +256,28 @@ class Depth:
         """``asked``: its name. Raises ValueError, with the reasons, if no number in the config is the blocks'."""
         count, reasons = len(stack.blocks), []
         for name, value in numbers_in(model.config).items():
-            depth = cls(model, stack, name)
-            if value != count or count < 2 or asked not in (None, name):
-                continue
-            for gone in range(count - 1, -1, -1):  # one that can go says that the name is right
+            if value == count > 1 and asked in (None, name):
                 try:
-                    depth.twin([place for place in range(count) if place != gone])
+                    cls(model, stack, name).any_without(1)
                 except ValueError as error:
                     reasons.append(f"{name}: {error}")
                 else:
-                    return depth
-        why = "; ".join(dict.fromkeys(reasons)) or f"no number in its config is {count}, and changes it"
+                    return cls(model, stack, name)
+        why = "; ".join(reasons) or f"no number in its config is {count}, and changes it"
         raise ValueError(f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer: {why}")
+
+    def any_without(self, gone: int) -> list[int]:
+        """Places that stay when ``gone`` blocks in a row go, the last ones that can. Raises ValueError if none can."""
+        count, reasons = len(self.stack.blocks), []
+        for end in range(count, gone - 1, -1):
+            stay = [place for place in range(count) if not end - gone <= place < end]
+            try:
+                self.check(stay)
+            except ValueError as error:
+                reasons.append(str(error))
+            else:
+                return stay
+        raise ValueError("; ".join(dict.fromkeys(reasons)))
 
     def changes(self, stay: Sequence[int]) -> Changes:
         """In the config: the number, and every list of what lies beside it that says something of each block."""
@@ -296,30 +292,19 @@ class Depth:
                     changes[full_name(path, name)] = [stay.index(each) for each in value if each in stay]
         return changes
 
-    def twin(self, stay: Sequence[int], width: Mapping[str, int] | None = None) -> PreTrainedModel:
-        """The twin with these blocks alone, and another ``width``. Raises ValueError if it does not have the modules of
-        the blocks that stay, or those have other sizes."""
-        twin = twin_of(self.model, {**self.changes(stay), **(width or {})})
-        there = list(twin.get_submodule(self.stack.name).children())
-        outside = [
-            {k: x.shape for k, x in tensors_of(m).items() if not k.startswith(f"{self.stack.name}.")}
-            for m in (self.model, twin)
-        ]
-        if not width and outside[0] != outside[1]:
-            raise ValueError("modules outside of the blocks depend on it")
-        if len(there) != len(stay):
-            raise ValueError(f"{len(there)} blocks are there, not {len(stay)}")
-        for place, of_twin in zip(stay, there):
-            name, block = self.stack.names[place], self.stack.blocks[place]
-            if [*map(type, block.modules())] != [*map(type, of_twin.modules())]:
-                raise ValueError(f"block {name!r} would be of another kind at its new place")
-            if (different := spans(block, of_twin)) and not width:
-                raise ValueError(f"{different[0].name!r} of block {name!r} would have another size at its new place")
-        return twin
+    def check(self, stay: Sequence[int]) -> None:
+        """Raise ValueError if the model without the other blocks is not built as its twin is."""
+        twin, left = twin_of(self.model, self.changes(stay)), clone(self.model)
+        self.drop(left, stay)
+        own, other = ({name: type(part) for name, part in each.named_modules()} for each in (left, twin))
+        if different := sorted(name for name, _ in own.items() ^ other.items()):
+            raise ValueError(f"{different[0]!r} would be of another kind at its new place")
+        if sizes := spans(left, twin):
+            raise ValueError(f"{sizes[0].name!r} would have another size")
 
-    def drop(self, stay: Sequence[int]) -> None:
-        """Take the other blocks out of the model."""
-        blocks: Any = self.model.get_submodule(self.stack.name)
-        for place in range(len(self.stack.blocks) - 1, -1, -1):
+    def drop(self, model: nn.Module, stay: Sequence[int]) -> None:
+        """Take the other blocks out of a model."""
+        blocks: Any = model.get_submodule(self.stack.name)
+        for place in range(len(blocks) - 1, -1, -1):
             if place not in stay:
                 del blocks[place]

@@ -1,8 +1,10 @@
 """What `shrink` will make of a model: its options, the sizes that they lead to, and what these cost."""
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +19,9 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.hf import quantization_of
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.resize import Depth, check_width, find_width, numbers_in, spans, twin_of
+from modelopt_sparse.model.resize import Depth, find_width, numbers_in, pools_in, spans, twin_of
 from modelopt_sparse.model.wrappers import refuse_no_model
+from modelopt_sparse.plan.budget import Limit, parse_budget
 from modelopt_sparse.plan.options import Distill, SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
@@ -35,18 +38,19 @@ TAKEN = (
     *("batch_size", "seed", "self_data", "count_padding", "quality", "reconstruct", "distill", "device", "autocast"),
     *("progress", "distributed", "split_data", "deterministic"),
 )
-OWN = ("mlp", "blocks", "to", "criterion", "refit", "multiple_of", "kept")
+OWN = ("mlp", "blocks", "to", "budget", "criterion", "refit", "multiple_of", "tensor_parallel", "kept")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 DISTILL = {"epochs": 4, "learning_rate": 0.1}  # a smaller model has more to learn anew than a sparse one
+UNITS = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # of budgets
+SCALES = {"K": "e3", "M": "e6", "G": "e9", "T": "e12"}
+CALL = 1, 1024  # of the FLOPs of a budget: windows and tokens
 STALE = "parameters that change are new ones: make an optimizer afterwards"
-_SAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go) or to={'intermediate_size': 8192}"
+_SAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go) or budget='70% params' (what stays)"
 # names that users of other tools know, and what is not built -> what to do
 HINTS = {
     **dict.fromkeys(("ratio", "pruning_ratio", "compression_ratio", "constraints", "export_config"), f"give {_SAYS}"),
     "kv_groups": "heads cost far more accuracy for their parameters than channels and blocks: give mlp= or blocks=",
-    "budget": "it is not built yet: give mlp= and blocks=, and see what plan_shrink says of their cost",
     "experts": "it is not built yet: give mlp=, blocks= or to=",
-    "tensor_parallel": "give multiple_of=8 times the number of devices",
     "forward_loop": "shrink calls the model itself: give data= or data_loader=",
 }
 
@@ -67,11 +71,13 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
     if distill and not isinstance(distill, Distill):
         asked = distill if isinstance(distill, Mapping) else {} if distill is True else {"epochs": distill}
         chosen["distill"] = {**DISTILL, **asked}
-    if (
-        chosen.get("data") is not None and not chosen.get("reconstruct") and not distill
-    ):  # tuned runs see to it themselves
+    tuned = chosen.get("reconstruct") or distill  # such runs see to it themselves
+    if chosen.get("data") is not None and not tuned:
         chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
-    return SparsifyConfig(pattern=Unstructured(0.5), **chosen)
+    config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)
+    if config.data is None and config.data_loader is None:
+        raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
+    return config
 
 
 # sizes ----------------------------------------------------------------------------------------------------------------
@@ -83,43 +89,250 @@ class Asked(NamedTuple):
     mlp: float | int | str | None = None
     blocks: float | int | str | Sequence[int] | None = None
     to: Mapping[str, int] | None = None
+    budget: Any = None
     kept: Any = None
     multiple_of: int | str = "auto"
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the config will say. width: name -> (as it is, as it will be) of widths of MLPs. depth: of blocks, of which
-    so many ``go``, or just these."""
+    """What the config will say. width: name -> (as it is, as it will be) of widths of MLPs. depth: blocks, of which
+    those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them."""
 
     width: Mapping[str, tuple[int, int]]
     depth: Depth | None = None
-    go: int | tuple[int, ...] = 0
+    stay: Sequence[int] = ()
+    named: bool = False
 
     @property
-    def narrow(self) -> dict[str, int]:
-        return {name: new for name, (_, new) in self.width.items()}
+    def changes(self) -> dict[str, tuple[int, int]]:
+        """Name in the config -> (as it is, as it will be)."""
+        depth = self.depth
+        return (
+            {**self.width} if depth is None else {**self.width, depth.name: (len(depth.stack.blocks), len(self.stay))}
+        )
 
-    def choices(self) -> list[list[int]]:
-        """Blocks that may stay: the one choice, or some that show whether any works."""
-        count = 0 if self.depth is None else len(self.depth.stack.blocks)
-        if not isinstance(self.go, int):
-            return [[place for place in range(count) if place not in self.go]]
-        ends = range(count, self.go - 1, -1)
-        return [[place for place in range(count) if not end - self.go <= place < end] for end in ends]
+    def of(self, model: PreTrainedModel, planned: Plan) -> "Sizes":
+        """The same of a copy of the model."""
+        if (depth := self.depth) is None:
+            return self
+        stack = next(stack for stack in planned.stacks if stack.name == depth.stack.name)
+        return replace(self, depth=Depth(model, stack, depth.name))
 
-    def twin(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A twin that shows what the model will cost. Raises ValueError if none can be built."""
-        if self.depth is None:
-            return twin_of(model, self.narrow)
-        problem = ValueError("no block can go")
-        for places in self.choices():
-            try:
-                self.depth.twin(places)
-                return self.depth.twin(places, self.narrow)
-            except ValueError as error:
-                problem = error
-        raise problem
+    def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
+        """The twin with this width; ``stay``: and with these blocks alone."""
+        depth = {} if self.depth is None or stay is None else self.depth.changes(stay)
+        return twin_of(model, {**{name: new for name, (_, new) in self.width.items()}, **depth})
+
+
+def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
+    """From what the user asks for to sizes; of a budget all that it leaves, by blocks. ``planned``: the model's layers
+    and stacks."""
+    said = [name for name in ("mlp", "blocks", "to", "budget", "kept") if getattr(asked, name) is not None]
+    if said not in (["mlp"], ["blocks"], ["mlp", "blocks"], ["to"], ["budget"], ["kept"]):
+        ways = "mlp= and blocks=, or to=, or budget=, or kept="
+        raise ValueError(f"shrink takes {ways}; got {said or 'none of them'}: give {_SAYS}")
+    if asked.multiple_of != "auto" and not is_whole(asked.multiple_of, 1):
+        raise ValueError(f"multiple_of={asked.multiple_of!r}: give 'auto' or a positive whole number")
+    if not is_whole(asked.tensor_parallel, 1):
+        raise ValueError(f"tensor_parallel={asked.tensor_parallel!r}: give a positive whole number of devices")
+    if asked.budget is not None:
+        return _within(model, planned, asked)
+    if asked.kept is not None:
+        asked = asked._replace(**_sizes_of(kept_in(asked.kept), planned))
+    sizes = Sizes({})
+    if asked.mlp is not None:
+        _refuse_experts(planned)
+        _share("mlp", asked.mlp, 1)  # before widths are tried with it
+        name, *of_width = find_width(model, layers_by_block(planned), lambda old: _width(asked, old))
+        sizes = replace(sizes, width={name: (of_width[0], of_width[1])})
+    if asked.blocks is not None:
+        sizes = replace(sizes, **_blocks(model, planned, asked.blocks))
+    for name, size in (asked.to or {}).items():
+        name = model.config.attribute_map.get(name, name)
+        axis = _axis(model, planned, name, size)
+        if isinstance(axis, Depth):
+            sizes = replace(sizes, depth=axis, stay=axis.any_without(len(axis.stack.blocks) - size))
+        else:
+            sizes = replace(sizes, width={**sizes.width, name: (axis, size)})
+    for name, (_, new) in sizes.width.items():
+        if new % asked.tensor_parallel:
+            raise ValueError(f"{name}={new} does not divide by tensor_parallel={asked.tensor_parallel}: give a share")
+    sizes.narrow(model, sizes.stay)
+    return [sizes]
+
+
+def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
+    """Name of a block -> the block, and its layers."""
+    layers: dict[str | None, list[Layer]] = {}
+    for plan in planned.layers:
+        layers.setdefault(plan.block, []).append(plan.layer)
+    blocks = [pair for stack in planned.stacks for pair in zip(stack.names, stack.blocks)]
+    return {name: (block, layers.get(name, [])) for name, block in blocks}
+
+
+def _refuse_experts(planned: Plan) -> None:
+    for plan in planned.layers:
+        if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
+            raise ValueError(
+                f"mlp= is for MLPs, and {plan.name!r} holds experts: name the width of those that are none, "
+                "such as to={'shared_expert_intermediate_size': 1024}, or give blocks="
+            )
+
+
+def _share(name: str, value: Any, whole: int) -> float:
+    """How many of ``whole`` go, of a share (0.25, "25%") or a number."""
+    if is_whole(value, 1):
+        return value
+    with suppress(ValueError):  # whose words are of patterns
+        if isinstance(value, (float, str)) and isinstance(pattern := parse_pattern(value), Unstructured):
+            return pattern.sparsity * whole
+    raise ValueError(f"{name}={value!r}: give what goes, as a share (0.25, '25%') or a number")
+
+
+def _width(asked: Asked, old: int) -> int:
+    """The width that ``mlp`` leaves of an ``old`` one."""
+    exact = old - _share("mlp", asked.mlp, old)
+    new = int(exact) if is_whole(asked.mlp, 1) else _rounded(asked, old, exact, round)
+    if not 0 < new < old:
+        advice = "give a share in between, or a smaller multiple_of"
+        raise ValueError(f"mlp={asked.mlp!r} makes {new} of {old} channels: {advice}")
+    return new
+
+
+def _rounded(asked: Asked, old: int, exact: float, rounding: Callable[[float], int]) -> int:
+    """A width such that each device's part of it is a multiple."""
+    multiples = MULTIPLES if asked.multiple_of == "auto" else (int(asked.multiple_of),)
+    sizes = [rounding(exact / (each * asked.tensor_parallel)) * each * asked.tensor_parallel for each in multiples]
+    return next((size for size in sizes if abs(size - exact) <= MOVED * old), sizes[-1])
+
+
+def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any]:
+    """Fields of `Sizes` for what ``blocks=`` says."""
+    if len(planned.stacks) != 1:
+        advice = " or ".join(f"to={{{Depth.find(model, stack).name!r}: ...}}" for stack in planned.stacks)
+        raise ValueError(f"blocks= is for a model with one stack of blocks: give {advice}")
+    count, named = len(planned.stacks[0].blocks), isinstance(blocks, (list, tuple))
+    gone = blocks if named else range(round(_share("blocks", blocks, count)))
+    if not 0 < len(set(gone)) == len(gone) < count or not all(is_whole(x, 0) and x < count for x in gone):
+        raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
+    depth = Depth.find(model, planned.stacks[0])
+    stay = [place for place in range(count) if place not in gone]
+    if named:
+        depth.check(stay)
+    return {"depth": depth, "stay": stay if named else depth.any_without(len(gone)), "named": named}
+
+
+def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth | int:
+    """What ``to={name: size}`` means: a number of blocks, or the width (as it is) of MLPs."""
+    numbers, problem, blocks = numbers_in(model.config), None, layers_by_block(planned)
+    if name not in numbers:
+        raise ValueError(f"to={{{name!r}: ...}}: the config has no such number{nearest(name, numbers)}")
+    old = numbers[name]
+    if not is_whole(size, 1) or (old is not None and size >= old):
+        raise ValueError(f"to={{{name!r}: {size!r}}}: give a whole number below {old}")
+    for stack in planned.stacks:
+        try:
+            if old == len(stack.blocks):
+                return Depth.find(model, stack, name)
+        except ValueError as error:
+            problem = error
+    try:
+        if old is None:  # it stands for a width that the class computes
+            return find_width(model, blocks, lambda _: size)[1]
+        pools_in(model, twin_of(model, {name: size}), blocks)
+    except ValueError as error:
+        raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {HINTS['kv_groups']}") from error
+    return old
+
+
+def kept_in(kept: Any) -> Mapping[str, Any]:
+    """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, or its part ``kept``."""
+    choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
+    if not choice or choice.keys() - {"mlp", "blocks"}:
+        raise ValueError("kept= takes report.shrunk, or that section of sparsity.json: 'mlp' and 'blocks'")
+    return choice
+
+
+def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
+    """``mlp`` and ``blocks`` of a choice."""
+    widths = {plan.name: plan.shape[-1] for plan in planned.layers}
+    gone = set()
+    for name, indices in choice.get("mlp", {}).items():
+        old = widths.get(name, 0)
+        if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
+            raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} channels, each once")
+        gone.add(old - len(indices))
+    if len(gone) > 1:
+        raise ValueError("kept= has different numbers of channels: all blocks must have one width")
+    counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
+    of_stacks = choice.get("blocks", {})
+    if of_stacks.keys() - counts.keys():
+        raise ValueError(f"kept= names blocks of {sorted(of_stacks)[0]!r}, which is no stack of this model")
+    blocks = [place for name, stay in of_stacks.items() for place in range(counts[name]) if place not in stay]
+    return {"mlp": gone.pop() if gone else None, "blocks": blocks or None}
+
+
+# a budget -------------------------------------------------------------------------------------------------------------
+
+
+def _within(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
+    """The widest MLPs within a budget for each number of blocks that go, as long as any have to."""
+    limit, ceiling = _ceiling(model, asked.budget)
+
+    def cost(sizes: Sizes) -> int:
+        return costs(sizes.narrow(model, sizes.stay), *CALL)[UNITS[limit.unit]]
+
+    problems = []
+    try:
+        _refuse_experts(planned)
+        name, old, half = find_width(model, layers_by_block(planned), lambda old: old // 2)
+    except ValueError as error:
+        problems.append(str(error))
+        name, old, half = "", 0, 0
+    fitting: list[Sizes] = []
+    for gone in range(len(planned.stacks[0].blocks) if len(planned.stacks) == 1 else 1):
+        try:
+            sizes = Sizes({}, **(_blocks(model, planned, gone) if gone else {}))
+        except ValueError as error:
+            problems.append(str(error))
+            break
+        whole = cost(sizes)
+        if gone and whole <= ceiling:  # from here on blocks alone are enough
+            return [*fitting, sizes]
+        if name:
+            halved = replace(sizes, width={name: (old, half)})
+            each = (whole - cost(halved)) / (old - half)  # what a channel of all blocks costs
+            new = _rounded(asked, old, old - (whole - ceiling) / each, math.floor)
+            if 0 < new < old:
+                fitting.append(replace(sizes, width={name: (old, new)}))
+    if not fitting:
+        raise ValueError(
+            f"budget={asked.budget!r} cannot be met: {'; '.join(problems) or 'MLPs would have no channels'}"
+        )
+    return fitting
+
+
+def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[Limit, int]:
+    """The unit of a budget, and the most that it leaves."""
+    if isinstance(budget, str):
+        budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
+    parsed = parse_budget(budget, tuple(UNITS))
+    assert parsed is not None
+    limit, *others = parsed.limits
+    dense = costs(twin_of(model, {}), *CALL)
+    if others or UNITS[limit.unit] not in dense:
+        problem = "shrink takes one unit" if others else "calls of this model cannot be counted"
+        raise ValueError(f"budget={budget!r}: {problem}: give params, such as '70% params'")
+    whole = dense[UNITS[limit.unit]]
+    ceiling = math.floor(limit.amount * (whole if limit.of_dense else 1))
+    if ceiling >= whole:
+        raise ValueError(f"budget={budget!r}: the model has {whole:,} {limit.unit} already: give less")
+    return limit, ceiling
+
+
+# what it will cost ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,7 +346,6 @@ class ShrinkPlan(Printed):
 
     changes: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
-    sizes: Sizes = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes."""
@@ -147,7 +359,8 @@ class ShrinkPlan(Printed):
 
 
 def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **sizes: Any) -> ShrinkPlan:
-    """The plan of ``shrink(model, ...)`` with the same ``sizes`` (mlp, blocks, to, kept, multiple_of), without data.
+    """The plan of ``shrink(model, ...)`` with the same ``sizes`` (mlp, blocks, to, budget, kept, multiple_of,
+    tensor_parallel), without data.
 
     The model is not changed, and may be on meta. ``batch_size`` and ``length`` are those of the call whose FLOPs and
     cache it tells.
@@ -155,22 +368,24 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
     Raises ValueError for what cannot work, with the model's own reasons.
     """
     plain = checked(model)
-    planned = plan_for(plain, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
     refuse_unknown(sizes, Asked._fields)
-    wanted = sizes_for(plain, planned, Asked(**sizes))
-    twins = twin_of(plain, {}), wanted.twin(plain)
+    planned = plan_for(plain, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
+    first, *others = sizes_for(plain, planned, Asked(**sizes))
+    twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size, length) for twin in twins)
     notes = [f"calls are of {batch_size} x {length} tokens", STALE]
     if "FLOPs of a call" not in new:
         notes[0] = "FLOPs and cache are not known: the model cannot be called without values, or writes no text"
-    if isinstance(wanted.go, int) and wanted.go:
+    if (first.depth is not None and not first.named) or others:
         notes.append("which blocks go is chosen with data")
-    changed = {**wanted.width}
-    if wanted.depth is not None:
-        changed[wanted.depth.name] = len(wanted.depth.stack.blocks), len(wanted.choices()[0])
-    return ShrinkPlan(
-        {**changed, **{what: (old[what], new[what]) for what in old if what in new}}, tuple(notes), wanted
-    )
+    if others:
+        notes.append(f"data chooses among this and {', or '.join(map(said_of, others))}")
+    return ShrinkPlan({**first.changes, **{what: (old[what], new[what]) for what in old if what in new}}, tuple(notes))
+
+
+def said_of(sizes: Sizes) -> str:
+    """Such as "intermediate_size 288, num_hidden_layers 5"."""
+    return ", ".join(f"{name} {new:,}" for name, (_, new) in sizes.changes.items())
 
 
 def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
@@ -195,9 +410,7 @@ def checked(model: nn.Module) -> PreTrainedModel:
     refuse_no_model(model)
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"shrink changes the model's config: a {kind} has none, give a model of transformers, unwrapped"
-        )
+        raise ValueError(f"shrink changes a model's config: a {kind} has none, give a model of transformers, unwrapped")
     if any(True for _ in named_masks(model)):
         raise ValueError(f"this {kind} is sparse: shrink it first, and sparsify it afterwards (export drops the masks)")
     if quantization_of(model.config) is not None:
@@ -211,148 +424,3 @@ def checked(model: nn.Module) -> PreTrainedModel:
     if different:
         raise ValueError(f"this {kind} is not what its config builds ({different[0]}): merge adapters first")
     return model
-
-
-def sizes_for(
-    model: PreTrainedModel,
-    planned: Plan,
-    asked: Asked,
-) -> Sizes:
-    """From what the user asks for to sizes. ``planned``: the layers and stacks of the model."""
-    mlp, blocks, to, kept, multiple_of = asked
-    said = [name for name, value in zip(asked._fields[:-1], asked) if value is not None]
-    if said not in (["mlp"], ["blocks"], ["mlp", "blocks"], ["to"], ["kept"]):
-        raise ValueError(f"shrink takes mlp= and blocks=, or to=, or kept=; got {said or 'none of them'}: give {_SAYS}")
-    if multiple_of != "auto" and not is_whole(multiple_of, 1):
-        raise ValueError(f"multiple_of={multiple_of!r}: give 'auto' or a positive whole number")
-    by_block = layers_by_block(planned)
-    width: dict[str, tuple[int, int]] = {}
-    depth: Depth | None = None
-    go: int | tuple[int, ...] = 0
-    if kept is not None:
-        mlp, blocks = _sizes_of(kept_in(kept), planned)
-    if mlp is not None:
-        _refuse_experts(planned)
-        _share("mlp", mlp, 1)  # before widths are tried with it
-        name, old, new = find_width(model, by_block, lambda old: _width(mlp, old, multiple_of))
-        width[name] = old, new
-    if blocks is not None:
-        depth, go = _depth(model, planned, blocks)
-    for asked_name, size in (to or {}).items():
-        name = model.config.attribute_map.get(asked_name, asked_name)
-        axis = _axis(model, planned, by_block, name, size)
-        if isinstance(axis, Depth):
-            depth, go = axis, len(axis.stack.blocks) - size
-        else:
-            width[name] = axis, size
-    sizes = Sizes(width, depth, go)
-    sizes.twin(model)
-    return sizes
-
-
-def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
-    """Name of a block -> the block, and its layers."""
-    names = {name: block for stack in planned.stacks for name, block in zip(stack.names, stack.blocks)}
-    return {
-        name: (block, [plan.layer for plan in planned.layers if plan.block == name]) for name, block in names.items()
-    }
-
-
-def _refuse_experts(planned: Plan) -> None:
-    for plan in planned.layers:
-        if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
-            raise ValueError(
-                f"mlp= is for MLPs, and {plan.name!r} holds experts: name the width of those that are none, "
-                "such as to={'shared_expert_intermediate_size': 1024}, or give blocks="
-            )
-
-
-def _share(name: str, value: Any, whole: int) -> float:
-    """How many of ``whole`` go, of a share (0.25, "25%") or a number."""
-    if is_whole(value, 1):
-        return value
-    with suppress(ValueError):  # whose words are of patterns
-        if isinstance(value, (float, str)) and isinstance(pattern := parse_pattern(value), Unstructured):
-            return pattern.sparsity * whole
-    raise ValueError(f"{name}={value!r}: give what goes, as a share (0.25, '25%') or a number")
-
-
-def _width(mlp: Any, old: int, multiple_of: int | str) -> int:
-    exact = old - _share("mlp", mlp, old)
-    multiples = (1,) if is_whole(mlp, 1) else MULTIPLES if multiple_of == "auto" else (int(multiple_of),)
-    rounded = [round(exact / multiple) * multiple for multiple in multiples]
-    new = next((size for size in rounded if abs(size - exact) <= MOVED * old), rounded[-1])
-    if not 0 < new < old:
-        raise ValueError(
-            f"mlp={mlp!r} makes {new} of {old} channels: give a share in between, or a smaller multiple_of"
-        )
-    return new
-
-
-def _depth(model: PreTrainedModel, planned: Plan, blocks: Any) -> tuple[Depth, int | tuple[int, ...]]:
-    if len(planned.stacks) != 1:
-        advice = " or ".join(f"to={{{Depth.find(model, stack).name!r}: ...}}" for stack in planned.stacks)
-        raise ValueError(f"blocks= is for a model with one stack of blocks: give {advice}")
-    count = len(planned.stacks[0].blocks)
-    go: Any = tuple(blocks) if isinstance(blocks, (list, tuple)) else round(_share("blocks", blocks, count))
-    places = go if isinstance(go, tuple) else range(go)
-    if not 0 < len(set(places)) == len(places) < count or not all(is_whole(x, 0) and x < count for x in places):
-        raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
-    return Depth.find(model, planned.stacks[0]), go
-
-
-def _axis(
-    model: PreTrainedModel,
-    planned: Plan,
-    by_block: Mapping[str, tuple[nn.Module, Sequence[Layer]]],
-    name: str,
-    size: Any,
-) -> Depth | int:
-    """What ``to={name: size}`` means: a number of blocks, or the width (as it is) of MLPs."""
-    numbers, problem = numbers_in(model.config), None
-    if name not in numbers:
-        raise ValueError(f"to={{{name!r}: ...}}: the config has no such number{nearest(name, numbers)}")
-    old = numbers[name]
-    if not is_whole(size, 1) or (old is not None and size >= old):
-        raise ValueError(f"to={{{name!r}: {size!r}}}: give a whole number below {old}")
-    for stack in planned.stacks:
-        try:
-            if old == len(stack.blocks):
-                return Depth.find(model, stack, name)
-        except ValueError as error:
-            problem = error
-    try:
-        if old is None:  # it stands for a width that the class computes
-            return find_width(model, by_block, lambda _: size)[1]
-        check_width(model, twin_of(model, {name: size}), by_block)
-    except ValueError as error:
-        raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {HINTS['kv_groups']}") from error
-    return old
-
-
-def kept_in(kept: Any) -> Mapping[str, Any]:
-    """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, or its part ``kept``."""
-    choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
-    if not choice or choice.keys() - {"mlp", "blocks"}:
-        raise ValueError("kept= takes report.shrunk, or that section of sparsity.json: 'mlp' and 'blocks'")
-    return choice
-
-
-def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> tuple[int | None, list[int] | None]:
-    """(how many channels go, which blocks go)."""
-    widths = {plan.name: plan.shape[-1] for plan in planned.layers}
-    gone = set()
-    for name, indices in choice.get("mlp", {}).items():
-        if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(widths.get(name, 0))):
-            raise ValueError(
-                f"kept= of {name!r}: give ascending indices of its {widths.get(name, 0)} channels, each once"
-            )
-        gone.add(widths[name] - len(indices))
-    if len(gone) > 1:
-        raise ValueError("kept= has different numbers of channels: all blocks must have one width")
-    counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
-    of_stacks = choice.get("blocks", {})
-    if of_stacks.keys() - counts.keys():
-        raise ValueError(f"kept= names blocks of {sorted(of_stacks)[0]!r}, which is no stack of this model")
-    blocks = [place for name, stay in of_stacks.items() for place in range(counts[name]) if place not in stay]
-    return (gone.pop() if gone else None), blocks or None
