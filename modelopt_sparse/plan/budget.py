@@ -6,7 +6,7 @@ Shape letters: N layers, K choices of each (those that a layer lacks have an inf
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -51,31 +51,33 @@ class Budget(tuple[Limit, ...]):
         return ", ".join(map(str, self))
 
 
-def parse_budget(value: Any) -> Budget | None:
-    """``"35% zeros"``, ``"4.2e9 bytes"``, or a mapping of one or two, ``{"zeros": "35%", "ms": 12}``. Raises ValueError
-    or TypeError for anything else."""
+def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
+    """``"35% zeros"``, ``"4.2e9 bytes"``, or a mapping of one or two, ``{"zeros": "35%", "ms": 12}``, of ``units``.
+    Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, Budget):
         return value
     if isinstance(value, str):
-        return Budget([_limit(value)])
+        return Budget([_limit(value, units)])
     if not isinstance(value, Mapping) or not 1 <= len(value) <= 2:
         raise TypeError(f"budget={value!r}: give one string, such as '35% zeros', or a mapping of one or two units")
-    return Budget(_limit(f"{amount} {unit}") for unit, amount in value.items())
+    return Budget(_limit(f"{amount} {unit}", units) for unit, amount in value.items())
 
 
-def _limit(text: str) -> Limit:
-    match, allowed = NUMBER.fullmatch(text), ", ".join(UNITS)
+def _limit(text: str, units: Collection[str]) -> Limit:
+    match, allowed = NUMBER.fullmatch(text), ", ".join(units)
     if match is None:
-        raise ValueError(f"budget={text!r}: say how much, and of what ({allowed}): write for example '35% zeros'")
+        raise ValueError(
+            f"budget={text!r}: say how much, and of what ({allowed}): write for example '35% {next(iter(units))}'"
+        )
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
     problem = ""
-    if unit not in UNITS:
-        problem = f"unit {unit!r} is not known{nearest(unit, UNITS)}; allowed are {allowed}"
+    if unit not in units:
+        problem = f"unit {unit!r} is not known{nearest(unit, units)}; allowed are {allowed}"
     elif unit == "kl" and percent:
         problem = "kl is an amount, in nats"
     elif amount <= 0 or (percent and amount > 100):
         problem = "a budget is more than 0, and a share at most 100 %"
-    elif unit in ("zeros", "bytes", "flops") and not percent and amount < 1:
+    elif unit not in ("ms", "kl") and not percent and amount < 1:
         problem = f"less than one of the {unit}: write a share with %, such as '35% {unit}'"
     if problem:
         raise ValueError(f"budget={text!r}: {problem}")

@@ -320,7 +320,7 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[Limit, int]:
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(UNITS))
     assert parsed is not None
-    limit, *others = parsed.limits
+    limit, *others = parsed
     dense = costs(twin_of(model, {}), *CALL)
     if others or UNITS[limit.unit] not in dense:
         problem = "shrink takes one unit" if others else "calls of this model cannot be counted"

@@ -277,7 +277,7 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
     load = [0.0] * size
     has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
     waiting: list[tuple[float, float, int, str, range]] = []
-    seconds = {plan.name: run.known.get(kind_of_layer(plan)) for group in groups for plan in group}
+    seconds: dict[str, Any] = {plan.name: run.known.get(kind_of_layer(plan)) for group in groups for plan in group}
     measured = all(value is not None for value in seconds.values())
     for number, group in enumerate(groups):
         for layer_plan in group:
