@@ -393,6 +393,7 @@ def shrink(
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
     from modelopt_sparse.distributed import while_others_wait
+    from modelopt_sparse.plan.shrinking import Asked
     from modelopt_sparse.values import read_yaml
 
     sizes = {name: read_yaml(value, f"--{name}") for name, value in (("mlp", mlp), ("blocks", blocks)) if value}
@@ -403,6 +404,7 @@ def shrink(
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
     settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
+    sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
     planned = mts.plan_shrink(source.empty(False)[0], **sizes)
     if show_plan:

@@ -205,6 +205,36 @@ def test_plan_needs_no_weights(run, work):
     assert as_json.err == ""
 
 
+def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
+    for options, sizes in (
+        (("--mlp", "50%"), {"mlp": 0.5}),
+        (("--to", "intermediate_size=40"), {"to": {"intermediate_size": 40}}),
+        (("--budget", "97% params"), {"budget": "97% params"}),
+        (("--mlp", "50%", "--set", "tensor_parallel=2"), {"mlp": 0.5, "tensor_parallel": 2}),
+        (("--mlp", "50%", "--set", "multiple_of=3"), {"mlp": 0.5, "multiple_of": 3}),
+    ):
+        done = run("shrink", work / "only-config", "--plan", "--json", *options)
+        assert (done.code, done.err) == (0, "")
+        model = tiny_llama(vocab_size=2048, num_hidden_layers=1)
+        assert json.loads(done.out) == json.loads(mts.plan_shrink(model, **sizes).to_json()), options
+
+
+def test_shrink_writes_what_the_api_makes(run, work, tmp_path):
+    done = run(
+        *("shrink", work / "llama", "--mlp", 24, "--data", work / "text.txt", "--num-samples", 8, "--seq-len", 64),
+        *("--out", tmp_path / "smaller", "--no-progress"),
+    )
+    assert (done.code, done.err) == (0, "")
+    assert "Written to" in done.out
+    model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
+    text = {"data": work / "text.txt", "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
+    mts.shrink(model, mlp=24, num_samples=8, seq_len=64, **text)
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
+    assert smaller.config.intermediate_size == model.config.intermediate_size
+    assert_same_state(smaller, state_of(model))
+    assert run("shrink", work / "llama", "--mlp", "25%").err.endswith("(or --plan, to see the sizes)\n")
+
+
 def test_plan_takes_the_device_of_another_machine(run, work):
     done = run("plan", work / "llama", "--device", "cuda:63", "--json")
     assert set(json.loads(done.out)["streamed_memory_bytes"]) == {"host", "cuda:63"}

@@ -89,18 +89,17 @@ def sparse(name: str, method: Any, **options: Any) -> Found:
 
 
 class Failing(Magnitude):
-    """Magnitude that fails in one process at the first layer that it is given after some others."""
+    """Magnitude that fails in one process at the first of its layers in the second block: which layers those are is
+    told by clocks."""
 
     name = "failing"
 
-    def __init__(self, *, where: int, after: int) -> None:
-        self.where, self.left = where, after
+    def __init__(self, *, where: int | None) -> None:
+        self.where, self.weights = where, [*llama().get_submodule("model.layers.1").parameters()]
 
     def solve(self, weight, state, pattern, options):
-        if rank() == self.where:
-            if self.left == 0:
-                raise ArithmeticError("this layer is too hard")
-            self.left -= 1
+        if rank() == self.where and any(torch.equal(weight, of_second) for of_second in self.weights):
+            raise ArithmeticError("this layer is too hard")
         return super().solve(weight, state, pattern, options)
 
 
@@ -353,11 +352,11 @@ def streamed_on(folder: Path) -> Found:
     dense, error = source(folder, "llama"), ""
     if rank() == 0:
         began = {"data_loader": BATCHES["llama"], "min_tokens": 8, "deterministic": True, "progress": False}
-        method = Failing(where=0, after=9)
+        method = Failing(where=0)
         error = error_of(lambda: mts.sparsify_checkpoint(dense, target, method, distributed=False, **began))
     if size() > 1:
         dist.barrier()
-    return {"error": error, **stream(folder, target, "llama", Failing(where=0, after=-1))}
+    return {"error": error, **stream(folder, target, "llama", Failing(where=None))}
 
 
 def streaming_killed(folder: Path) -> Found:
@@ -451,7 +450,7 @@ def failures() -> Found:
         "not finite": lambda: failing(data_loader=holed),
         "batch": lambda: failing(data_loader=too_large),
         "few batches": lambda: failing(max_batches=size() - 1),
-        "solve": lambda: failing(method=Failing(where=1, after=3)),
+        "solve": lambda: failing(method=Failing(where=1)),
         "loop": lambda: failing(data_loader=None, forward_loop=loop_that_fails),
         "kept tokens": lambda: failing(
             mixtral(), "sparsegpt", data_loader=BATCHES["mixtral"], memory_limit=100_000, deterministic=True
