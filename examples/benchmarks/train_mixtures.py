@@ -49,8 +49,8 @@ def upcycle(model: PreTrainedModel, dense: PreTrainedModel) -> None:
             gate, up, down = (theirs[f"{block}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
             for expert in range(EXPERTS):
                 chosen = torch.randperm(len(gate))[:WIDTH]
-                module.gate_up_proj[expert] = torch.cat([gate[chosen], up[chosen]])
-                module.down_proj[expert] = down[:, chosen] * (len(gate) / WIDTH)
+                module.get_parameter("gate_up_proj")[expert] = torch.cat([gate[chosen], up[chosen]])
+                module.get_parameter("down_proj")[expert] = down[:, chosen] * (len(gate) / WIDTH)
 
 
 def balance(router: nn.Module, args: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
