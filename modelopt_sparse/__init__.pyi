@@ -6,6 +6,7 @@ from .checkpoint.save import load as load
 from .checkpoint.save import report as report
 from .checkpoint.save import restore as restore
 from .checkpoint.save import save as save
+from .checkpoint.stream import shrink_checkpoint as shrink_checkpoint
 from .checkpoint.stream import sparsify_checkpoint as sparsify_checkpoint
 from .checkpoint.verify import PatternError as PatternError
 from .checkpoint.verify import Verification as Verification

@@ -6,9 +6,10 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from modelopt_sparse.accuracy.distill import Teacher, distill, logits_of
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes
@@ -31,9 +33,10 @@ from modelopt_sparse.model.hf import longest_window, writes_text
 from modelopt_sparse.model.resize import Pool, clone, cut, pools_in
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct
-from modelopt_sparse.plan.plan import common_to_processes
+from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.shrinking import (
+    BLOCKS_BY,
     CRITERIA,
     STALE,
     Asked,
@@ -68,6 +71,7 @@ def shrink(
     budget: Any = None,
     criterion: str = "gram",
     refit: bool = True,
+    blocks_by: str = "kl",
     multiple_of: int | str = "auto",
     tensor_parallel: int = 1,
     kept: Any = None,
@@ -84,7 +88,9 @@ def shrink(
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
       criterion: of channels: "gram", whose loss is least when the others make up for them; "norm", the norm of their
-        values; "minitron", ModelOpt's score. Blocks go one after the other, by the KL divergence without each.
+        values; "minitron", ModelOpt's score.
+      blocks_by: "kl", one after the other, by the KL divergence without each; "influence", those that turn hidden
+        states least, by one pass.
       refit: values of the layers that take the channels, in closed form.
       multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
         that moves the width by no more than 2 % of it, else 8.
@@ -99,12 +105,9 @@ def shrink(
     >>> model = mts.shrink(model, mlp=0.25, blocks=1, data_loader=batches, quality="balanced")
     >>> model.save_pretrained("smaller")
     """
-    check_choice("criterion", criterion, CRITERIA)
-    check_flag("refit", refit)
+    how = criterion_of(kept, criterion=criterion, refit=refit, blocks_by=blocks_by)
     config = shrink_config(options)
     plain = checked(model)
-    choice = {} if kept is None else kept_in(kept)
-    how = Criterion("given" if choice else criterion, refit, choice.get("mlp", {}))
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
@@ -114,19 +117,31 @@ def shrink(
             processes.check_same(facts, "give all of them the same model and the same options")
         settings = {**config.settings(), "multiple_of": multiple_of, "refit": refit}
         run = Run(plain, plan, config, InMemory(), processes, Report.begin((), [STALE], settings))
-        with calibrating(model):
-            _shrink_to_one(run, sizes, how, budget)
+        shrink_to_one(run, sizes, how, budget)
         processes.barrier()
     return model
 
 
-def _shrink_to_one(run: Run, sizes: Sequence[Sizes], how: Criterion, budget: Any) -> None:
-    """To the best of the sizes that a ``budget`` leaves, or to the only ones."""
-    with run.report.timed("calibration data"):
-        data = CalibrationData.load(run)
-    with run.report.timed("budget"):
-        best = sizes[0] if budget is None else _best(data, sizes, how, budget)
-    _shrink(data, best, how)
+def criterion_of(kept: Any, *, criterion: str = "gram", refit: bool = True, blocks_by: str = BLOCKS_BY[0]) -> Criterion:
+    """The options of `shrink` that say how it is chosen what goes, checked."""
+    check_choice("criterion", criterion, CRITERIA)
+    check_choice("blocks_by", blocks_by, BLOCKS_BY)
+    check_flag("refit", refit)
+    choice = {} if kept is None else kept_in(kept)
+    return Criterion("given" if choice else criterion, refit, choice.get("mlp", {}), blocks_by)
+
+
+def shrink_to_one(
+    run: Run, sizes: Sequence[Sizes], how: Criterion, budget: Any = None, calls: list[Call] | None = None
+) -> None:
+    """The run behind `shrink` and `shrink_checkpoint`: to the best of the sizes that a ``budget`` leaves, or to the
+    only ones. ``calls`` are those of the calibration data, if it has been read before."""
+    with calibrating(run.model):
+        with run.report.timed("calibration data"):
+            data = CalibrationData.load(run, calls)
+        with run.report.timed("budget"):
+            best = sizes[0] if budget is None else _best(data, sizes, how, budget)
+        _shrink(data, best, how)
 
 
 def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget: Any) -> Sizes:
@@ -153,37 +168,47 @@ def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget:
 
 def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
     """The run on one screen."""
-    run, report, model = data.run, data.run.report, data.run.model
+    run, report = data.run, data.run.report
+    model: Any = run.model
     assert data.calls is not None
     batches = BatchNumbers.of(run.processes, len(data.calls), data.own_among(range(len(data.calls))))
     if batches.tuned_on < 1:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
+    data, before = replace(data, dense=run_dense(data)), costs(model)
+    if (recalled := run.storage.recall()) is not None:
+        sizes, how = sizes.chosen(recalled["kept"]), replace(how, fixed=recalled["kept"].get("mlp", {}))
     cutting = _Cut.tried(data, sizes)
     with report.timed("metrics"):
         data = with_metrics(data)
     with report.timed("dense predictions"):
-        judge = Judge(Teacher.of(data) if _has_logits(data) or run.config.distill else None, batches)
+        # streamed, each call would read all weights
+        judged = run.storage.resident and (run.config.distill is not None or _has_logits(data))
+        judge = Judge(Teacher.of(data) if judged else None, batches)
     shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
     with report.timed("choice of blocks"):
-        cutting = cutting.without_blocks(data, judge, shrunk)
+        cutting = cutting.without_blocks(data, judge, how, shrunk)
     with report.timed("choice of channels"), skipped(cutting.gone):
         cutting = replace(cutting, choices=choose.channels(data, cutting.pools, judge, how) if cutting.pools else {})
         _note(cutting.chosen, shrunk, report)
         for step in ("as is", "refit") if cutting.chosen and how.refit else ("as is",):
             with with_channels(cutting.chosen, refitted=step == "refit"):
                 judge.measure(step, shrunk)
-    shrunk.costs.update(_costs(data, cutting))
+    if recalled is None:
+        run.storage.keep(asdict(shrunk))
+    else:
+        shrunk = Shrunk(**recalled)
+    run.storage.write_as(cutting.names(run.plan))
+    seconds = _seconds_of_calls(data, cutting) if run.storage.resident else {}
     try:
         with report.timed("blocks"):
             _repair(cutting, data)
     except BaseException as error:
-        done = f"{len(report.blocks)} blocks repaired"
-        report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
+        if run.storage.resident:  # else another run goes on
+            done = f"{len(report.blocks)} blocks repaired"
+            report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
+            _complete(cutting, run, shrunk, before, seconds)
         raise
-    finally:
-        cutting.everything(model)
-        report.shrunk = shrunk
-        attach_report(model, report)
+    _complete(cutting, run, shrunk, before, seconds)
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
@@ -193,10 +218,26 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         judge.measure("distilled", shrunk)
 
 
+def _complete(
+    cutting: "_Cut", run: Run, shrunk: Shrunk, before: Mapping[str, int], seconds: Mapping[str, list[float]]
+) -> None:
+    """Cut the rest, which needs no data, and leave the report."""
+    model: Any = run.model
+    cutting.everything(model)
+    shrunk.costs.update({what: [before[what], now] for what, now in costs(model).items()})
+    shrunk.costs.update(seconds)
+    run.report.shrunk = shrunk
+    attach_report(model, run.report)
+
+
 def _repair(cutting: "_Cut", data: CalibrationData) -> None:
     """Cut each block, and tune it against the dense one. Blocks that go put out what they get from then on."""
     run, changed = data.run, False
     if run.config.reconstruct is None:
+        for stack in run.plan.stacks:
+            for name, block in zip(stack.names, stack.blocks):
+                with run.storage.open(block, run.report):
+                    cutting.block(block, name)
         return
     with ExitStack() as ending:
         tasks = blocks_in_call_order(run, data, ending)
@@ -204,13 +245,16 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
             for task in tasks:
                 bar.say(task.name, *run.so_far())
                 inputs, goes = task.inputs(), task.block in cutting.gone
-                with run.storage.open(task.block, run.report), inputs.on_device():
+                with run.storage.open(task.block, run.report) as stored, inputs.on_device():
                     tuned = dense_goals(task, inputs, run)
                     if task.block is not None and goes:
                         ending.enter_context(skipped([task.block]))
-                    cutting.block(run.model, task.name)
+                    if task.block is not None:
+                        cutting.block(task.block, task.name)
                     changed |= goes or task.name in cutting.choices
-                    if tuned and changed and not goes:
+                    if stored.write_sparse_weights is not None:  # by a run that was stopped
+                        stored.write_sparse_weights()
+                    elif tuned and changed and not goes:
                         masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()
@@ -245,14 +289,17 @@ class _Cut:
         problem = f"this {type(model).__name__} computes something else with fewer channels"
         raise ValueError(f"{problem} than with zeros in their place: its MLPs cannot be cut")
 
-    def without_blocks(self, data: CalibrationData, judge: Judge, shrunk: Shrunk) -> "_Cut":
+    def without_blocks(self, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> "_Cut":
         """Choose the blocks that go, and try it."""
         sizes, depth, stay = self.sizes, self.sizes.depth, self.sizes.stay
         model: Any = data.run.model
         if depth is None:
             return self
-        if not sizes.named:
-            stay = choose.blocks(judge, depth, len(depth.stack.blocks) - len(stay), data.run, shrunk)
+        gone = len(depth.stack.blocks) - len(stay)
+        if not sizes.named and how.blocks == "influence":
+            stay = choose.blocks_by_influence(data, judge.batches, depth, gone, shrunk)
+        elif not sizes.named:
+            stay = choose.blocks(judge, depth, gone, data.run, shrunk)
         shrunk.kept["blocks"] = {depth.stack.name: [*stay]}
         if _Cut(replace(sizes, width={}), model, {}, stay=stay).differs(data):
             problem = f"this {type(model).__name__} computes something else with the blocks {[*stay]} alone"
@@ -272,17 +319,49 @@ class _Cut:
 
     def differs(self, data: CalibrationData) -> bool:
         """Whether a model that is cut so computes something else than this one with zeros for what goes."""
-        small = self.cut_clone(data.run.model)
-        run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
         differs = False
         if data.calls:
-            dense, narrow = _output(data), _output(replace(data, run=run))
+            dense, narrow = _output(data), self.narrow_output(data)
             with skipped(self.gone), with_channels(self.chosen, refitted=False):
                 wanted = _output(data)
             differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
 
-    def block(self, model: nn.Module, name: str, *, values: bool = True) -> None:
+    def narrow_output(self, data: CalibrationData) -> Tensor:
+        """What the smaller model puts out in the first call: with fewer channels, or else with fewer blocks."""
+        if self.choices:
+            with self.blocks_cut_in_calls(data.run.model):
+                return _output(data)
+        small = self.cut_clone(data.run.model)
+        run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
+        return _output(replace(data, run=run))
+
+    @contextmanager
+    def blocks_cut_in_calls(self, model: nn.Module) -> Iterator[None]:
+        """While entered, a block that is called runs as one with fewer channels, which ends with the call."""
+
+        def call(name: str, *args: Any, **kwargs: Any) -> Any:
+            small = clone(model.get_submodule(name))
+            vars(small).pop("forward")
+            self.block(small, name, values=False)
+            return small.forward(*args, **kwargs)
+
+        with ExitStack() as ending:
+            for name in self.choices:
+                block = model.get_submodule(name)
+                block.forward = partial(call, name)
+                ending.callback(vars(block).pop, "forward")
+            yield
+
+    def names(self, plan: Plan) -> dict[str, str]:
+        """Block that stays -> its name in the smaller model."""
+        names: dict[str, str] = {}
+        for stack in plan.stacks:
+            stay = [name for name, block in zip(stack.names, stack.blocks) if block not in self.gone]
+            names |= dict(zip(stay, stack.names))
+        return names
+
+    def block(self, block: nn.Module, name: str, *, values: bool = True) -> None:
         """Cut a block in place; ``values``: with better ones. Nothing happens to one that has been cut."""
         cuts: dict[tuple[str, int], Tensor] = {}
         for choice in self.choices.get(name, ()):
@@ -291,13 +370,13 @@ class _Cut:
             if values and layer.columns(layer.values) == choice.pool.span.old:
                 layer.values.copy_(choice.full_width(refitted=True))
         if cuts:
-            cut(model.get_submodule(name), self.narrow.get_submodule(name), cuts)
+            cut(block, self.narrow.get_submodule(name), cuts)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
         twin = self.sizes.narrow(model, self.stay)
         for name in self.choices:
-            self.block(model, name, values=values)
+            self.block(model.get_submodule(name), name, values=values)
         if self.sizes.depth is not None and self.stay is not None:
             self.sizes.depth.drop(model, self.stay)
         cut(model, twin, {})
@@ -337,12 +416,10 @@ def _has_logits(data: CalibrationData) -> bool:
     return any(data.run.processes.all_gather("whether there are logits", own))
 
 
-def _costs(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:
-    """Of the model and the smaller one: parameters, bytes, and, of those that write text, seconds of a call here."""
+def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:
+    """Of the model and the smaller one, if they write text, of each kind of call here."""
     model: Any = data.run.model
-    both = model, cutting.cut_clone(model)
-    counted = [costs(each) for each in both]
-    measured: dict[str, list[float]] = {what: [each[what] for each in counted] for what in counted[0]}
+    both, measured = (model, cutting.cut_clone(model)), dict[str, list[float]]()
     longest = longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))

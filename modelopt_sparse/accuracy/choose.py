@@ -5,8 +5,8 @@ that stay, B batch, S sequence.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.refit import refit
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.data import samples
-from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.forward import CalibrationData, forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, warn_of_few_tokens, without_data
@@ -35,6 +35,7 @@ from modelopt_sparse.reports.report import Shrunk
 
 SAMPLES = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
+OTHER_KIND = "the others would be of another kind at their new places"
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,57 @@ def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> l
                 with skipped([block for i, block in enumerate(stack.blocks) if i not in rest]):
                     divergences[place] = judge.kl(numbers)
         if not divergences:
-            raise ValueError(
-                f"no block of {stack.name!r} can go: the others would be of another kind at their new places"
-            )
+            raise ValueError(f"no block of {stack.name!r} can go: {OTHER_KIND}")
         stay.remove(min(divergences, key=lambda place: (divergences[place], place)))
         shrunk.tried.append({stack.names[place]: divergence for place, divergence in divergences.items()})
     return stay
+
+
+def blocks_by_influence(
+    data: CalibrationData, batches: BatchNumbers, depth: Depth, gone: int, shrunk: Shrunk
+) -> list[int]:
+    """The places of the blocks that stay, by one pass over the model; the influences are noted in ``shrunk``.
+
+    Those with the least influence go, but for blocks without which the others would not be what they are now.
+    """
+    stack = depth.stack
+    influences: dict[int, float] = {}
+
+    def visit(task: BlockTask, inputs: Inputs, run: Run) -> None:
+        if task.block in stack.blocks:
+            if not isinstance(inputs, AtBlock):
+                raise ValueError(f"blocks of {stack.name!r} cannot be run by themselves: give blocks_by='kl'")
+            with forward_context(run):
+                influences[stack.blocks.index(task.block)] = _influence(inputs, batches)
+        inputs.advance()
+
+    _visit_blocks(data, "choose blocks", visit)
+    shrunk.tried.append({stack.names[place]: influence for place, influence in sorted(influences.items())})
+    stay = list(range(len(stack.blocks)))
+    for place in sorted(influences, key=lambda place: (influences[place], place)):
+        rest = [other for other in stay if other != place]
+        with suppress(ValueError):
+            depth.check(rest)
+            stay = rest
+        if len(stay) == len(stack.blocks) - gone:
+            return stay
+    raise ValueError(f"{gone} blocks of {stack.name!r} cannot go one after the other: {OTHER_KIND}")
+
+
+def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
+    """1 - the mean cosine between the hidden states of a token before and after the block: ShortGPT's block influence
+    (Men et al. 2024, arXiv 2403.03853, equation 1)."""
+    own: dict[int, tuple[float, int]] = {}
+    for index, call in enumerate(inputs.calls):
+        (after,) = inputs.outputs_of([inputs.block], index)
+        before = flat_tensors((call.args, call.kwargs))[0].to(after.device)
+        cosines = torch.cosine_similarity(before.double(), after.double(), dim=-1)
+        mask = getattr(call.numbered.masks, inputs.data.sides[inputs.block])
+        if mask is not None and mask.shape == cosines.shape:
+            cosines = cosines[mask.to(cosines.device, torch.bool)]
+        own[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()
+    everything = replace(batches, held_back=range(len(batches.ranks)))
+    return everything.judged(lambda place: own.get(place, (0.0, 0)))
 
 
 # channels -------------------------------------------------------------------------------------------------------------
@@ -145,12 +191,13 @@ def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractConte
 
 @dataclass(frozen=True)
 class Criterion:
-    """How channels are chosen: by what score, whether the layer that takes them gets better values, and ``fixed``:
-    layer name -> the channels that stay, chosen before."""
+    """How it is chosen what goes. Channels: by what score, whether the layer that takes them gets better values, and
+    ``fixed``: layer name -> the channels that stay, chosen before. ``blocks``: what they are chosen by."""
 
     name: str
     refit: bool
     fixed: Mapping[str, Sequence[int]]
+    blocks: str = "kl"
 
 
 @dataclass
@@ -188,26 +235,36 @@ def channels(
     criterion: Criterion,
 ) -> dict[str, list[Choice]]:
     """Block -> what stays of the channels of each of its ``pools``. One pass over the model as it is now."""
-    run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     choices: dict[str, list[Choice]] = {}
+
+    def visit(task: BlockTask, inputs: Inputs, run: Run) -> None:
+        chosen = {pool.taker.name: pool for pool in pools.get(task.name, ())}
+        takers = [plan for plan in task.layer_plans if plan.name in chosen]
+        if not takers:
+            inputs.advance()
+            return
+        sums = _sums(takers, inputs, judge.batches, run)
+        of_block = [_choice(chosen[name], *of_layer, criterion) for name, of_layer in sums.items()]
+        choices[task.name] = [replace(each, values=run.storage.hold_weights(each.values)) for each in of_block]
+
+    _visit_blocks(data, "choose channels", visit)
+    return choices
+
+
+def _visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, Inputs, Run], None]) -> None:
+    """Call ``visit`` for block by block, which lets the calls go on, and changes nothing; its weights can be read."""
+    run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     with ExitStack() as ending:
         tasks = blocks_in_call_order(run, replace(data, run=run), ending)
-        with Progress("choose channels", "block", len(tasks), show=run.config.progress) as bar:
+        with Progress(title, "block", len(tasks), show=run.config.progress) as bar:
             for task in tasks:
                 bar.say(task.name, run.memory_in_use())
                 inputs = task.inputs()
-                chosen = {pool.taker.name: pool for pool in pools.get(task.name, ())}
-                takers = [plan for plan in task.layer_plans if plan.name in chosen]
-                with run.storage.open(task.block, run.report), inputs.on_device():
-                    if takers:
-                        sums = _sums(takers, inputs, judge.batches, run)
-                        choices[task.name] = [
-                            _choice(chosen[name], *of_layer, criterion) for name, of_layer in sums.items()
-                        ]
-                    else:
-                        inputs.advance()
+                if task.block is not None:
+                    run.storage.load(task.block)
+                with inputs.on_device():
+                    visit(task, inputs, run)
                 bar.update()
-    return choices
 
 
 def any_channels(pool: Pool) -> Choice:

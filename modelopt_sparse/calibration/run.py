@@ -2,7 +2,7 @@
 model is in."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +67,16 @@ class Storage(ABC):
 
     @abstractmethod
     def recall(self) -> dict[str, Any] | None:
-        """What the run that this one goes on from has kept of its budget."""
+        """What the run that this one goes on from has kept of its choice."""
 
     @abstractmethod
-    def keep(self, budget: dict[str, Any]) -> None:
-        """Keep what a budget led to for a run that goes on from this one."""
+    def keep(self, choice: dict[str, Any]) -> None:
+        """Keep what layers become under a budget, or what stays of a model that shrinks, for a run that goes on from
+        this one."""
+
+    @abstractmethod
+    def write_as(self, names: Mapping[str, str]) -> None:
+        """Blocks that are written have these names, by their own: a block without one is not written."""
 
     @abstractmethod
     def check_whole_runs(self, why: str) -> None:
@@ -98,8 +103,11 @@ class InMemory(Storage):
     def recall(self) -> dict[str, Any] | None:
         return None
 
-    def keep(self, budget: dict[str, Any]) -> None:
-        del budget
+    def keep(self, choice: dict[str, Any]) -> None:
+        del choice
+
+    def write_as(self, names: Mapping[str, str]) -> None:
+        del names
 
     def check_whole_runs(self, why: str) -> None:
         del why

@@ -1,9 +1,9 @@
-"""Checkpoints larger than memory: read block by block, made sparse, written block by block.
+"""Checkpoints larger than memory: read block by block, made sparse or smaller, written block by block.
 
 The model is built without the weights of its blocks; embeddings, norms and heads are there. A block's weights are read
 from the source's shards when it is run, and dropped when another block is. After its turn they are written to a shard
-of the target, and from then on read from there. Everything between is what `sparsify` does, so the result is the same
-to the bit.
+of the target, and from then on read from there. Everything between is what `sparsify` or `shrink` does, so the result
+is the same to the bit.
 
 transformers' own offloading says where each weight lies, and converts those that are stored otherwise than they stand
 in memory (fused experts); its save_pretrained converts them back, block by block.
@@ -12,9 +12,9 @@ in memory (fused experts); its save_pretrained converts them back, block by bloc
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from modelopt_sparse.calibration.data import Call, load_calls, take_in
+from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
     INDEX,
     MASKS,
     checked_place,
+    checksum,
     is_full,
     read_description,
     write_description,
@@ -44,20 +46,26 @@ from modelopt_sparse.checkpoint.streamed import (
 )
 from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
 from modelopt_sparse.distributed import Processes
+from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
+from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, shrink_config, sizes_for
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.smaller import criterion_of, shrink_to_one
 
 NOT_COPIED = re.compile(
     r"\.(safetensors|bin|pth?|h5|keras|tflite|msgpack|npz|gguf|onnx(_data)?|ot|nemo|mar|pkl|pickle|ckpt)$"
     r"|\.index\.json$|^sparsity\.",
     re.IGNORECASE,
 )
-IN_MEMORY = "load the model and call sparsify"
+IN_MEMORY = "load the model and call"
+UNMEASURED = (
+    "KL is not measured in streaming, where each call reads all weights: `modelopt-sparse eval` does so afterwards"
+)
 
 
 def sparsify_checkpoint(
@@ -96,46 +104,141 @@ def sparsify_checkpoint(
     """
     target = Path(target)
     with Processes.of(distributed_in(config, options)) as processes:
-        remove_leftovers(target)
-        # a run that has finished its target may have begun to fill it
-        target = checked_place(target, overwrite=overwrite or is_finished(target), sources=[source])
+        target = _place(target, source, overwrite=overwrite)
         chosen, settings = resolve(method, config, options)
         if processes.size > 1:
             settings = replace(settings, deterministic=True)
-        _refuse_whole_model(settings)
+        _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision, remote)
         _refuse_masks(folder, settings)
         empty = empty_model(folder, **remote)
         quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
         plan = plan_for(empty, chosen, settings)
-        names = _block_names(empty, plan)
+        names = _block_names(empty, plan, "sparsify")
         check_options(plan, settings)
         calibrated = settings.budget is not None or any(layer_plan.calibrated for layer_plan in plan.layers)
         calls = load_calls(settings, empty) if calibrated else None
         # all that can be known without work is: from here on there is a work folder
-        files = SourceFiles(folder, processes)
-        started = _started_with(files, plan, settings, dtype, quantized)
-        processes.check_same(started, "give all of them the same source and the same options")
-        report = None
-        with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
-            if not work.finished:
-                with files.watched():
-                    model, places = without_blocks(folder, names, dtype, quantized, work, remote)
-                    files.check_all()  # what lies outside of the blocks has been read
-                    with Streamed(model, names, places, work, files, spill=spill) as storage:
-                        if work.resumed:
-                            work.check_data(_hash(calls))
-                        report = _solved_before(work, plan)
-                        if report is None:
-                            report = prune(model, chosen, settings, storage, processes, calls)
-                            report.notes += _more_notes(storage, work, quantized)
-                        if work.leads:
-                            _finish(storage, folder, work, report)
-            elif work.leads:
-                work.put_in_place()
-            processes.barrier()
+
+        def work_on(storage: Streamed, work: WorkFolder) -> Report:
+            report = _solved_before(work, plan)
+            if report is None:
+                report = prune(storage.model, chosen, settings, storage, processes, calls)
+                report.notes += _more_notes(storage, work, quantized)
+            return report
+
+        started = _started_with(plan, settings, dtype, quantized)
+        job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill)
+        return _streamed(job, target, processes, overwrite=overwrite)
+
+
+def shrink_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    overwrite: bool = False,
+    spill: bool = False,
+    dtype: Any = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Report:
+    """Make the checkpoint in a folder (or of a hub name) smaller and write it to a folder, without ever holding all of
+    it; return the report.
+
+    ``options`` are those of `shrink`, and so is the result, to the bit, but that blocks go by their influence unless
+    they are named (blocks_by="kl" calls the whole model again and again, as budget and distill do: these are refused),
+    and that the report tells no KL. What is in memory, ``overwrite``, ``spill``, ``dtype``, ``revision``,
+    ``trust_remote_code``, errors, several processes, and runs that were stopped are as in `sparsify_checkpoint`. A run
+    that goes on passes over the model once more, to refit, and then takes the blocks that are done as they are.
+
+    >>> report = mts.shrink_checkpoint("large", "smaller", mlp=0.25, data="text.txt", tokenizer=tokenizer)
+    """
+    target = Path(target)
+    asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
+    how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
+    for name, value in (("budget", asked.budget), ("blocks_by='kl'", how["blocks_by"] == "kl" or None)):
+        if value is not None:
+            raise ValueError(_whole_model(name, "give mlp=, blocks= or to=", "shrink"))
+    criterion, config = criterion_of(asked.kept, **how), shrink_config(options)
+    _refuse_whole_model(config, "shrink")
+    with Processes.of(config.distributed) as processes:
+        target = _place(target, source, overwrite=overwrite)
+        if processes.size > 1:
+            config = replace(config, deterministic=True, progress=config.progress and processes.rank == 0)
+        remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        folder = local_folder(source, revision, remote)
+        if _masks_in(folder):
+            raise ValueError(f"{str(folder)!r} is sparse: shrink the model that it was made of, and sparsify it then")
+        empty: Any = checked(empty_model(folder, **remote))
+        plan = plan_for(empty, Magnitude(), config)
+        names = _block_names(empty, plan, "shrink")
+        (sizes,) = sizes_for(empty, plan, asked)
+        calls = load_calls(config, empty)
+
+        def work_on(storage: Streamed, work: WorkFolder) -> Report:
+            model = storage.model
+            of_model = plan_for(model, Magnitude(), config)
+            settings = {**config.settings(), "multiple_of": asked.multiple_of, "refit": criterion.refit}
+            run = Run(model, of_model, config, storage, processes, Report.begin((), [UNMEASURED], settings))
+            shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
+            run.report.notes += _more_notes(storage, work, None)
+            return run.report
+
+        started = _started_with(plan, config, dtype, None)
+        facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
+        started |= {f"option {name}": str(value) for name, value in facts.items()}
+        job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
+        return _streamed(job, target, processes, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is done to the checkpoint in ``folder``, whose blocks are called ``names``.
+
+    started: what the result depends on, but for the files of the source and the data. calls: those of the data.
+    work_on: does the work on a model whose blocks are in a storage.
+    """
+
+    folder: Path
+    names: list[str]
+    started: dict[str, Any]
+    calls: list[Call] | None
+    work_on: Callable[[Streamed, WorkFolder], Report]
+    dtype: Any
+    quantized: Quantized | None
+    remote: dict[str, Any]
+    spill: bool
+
+
+def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
+    """Do the work from where an earlier run has left it, and put the folder in its place."""
+    files, report = SourceFiles(job.folder, processes), None
+    started = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()} | job.started
+    processes.check_same(started, "give all of them the same source and the same options")
+    with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
+        if not work.finished:
+            with files.watched():
+                more = job.dtype, job.quantized, work, job.remote
+                model, places = without_blocks(job.folder, job.names, *more)
+                files.check_all()  # what lies outside of the blocks has been read
+                with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
+                    if work.resumed:
+                        work.check_data(_hash(job.calls))
+                    report = job.work_on(storage, work)
+                    if work.leads:
+                        _finish(storage, job.folder, work, report)
+        elif work.leads:
+            work.put_in_place()
+        processes.barrier()
     return report_in(target) if report is None else report
+
+
+def _place(target: Path, source: str | Path, *, overwrite: bool) -> Path:
+    remove_leftovers(target)
+    # a run that has finished its target may have begun to fill it
+    return checked_place(target, overwrite=overwrite or is_finished(target), sources=[source])
 
 
 @contextmanager
@@ -157,7 +260,7 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
-def _refuse_whole_model(config: SparsifyConfig) -> None:
+def _refuse_whole_model(config: SparsifyConfig, verb: str) -> None:
     """Raise ValueError for options that need the whole model at once."""
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
@@ -169,40 +272,45 @@ def _refuse_whole_model(config: SparsifyConfig) -> None:
     ]
     for is_set, option, instead in options:
         if is_set:
-            raise ValueError(f"{option} runs the whole model, which streaming never holds: {instead}, or {IN_MEMORY}")
+            raise ValueError(_whole_model(option, instead, verb))
+
+
+def _whole_model(option: str, instead: str, verb: str) -> str:
+    return f"{option} runs the whole model, which streaming never holds: {instead}, or {IN_MEMORY} {verb}"
+
+
+def _masks_in(folder: Path) -> int:
+    return len(read_description(folder).masks) if (folder / DESCRIPTION).is_file() else 0
 
 
 def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
     """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
-    if not config.replace and (folder / DESCRIPTION).is_file() and (masks := read_description(folder).masks):
-        advice = f"{IN_MEMORY}, or give replace=True, which drops the masks"
-        raise ValueError(f"{str(folder)!r} holds {len(masks)} masks, and streaming reads weights alone: {advice}")
+    if not config.replace and (count := _masks_in(folder)):
+        advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops the masks"
+        raise ValueError(f"{str(folder)!r} holds {count} masks, and streaming reads weights alone: {advice}")
 
 
-def _block_names(model: nn.Module, plan: Plan) -> list[str]:
+def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
     """The module paths of all blocks, in the order of their shards."""
     names = [name for stack in plan.stacks for name in stack.names]
     if "" in names:
-        raise ValueError(f"{type(model).__name__} has no stack of blocks to stream one by one: {IN_MEMORY}")
+        raise ValueError(f"{type(model).__name__} has no stack of blocks to stream one by one: {IN_MEMORY} {verb}")
     home = {module: name for name in names for module in model.get_submodule(name).modules()}
     for layer_plan in plan.layers:
         layer = layer_plan.layer
         used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
         seen_in = {home.get(module) for module in layer.hooked_modules}
         if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
-            raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY}")
+            raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY} {verb}")
     return names
 
 
 # what a run is started with -------------------------------------------------------------------------------------------
 
 
-def _started_with(
-    files: SourceFiles, plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None
-) -> dict[str, Any]:
-    """All that the result depends on, but for the calibration data, which is known when it has been read."""
-    facts: dict[str, Any] = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()}
-    facts |= started_with(plan, config)
+def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None) -> dict[str, Any]:
+    """All that the result depends on, but for the files, and the calibration data, which is known when it is read."""
+    facts = started_with(plan, config)
     facts.update(dtype=str(dtype), device=str(config.device))
     if quantized is not None:
         facts["quantized source"] = str(quantized)
@@ -244,7 +352,7 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     remove_masks(model)
     shard = storage.saved(storage.outside())
     work.check_files()
-    first = f"model-{1:05d}-of-{len(storage.names) + 1:05d}.safetensors"
+    first = f"model-{1:05d}-of-{len(storage.written) + 1:05d}.safetensors"
     for path in shard.parent.iterdir():
         if path != shard:
             path.replace(folder / path.name)

@@ -232,14 +232,17 @@ class Streamed(Storage):
         self._passing: nn.Module | None = None
         self._handles: list[Any] = []
         self.reused = 0
-        self._owned = {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        self.written = dict(enumerate(names))  # index of a block -> its name in the target
+        owned = self._owned()
         for name, parameter in model.named_parameters():  # those that a block shares, or that lie outside, stay
-            if name in places and parameter not in self._owned:
+            if name in places and parameter not in owned:
                 parameter.data = self._read(name, parameter)
 
     def __enter__(self) -> "Streamed":
         for block in self._blocks:
-            self._handles.append(block.register_forward_pre_hook(lambda module, _: self.load(module), prepend=True))
+            # a copy of the block that shares its parameters loads this one
+            hook = lambda module, _, block=block: self.load(block)  # noqa: E731 - a partial would be copied
+            self._handles.append(block.register_forward_pre_hook(hook, prepend=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,6 +272,10 @@ class Streamed(Storage):
         self._open, self._passing = block, None
         try:
             yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
+            path = f"{self.names[index]}."  # what has been cut is new
+            self._own[block] = {key: block.get_parameter(key.removeprefix(path)) for key in self._own[block]}
+            if index not in self.written:
+                return
             if record is None:
                 if self._work.leads:
                     self._write(index, report.layers[begun[0] :], report.blocks[begun[1] :])
@@ -292,12 +299,15 @@ class Streamed(Storage):
     def recall(self) -> dict[str, Any] | None:
         return self._work.budget
 
-    def keep(self, budget: dict[str, Any]) -> None:
+    def keep(self, choice: dict[str, Any]) -> None:
         if self._work.leads:
-            self._work.write_json(BUDGET, budget)
+            self._work.write_json(BUDGET, choice)
+
+    def write_as(self, names: Mapping[str, str]) -> None:
+        self.written = {index: names[name] for index, name in enumerate(self.names) if name in names}
 
     def check_whole_runs(self, why: str) -> None:
-        raise ValueError(f"{why}: streaming would read all of it once for each block; load the model and call sparsify")
+        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
 
     # reading ----------------------------------------------------------------------------------------------------------
 
@@ -309,7 +319,8 @@ class Streamed(Storage):
     @torch.no_grad()
     def _fill(self, block: nn.Module) -> None:
         for name, parameter in self._own[block].items():
-            parameter.data = self._read(name, parameter)
+            written = block in self._over
+            parameter.data = torch.empty(parameter.shape).to(parameter) if written else self._read(name, parameter)
         if block in self._over:
             self.fill_sparse(block)
 
@@ -329,7 +340,7 @@ class Streamed(Storage):
         named = f"named/{index:05d}.safetensors"
         files = self._work.done[index].files
         with safe_open(self._work.path / (named if named in files else self._shard(index)), framework="pt") as opened:
-            for name, parameter in self._own[block].items():
+            for name, parameter in self._own_as_written(index).items():
                 parameter.copy_(opened.get_tensor(name))
 
     def _drop(self, block: nn.Module) -> None:
@@ -340,30 +351,41 @@ class Streamed(Storage):
     # writing ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> str:
-        return f"folder/model-{index + 2:05d}-of-{len(self._blocks) + 1:05d}.safetensors"
+        number = list(self.written).index(index)
+        return f"folder/model-{number + 2:05d}-of-{len(self.written) + 1:05d}.safetensors"
+
+    def _owned(self) -> set[nn.Parameter]:
+        return {parameter for parameters in self._own.values() for parameter in parameters.values()}
+
+    def _own_as_written(self, index: int) -> dict[str, nn.Parameter]:
+        """The block's parameters by their names in the target, as transformers has them in memory."""
+        old, new = self.names[index], self.written[index]
+        return {new + name.removeprefix(old): parameter for name, parameter in self._own[self._blocks[index]].items()}
 
     def _write(self, index: int, layers: list[LayerReport], tuned: list[BlockReport]) -> None:
-        block, name, work = self._blocks[index], self.names[index], self._work
+        block, name, work = self._blocks[index], self.written[index], self._work
         masks = {f"{name}.{key}": mask for key, mask in named_masks(block)}
         remove_masks(block)
+        own = self._own_as_written(index)
+        owned = set(own.values())
         state = {
             f"{name}.{key}": value.detach()
             for key, value in block.state_dict(keep_vars=True).items()
-            if value in self._owned or not isinstance(value, nn.Parameter)
+            if value in owned or not isinstance(value, nn.Parameter)
         }
         shard = self.saved(state)
         with safe_open(shard, framework="pt") as opened:
-            converted = not set(self._own[block]) <= set(opened.keys())
+            converted = not set(own) <= set(opened.keys())
         files = work.place(shard, self._shard(index))
         if converted:
             file = work.scratch() / "named.safetensors"
-            save_file({key: value.detach().contiguous() for key, value in self._own[block].items()}, file)
+            save_file({key: value.detach().contiguous() for key, value in own.items()}, file)
             files |= work.place(file, f"named/{index:05d}.safetensors")
         file = work.scratch() / "masks.safetensors"
         described = write_masks(masks, file)
         files |= work.place(file, f"masks/{index:05d}.safetensors")
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
-        work.finish_block(index, BlockRecord(name, files, described, *parts))
+        work.finish_block(index, BlockRecord(self.names[index], files, described, *parts))
 
     def saved(self, state: Mapping[str, Tensor]) -> Path:
         """A file of these tensors as save_pretrained writes them, under the names that the checkpoint has."""
@@ -374,15 +396,16 @@ class Streamed(Storage):
 
     def write_the_rest(self) -> None:
         """Blocks that were never opened, because nothing in their stack is pruned."""
-        for index, block in enumerate(self._blocks):
+        for index in self.written:
             if index not in self._work.done:
-                self.load(block)
+                self.load(self._blocks[index])
                 self._write(index, [], [])
 
     def outside(self) -> dict[str, Tensor]:
         """The state dict without what the blocks' shards hold."""
-        within = {f"{name}.{key}" for name, block in zip(self.names, self._blocks) for key in block.state_dict()}
-        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in self._owned}
+        within = {f"{name}.{key}" for i, name in self.written.items() for key in self._blocks[i].state_dict()}
+        owned = self._owned()
+        stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in owned}
         return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
 
 

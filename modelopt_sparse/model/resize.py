@@ -141,9 +141,9 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def clone(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of its own, with a config of its own, that shares all tensors."""
-    return copy.deepcopy(model, {id(each): each for each in tensors_of(model).values()})
+def clone(module: nn.Module) -> Any:
+    """A model or block of its own, with a config of its own, that shares all tensors."""
+    return copy.deepcopy(module, {id(each): each for each in tensors_of(module).values()})
 
 
 # channels -------------------------------------------------------------------------------------------------------------

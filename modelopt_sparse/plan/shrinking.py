@@ -30,6 +30,7 @@ from modelopt_sparse.reports.report import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")
+BLOCKS_BY = ("kl", "influence")
 MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
 MOVED = 0.02  # of it, else the last
 # the options of `sparsify` that shrink takes too
@@ -38,7 +39,8 @@ TAKEN = (
     *("batch_size", "seed", "self_data", "count_padding", "quality", "reconstruct", "distill", "device", "autocast"),
     *("progress", "distributed", "split_data", "deterministic"),
 )
-OWN = ("mlp", "blocks", "to", "budget", "criterion", "refit", "multiple_of", "tensor_parallel", "kept")
+HOW = ("criterion", "refit", "blocks_by")
+OWN = ("mlp", "blocks", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 DISTILL = {"epochs": 4, "learning_rate": 0.1}  # a smaller model has more to learn anew than a sparse one
 UNITS = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # of budgets
@@ -119,6 +121,12 @@ class Sizes:
             return self
         stack = next(stack for stack in planned.stacks if stack.name == depth.stack.name)
         return replace(self, depth=Depth(model, stack, depth.name))
+
+    def chosen(self, kept: Mapping[str, Any]) -> "Sizes":
+        """The same with the blocks that an earlier run has chosen."""
+        if (depth := self.depth) is None:
+            return self
+        return replace(self, stay=kept["blocks"][depth.stack.name], named=True)
 
     def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
         """The twin with this width; ``stay``: and with these blocks alone."""

@@ -69,7 +69,8 @@ def assert_same_folders(one: Path, other: Path) -> None:
         assert not (one / name).is_file() or json.loads((one / name).read_text()) == json.loads(
             (other / name).read_text()
         )
-    assert str(mts.verify(one)) == str(mts.verify(other))
+    if mts.report(one).layers:  # else nothing is sparse
+        assert str(mts.verify(one)) == str(mts.verify(other))
 
 
 class Stopping(Wanda):
