@@ -272,8 +272,7 @@ class Streamed(Storage):
         self._open, self._passing = block, None
         try:
             yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
-            path = f"{self.names[index]}."  # what has been cut is new
-            self._own[block] = {key: block.get_parameter(key.removeprefix(path)) for key in self._own[block]}
+            self._look_again(block)
             if index not in self.written:
                 return
             if record is None:
@@ -336,12 +335,18 @@ class Streamed(Storage):
     @torch.no_grad()
     def fill_sparse(self, block: nn.Module) -> None:
         """Put what has been written of a block in the place of its dense weights, in the same memory."""
+        self._look_again(block)
         index = self._blocks.index(block)
         named = f"named/{index:05d}.safetensors"
         files = self._work.done[index].files
         with safe_open(self._work.path / (named if named in files else self._shard(index)), framework="pt") as opened:
             for name, parameter in self._own_as_written(index).items():
                 parameter.copy_(opened.get_tensor(name))
+
+    def _look_again(self, block: nn.Module) -> None:
+        """See the parameters that a block has now: what has been cut is new."""
+        path = f"{self.names[self._blocks.index(block)]}."
+        self._own[block] = {name: block.get_parameter(name.removeprefix(path)) for name in self._own[block]}
 
     def _drop(self, block: nn.Module) -> None:
         for parameter in self._own[block].values():

@@ -385,6 +385,10 @@ def shrink(
     dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    stream: bool = Option(
+        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
+    ),
+    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
     overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
     progress: Progress = None,
     as_json: Json = False,
@@ -392,10 +396,12 @@ def shrink(
     """Make MODEL smaller: fewer MLP channels or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
-    from modelopt_sparse.distributed import while_others_wait
+    from modelopt_sparse.distributed import rank, while_others_wait
     from modelopt_sparse.plan.shrinking import Asked
     from modelopt_sparse.values import read_yaml
 
+    if spill and not stream:
+        raise ValueError("--spill goes with --stream")
     sizes = {name: read_yaml(value, f"--{name}") for name, value in (("mlp", mlp), ("blocks", blocks)) if value}
     sizes |= {
         "to": {key: read_yaml(size, f"--to {key}") for key, _, size in (each.partition("=") for each in to or [])}
@@ -412,13 +418,20 @@ def shrink(
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
-    checked_place(out, overwrite=overwrite, sources=[model])
-    companions, network = source.companions(), source.load()
-    mts.shrink(network, tokenizer=source.tokenizer, **sizes, **settings)
-    with while_others_wait(settings.get("distributed")) as writes:
-        if writes:
-            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
-            typer.echo(mts.report(network).to_json() if as_json else f"{mts.report(network)}\n\nWritten to {out}.")
+    settings |= {**sizes, "tokenizer": source.tokenizer}
+    if stream:
+        where = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
+        result = mts.shrink_checkpoint(source.name, out, **where, **settings)
+        written = rank() == 0
+    else:
+        checked_place(out, overwrite=overwrite, sources=[model])
+        companions, network = source.companions(), source.load()
+        result = mts.report(mts.shrink(network, **settings))
+        with while_others_wait(settings.get("distributed")) as written:
+            if written:
+                mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
+    if written:
+        typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
 
 
 @command

@@ -1,0 +1,254 @@
+"""Checkpoints made smaller block by block: the bits of `shrink` in memory, also of runs that were stopped."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import modelopt_sparse as mts
+from modelopt_sparse import smaller
+from modelopt_sparse.checkpoint.streamed import Streamed
+from modelopt_sparse.model.hf import model_class
+from tests.checkpoint.streams import assert_same_folders, saved
+from tests.helpers import run_python
+from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable
+
+LLAMA, GPT2, T5 = "Llama", "GPT2/GPT2LMHeadModel", "T5/T5ForConditionalGeneration"
+FISHER = {"epochs": 1, "metric": "fisher"}
+CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "channels": (LLAMA, {"mlp": 0.25}, torch.float32),
+    "blocks by influence, tuned": (LLAMA, {"mlp": 12, "blocks": 2, "reconstruct": 1}, torch.float32),
+    "the first and the last block": (LLAMA, {"blocks": [0, 3], "reconstruct": 1}, torch.float32),
+    "Conv1D and ties": (GPT2, {"mlp": 0.25, "blocks": [0]}, torch.float32),
+    "gate and up in one, half precision": ("Phi3", {"mlp": 12, "reconstruct": 1}, torch.bfloat16),
+    "lists in the config": ("Gemma2", {"blocks": 1, "reconstruct": FISHER}, torch.float32),
+    "names that differ on disk": ("Mixtral", {"blocks": [1], "reconstruct": 1}, torch.float32),
+    "two stacks": (T5, {"to": {"num_decoder_layers": 2, "d_ff": 40}, "reconstruct": 1}, torch.float32),
+    "by the norm, as they are": (LLAMA, {"mlp": 0.5, "criterion": "norm", "refit": False}, torch.bfloat16),
+}
+
+
+def dense(folder: Path, name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Path:
+    """Random weights, in several files."""
+    return saved(folder / "dense", lambda: shrinkable(name, **more), dtype, max_shard_size=20_000)
+
+
+def given(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {"data_loader": list(calls(shrinkable(name))), "progress": False, **options}
+
+
+def in_memory(source: Path, folder: Path, options: dict[str, Any]) -> Path:
+    """The oracle: the whole model loaded, made smaller and saved."""
+    model = model_class(AutoConfig.from_pretrained(source), source).from_pretrained(source, dtype="auto")
+    mts.save(mts.shrink(model, **{"blocks_by": "influence", **options}), folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, case):
+    name, options, dtype = CASES[case]
+    source, options = dense(tmp_path, name, dtype), given(name, options)
+    report: Any = mts.shrink_checkpoint(source, tmp_path / "streamed", spill=True, **options)
+    whole = mts.report(in_memory(source, tmp_path / "whole", options)).shrunk
+    assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "streamed", "whole"]
+    for what in ("sizes", "criterion", "kept", "scores", "errors", "tried"):
+        assert getattr(report.shrunk, what) == getattr(whole, what), what
+    assert report.shrunk.costs == {what: whole.costs[what] for what in ("parameters", "bytes")}
+    assert report.shrunk.kl == {}
+    assert mts.report(tmp_path / "streamed").as_dict() == report.as_dict()
+    cls = model_class(AutoConfig.from_pretrained(tmp_path / "streamed"), tmp_path / "streamed")
+    model, info = cls.from_pretrained(tmp_path / "streamed", output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sum(p.numel() for p in model.parameters()) == report.shrunk.costs["parameters"][1]
+    index = json.loads((tmp_path / "streamed" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == report.shrunk.costs["parameters"][1]
+    assert len(set(index["weight_map"].values())) == 1 + sum(
+        len(model.get_submodule(stack))
+        for stack in (("encoder.block", "decoder.block") if name == T5 else [stack_of(model)])
+    )
+
+
+def stack_of(model: Any) -> str:
+    return "transformer.h" if hasattr(model, "transformer") else "model.layers"
+
+
+def test_the_config_is_read_by_the_usual_keys(tmp_path):
+    source = dense(tmp_path, "Gemma2")
+    mts.shrink_checkpoint(source, tmp_path / "out", **given("Gemma2", {"mlp": 12, "blocks": [1]}))
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    wanted = {
+        "num_hidden_layers": BLOCKS - 1,
+        "intermediate_size": WIDTH - 12,
+        "layer_types": [kind for place, kind in enumerate(old["layer_types"]) if place != 1],
+    }
+    assert new == {**old, **wanted}
+
+
+@pytest.mark.parametrize("keeps", [0, 2])
+def test_blocks_with_the_least_influence_go(tmp_path, keeps):
+    """By hooks on a model in memory; padding counts for nothing."""
+    source, batches = dense(tmp_path, LLAMA), list(calls(shrinkable(LLAMA)))
+    if keeps:
+        for batch in batches:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][1, keeps:] = 0
+    model = AutoModelForCausalLM.from_pretrained(source)
+    seen: dict[str, list[float]] = {}
+    for name, block in zip((f"model.layers.{i}" for i in range(BLOCKS)), model.model.layers):
+
+        def see(module: Any, args: tuple, found: torch.Tensor, name: str = name) -> None:
+            for row, (x, y) in enumerate(zip(args[0], found)):
+                for token in range(keeps if keeps and row else len(x)):
+                    cosine = (x[token] @ y[token]) / (x[token].norm() * y[token].norm())
+                    seen.setdefault(name, []).append(1 - float(cosine))
+
+        block.register_forward_hook(see)
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    report: Any = mts.shrink_checkpoint(source, tmp_path / "out", blocks=2, data_loader=batches, progress=False)
+    (tried,) = report.shrunk.tried
+    assert tried == pytest.approx({name: sum(each) / len(each) for name, each in seen.items()}, rel=1e-4)
+    gone = sorted(tried, key=tried.__getitem__)[:2]
+    stay = [place for place in range(BLOCKS) if f"model.layers.{place}" not in gone]
+    assert report.shrunk.kept["blocks"] == {"model.layers": stay}
+
+
+def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch):
+    source = dense(tmp_path, LLAMA)
+    held: list[int] = []
+    fill = Streamed._fill  # pyright: ignore[reportPrivateUsage]
+
+    def counting(self: Any, block: Any) -> None:
+        fill(self, block)
+        each = self._own.values()
+        whole = [all(p.untyped_storage().nbytes() >= p.numel() * 4 for p in own.values()) for own in each]
+        held.append(sum(whole))
+
+    monkeypatch.setattr(Streamed, "_fill", counting)
+    mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, {"mlp": 0.25, "blocks": [1], "reconstruct": 1}))
+    assert set(held) == {1}
+
+
+# stopped --------------------------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    pass
+
+
+def stops_at(monkeypatch: Any, owner: Any, name: str, at: int) -> Callable[[], None]:
+    """The ``at``-th call of a function raises -> what takes that back."""
+    before, calls_of = getattr(owner, name), []
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        calls_of.append(args)
+        if len(calls_of) == at:
+            raise Stopped
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, stop)
+    return lambda: monkeypatch.setattr(owner, name, before)
+
+
+RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where it stops, and how many blocks are done
+    "in the first block": (LLAMA, {"mlp": 0.25, "reconstruct": 1}, smaller, "reconstruct", 1, 0),
+    "while it tunes": (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
+    "while it cuts": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "_write", 3, 2),
+    "after a block that goes": (LLAMA, {"blocks": [1], "reconstruct": 1}, smaller, "reconstruct", 2, 2),
+    "with names that differ on disk": ("Mixtral", {"blocks": [0], "reconstruct": 1}, smaller, "reconstruct", 3, 2),
+    "at the end": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "outside", 1, 3),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, monkeypatch, case):
+    name, options, owner, function, at, done = RESUMED[case]
+    source, options = dense(tmp_path, name), given(name, options)
+    go_on = stops_at(monkeypatch, owner, function, at)
+    with pytest.raises(Stopped):
+        mts.shrink_checkpoint(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "out.partial").glob("block-*.json"))) == done
+    go_on()
+    if done:
+        with pytest.raises(ValueError, match="started with something else"):
+            mts.shrink_checkpoint(source, tmp_path / "out", **{**options, "refit": False})
+    report = mts.shrink_checkpoint(source, tmp_path / "out", **options)
+    fresh = mts.shrink_checkpoint(source, tmp_path / "fresh", **options)
+    assert_same_folders(tmp_path / "out", tmp_path / "fresh")
+    assert report.shrunk == fresh.shrunk
+    assert [(x.name, x.error_after) for x in report.blocks] == [(x.name, x.error_after) for x in fresh.blocks]
+    assert report.notes[len(fresh.notes) :] == ([f"{done} of 4 blocks were reused from a stopped run"] if done else [])
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_run_that_was_killed_ends_in_the_same_bits(tmp_path):
+    source, options = dense(tmp_path, LLAMA), {"mlp": 0.25, "blocks": 1, "reconstruct": 1, "progress": False}
+    code = f"""
+import os, signal, torch
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.streamed import Streamed
+from tests.models.shrinkable import calls, shrinkable
+
+def write(self, index, *args, before=Streamed._write):
+    before(self, index, *args)
+    if len(self._work.done) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Streamed._write = write
+batches = list(calls(shrinkable("Llama")))
+mts.shrink_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, data_loader=batches, **{options!r})
+"""
+    assert run_python("-c", code).returncode == -9
+    report = mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, options))
+    assert report.notes[-1] == "2 of 4 blocks were reused from a stopped run"
+    mts.shrink_checkpoint(source, tmp_path / "fresh", **given(LLAMA, options))
+    assert_same_folders(tmp_path / "out", tmp_path / "fresh")
+
+
+def test_a_choice_is_taken_back(tmp_path):
+    source = dense(tmp_path, LLAMA)
+    mts.shrink_checkpoint(source, tmp_path / "first", **given(LLAMA, {"mlp": 0.25, "blocks": 1}))
+    kept = json.loads((tmp_path / "first" / "sparsity.json").read_text())["report"]["shrunk"]
+    mts.shrink_checkpoint(source, tmp_path / "second", **given(LLAMA, {"kept": kept}))
+    assert_same_folders(tmp_path / "first", tmp_path / "second")
+
+
+# what cannot be streamed ----------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "budget": (
+        {"mlp": None, "budget": "70% params"},
+        "^budget runs the whole model, .*: give mlp=, blocks= or to=, or",
+    ),
+    "blocks by KL": ({"blocks": 1, "blocks_by": "kl"}, "^blocks_by='kl' runs the whole model"),
+    "distill": ({"distill": True}, "^distill runs the whole model, .*or load the model and call shrink$"),
+    "quality": ({"quality": "max"}, r"^distill \(set by quality='max'\) runs the whole model"),
+    "text of its own": ({"self_data": 4}, "^self_data=4 runs the whole model"),
+    "unknown": ({"mpl": 0.25}, "mpl"),
+    "how": ({"blocks_by": "ppl"}, "allowed are 'kl', 'influence'"),
+    "no size": ({"mlp": None}, "none of them"),
+    "heads": ({"mlp": None, "to": {"num_key_value_heads": 1}}, "heads cost far more"),
+    "no data": ({"data_loader": None}, "needs calibration data"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_any_work(tmp_path, case):
+    more, problem = REFUSED[case]
+    source = dense(tmp_path, LLAMA)
+    with pytest.raises((ValueError, TypeError), match=problem):
+        mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, {"mlp": 0.25, **more}))
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_sparse_source_is_refused(tmp_path):
+    mts.save(mts.sparsify(shrinkable(LLAMA), "magnitude", pattern="2:4"), tmp_path / "sparse")
+    with pytest.raises(ValueError, match="is sparse: shrink the model that it was made of"):
+        mts.shrink_checkpoint(tmp_path / "sparse", tmp_path / "out", **given(LLAMA, {"mlp": 0.25}))
