@@ -394,9 +394,8 @@ def shrink(
     as_json: Json = False,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels or blocks. Write a plain folder, for any engine."""
-    from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
-    from modelopt_sparse.distributed import rank, while_others_wait
+    from modelopt_sparse.distributed import rank
     from modelopt_sparse.plan.shrinking import Asked
     from modelopt_sparse.values import read_yaml
 
@@ -420,18 +419,27 @@ def shrink(
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
     settings |= {**sizes, "tokenizer": source.tokenizer}
     if stream:
-        where = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
-        result = mts.shrink_checkpoint(source.name, out, **where, **settings)
-        written = rank() == 0
+        result = mts.shrink_checkpoint(
+            model, out, overwrite=overwrite, spill=spill, dtype=dtype, **source.hub, **settings
+        )
     else:
-        checked_place(out, overwrite=overwrite, sources=[model])
-        companions, network = source.companions(), source.load()
-        result = mts.report(mts.shrink(network, **settings))
-        with while_others_wait(settings.get("distributed")) as written:
-            if written:
-                mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
-    if written:
+        result = _shrunk(source, settings, out, overwrite)
+    if rank() == 0:
         typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
+
+
+def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite: bool) -> "mts.Report":
+    """Make a model smaller in memory and write it -> the report."""
+    from modelopt_sparse.checkpoint.folder import checked_place
+    from modelopt_sparse.distributed import while_others_wait
+
+    checked_place(out, overwrite=overwrite, sources=[source.name])
+    companions, network = source.companions(), source.load()
+    mts.shrink(network, **settings)
+    with while_others_wait(settings.get("distributed")) as writes:
+        if writes:
+            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
+    return mts.report(network)
 
 
 @command

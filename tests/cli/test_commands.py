@@ -220,19 +220,21 @@ def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
 
 
 def test_shrink_writes_what_the_api_makes(run, work, tmp_path):
-    done = run(
-        *("shrink", work / "llama", "--mlp", 24, "--data", work / "text.txt", "--num-samples", 8, "--seq-len", 64),
-        *("--out", tmp_path / "smaller", "--no-progress"),
-    )
-    assert (done.code, done.err) == (0, "")
-    assert "Written to" in done.out
+    asked = ("--mlp", 24, "--data", work / "text.txt", "--num-samples", 8, "--seq-len", 64, "--no-progress")
+    for name, more in {"smaller": (), "streamed": ("--stream", "--spill")}.items():
+        done = run("shrink", work / "llama", "--out", tmp_path / name, *asked, *more)
+        assert (done.code, done.err) == (0, "")
+        assert "Written to" in done.out
     model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
     text = {"data": work / "text.txt", "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
     mts.shrink(model, mlp=24, num_samples=8, seq_len=64, **text)
-    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
-    assert smaller.config.intermediate_size == model.config.intermediate_size
-    assert_same_state(smaller, state_of(model))
+    for name in ("smaller", "streamed"):
+        smaller = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert smaller.config.intermediate_size == model.config.intermediate_size
+        assert_same_state(smaller, state_of(model))
+        assert AutoTokenizer.from_pretrained(tmp_path / name)("a b") == text["tokenizer"]("a b")
     assert run("shrink", work / "llama", "--mlp", "25%").err.endswith("(or --plan, to see the sizes)\n")
+    assert run("shrink", work / "llama", "--mlp", "25%", "--spill").err.endswith("--spill goes with --stream\n")
 
 
 def test_plan_takes_the_device_of_another_machine(run, work):
@@ -397,8 +399,8 @@ FLAGS = {
     "plan": f"model {PLANNED} --training --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "shrink": "model --out --mlp --blocks --to --budget --criterion --quality --data --num-samples --seq-len "
-    "--batch-size --set --device --plan --dtype --revision --trust-remote-code --overwrite --progress --no-progress "
-    "--json",
+    "--batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
+    "--progress --no-progress --json",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
     "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",

@@ -359,6 +359,36 @@ def streamed_on(folder: Path) -> Found:
     return {"error": error, **stream(folder, target, "llama", Failing(where=None))}
 
 
+SMALLER: dict[str, dict[str, Any]] = {
+    "any order": {"mlp": 0.25, "blocks": 1},
+    "in order": {
+        "mlp": 24,
+        "blocks": 1,
+        "blocks_by": "influence",
+        "deterministic": True,
+        "reconstruct": {"epochs": 1, "metric": "fisher"},
+    },
+}
+
+
+def smaller(folder: Path) -> Found:
+    """In memory, and what is streamed: states, choices, and the SHA-256 of the streamed weights."""
+    found: Found = {}
+    for name, options in SMALLER.items():
+        given = {"data_loader": BATCHES["llama"], "progress": False, **options}
+        model, target = llama(), folder / f"smaller-{size()}" / name
+        shrunk = mts.report(mts.shrink(model, **given)).shrunk
+        assert shrunk is not None
+        choice = shrunk.kept, shrunk.scores, shrunk.errors, shrunk.tried, shrunk.kl
+        found[name] = {"state": state(model), "choice": choice}
+        if "blocks_by" in options:
+            mts.shrink_checkpoint(source(folder, "llama"), target, **given)
+            weights = sorted(target.glob("*.safetensors"))
+            found[name]["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
+            found[name]["streamed"] = state(mts.load(target))
+    return found
+
+
 def streaming_killed(folder: Path) -> Found:
     """The second process is killed in the second block; what is left is gone on with by other numbers of processes."""
     target = folder / "streamed-killed"
@@ -548,9 +578,9 @@ GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "four": (4, (*BASIC, saved, failures)),
     "interrupted": (2, (interrupted,)),
     "killed": (4, (killed,)),
-    "streaming": (2, (streamed, streamed_on, streaming_refused)),
-    "streaming in three": (3, (streamed, streamed_on)),
-    "streaming alone": (1, (streamed, streamed_on)),
+    "streaming": (2, (streamed, streamed_on, streaming_refused, smaller)),
+    "streaming in three": (3, (streamed, streamed_on, smaller)),
+    "streaming alone": (1, (streamed, streamed_on, smaller)),
     "streaming killed": (2, (streaming_killed,)),
     "launched": (2, (command_line,)),
     "launched to fail": (2, (command_that_fails,)),

@@ -289,6 +289,24 @@ def test_several_processes_go_on_with_what_one_began(results, group):
 
 
 @slow
+@pytest.mark.parametrize("group", STREAMING)
+def test_shrink_by_any_number_of_processes_chooses_what_one_does(results, group):
+    """In order also to the bit, in memory and streamed."""
+    (alone,), (first, *others) = results("streaming alone", ranks.smaller), results(group, ranks.smaller)
+    for name, one in alone.items():
+        assert first[name]["choice"][0] == one["choice"][0]  # what is kept
+        for other in others:
+            assert_equal(other[name]["state"], first[name]["state"])
+            assert other[name]["choice"] == first[name]["choice"]
+    one, several = alone["in order"], first["in order"]
+    assert_equal(several["state"], one["state"])
+    assert several["choice"] == one["choice"]
+    assert several["files"] == one["files"]
+    assert_equal(one["streamed"], one["state"])
+    assert len(one["choice"][0]["blocks"]["model.layers"]) == 1
+
+
+@slow
 def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path):
     (alone,) = results("streaming alone", ranks.streamed)
     first, second = results("streaming killed", ranks.streaming_killed)
