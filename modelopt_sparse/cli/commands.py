@@ -402,10 +402,9 @@ def shrink(
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
     sizes = {name: read_yaml(value, f"--{name}") for name, value in (("mlp", mlp), ("blocks", blocks)) if value}
-    sizes |= {
-        "to": {key: read_yaml(size, f"--to {key}") for key, _, size in (each.partition("=") for each in to or [])}
-    }
-    sizes = {name: value for name, value in {**sizes, "budget": budget}.items() if value}
+    pairs = [each.partition("=") for each in to or []]
+    sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
+    sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
     settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
@@ -418,12 +417,9 @@ def shrink(
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
     settings |= {**sizes, "tokenizer": source.tokenizer}
-    if stream:
-        result = mts.shrink_checkpoint(
-            model, out, overwrite=overwrite, spill=spill, dtype=dtype, **source.hub, **settings
-        )
-    else:
-        result = _shrunk(source, settings, out, overwrite)
+    where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": dtype, **source.hub}
+    streamed = mts.shrink_checkpoint(model, out, **where, **settings) if stream else None
+    result = streamed or _shrunk(source, settings, out, overwrite)
     if rank() == 0:
         typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
 
