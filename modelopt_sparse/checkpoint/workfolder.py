@@ -5,7 +5,8 @@ nothing to go on from then. It holds:
 
   started.json          what the run was started with, so that only such a run continues it
   block-00003.json      block 3 is done: its files with their hashes, its masks, and its part of the report
-  budget.json           what the layers become under a budget, from before the first block is solved
+  budget.json           what the layers become under a budget, or what stays of a model that shrinks, from before the
+                        first block is done
   report.json           all blocks are done, and this is the report
   finished.json         ``folder`` holds the whole target, and only has to be moved to its place
   folder/               the target's files, under their final names

@@ -143,7 +143,8 @@ class Shrunk:
       the places of the blocks that stay.
     scores: layer -> the score of each of its channels by ``criterion``, larger = keep.
     errors: layer -> [as is, refit], the relative squared error of its output on the batches held back.
-    tried: of each block that went, in turn: name of a block -> the KL divergence without it.
+    tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
+      influence.
     kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
     costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
     """
