@@ -46,6 +46,7 @@ from modelopt_sparse.plan.shrinking import (
     kept_in,
     layers_by_block,
     said_of,
+    settings_of_run,
     shrink_config,
     sizes_for,
 )
@@ -111,12 +112,13 @@ def shrink(
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
-        sizes = sizes_for(plain, plan, Asked(mlp, blocks, to, budget, kept, multiple_of, tensor_parallel))
+        asked = Asked(mlp, blocks, to, budget, kept, multiple_of, tensor_parallel)
+        sizes = sizes_for(plain, plan, asked)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config) | {"the sizes": "; ".join(map(said_of, sizes))}
             processes.check_same(facts, "give all of them the same model and the same options")
-        settings = {**config.settings(), "multiple_of": multiple_of, "refit": refit}
-        run = Run(plain, plan, config, InMemory(), processes, Report.begin((), [STALE], settings))
+        report = Report.begin((), [STALE], settings_of_run(config, asked, refit=refit))
+        run = Run(plain, plan, config, InMemory(), processes, report)
         shrink_to_one(run, sizes, how, budget)
         processes.barrier()
     return model

@@ -17,7 +17,7 @@ from modelopt_sparse.accuracy.refit import refit
 from modelopt_sparse.methods.channels import gram_scores
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.resize import spans, twin_of
+from modelopt_sparse.model.resize import WIDTHS, spans, twin_of
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.shrinking import HINTS, STALE, Asked, sizes_for
@@ -32,6 +32,7 @@ from tests.models.shrinkable import (
     NormedLlama,
     ScaledByPlace,
     SoftmaxLlama,
+    WritingLlama,
     calls,
     odd,
     shrinkable,
@@ -96,6 +97,9 @@ def test_fewer_channels_are_zeros_in_their_place(name, tmp_path):
     assert (wanted - output(shrinkable(name), batches[0])).abs().max() > 1e-3
     torch.testing.assert_close(output(model, batches[0]), wanted, rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert widths <= {written.get(key) for key in WIDTHS}
+    assert mts.report(model).settings["multiple_of"] == 1
 
 
 @pytest.mark.parametrize("name", few([name for name in CLASSES if "T5" not in name]))
@@ -181,6 +185,7 @@ REFUSED = {
     "hidden": ({"to": {"hidden_size": 16}}, "outside of the blocks"),
     "multiple": ({"mlp": 0.25, "multiple_of": 0}, "multiple_of=0"),
     "criterion": ({"mlp": 0.25, "criterion": "gramm"}, "allowed are 'gram', 'norm', 'minitron'"),
+    "blocks by": ({"blocks": 1, "blocks_by": "ppl"}, "allowed are 'kl', 'influence'"),
     "pattern": ({"mlp": 0.25, "pattern": "2:4"}, "pattern"),
     "masks": ({"mlp": 0.25, "reconstruct": {"masks": "move"}}, "a shrunk model has none"),
     "one batch": ({"mlp": 0.25, "data_loader": LOADER["data_loader"][:1]}, "at least two calibration batches"),
@@ -218,6 +223,14 @@ def test_models_that_are_refused(case):
     make, options, problem = MODELS[case]
     with pytest.raises(ValueError, match=problem):
         mts.shrink(make(), **options, **LOADER, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:stack 'model.layers' is calibrated through the whole model")
+def test_influence_is_for_blocks_that_can_be_run_by_themselves():
+    options = {"blocks": 1, **LOADER, "progress": False}
+    with pytest.raises(ValueError, match="cannot be run by themselves: give blocks_by='kl'"):
+        mts.shrink(odd(WritingLlama), **options, blocks_by="influence")
+    assert len(mts.shrink(odd(WritingLlama), **options).model.layers) == BLOCKS - 1
 
 
 def test_the_plan_is_what_is_made():
@@ -289,6 +302,7 @@ def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left)
 def test_a_budget_is_kept():
     model = shrinkable("Llama")
     mts.shrink(model, budget="70% params", tensor_parallel=2, **LOADER, progress=False)
+    assert mts.report(model).settings["tensor_parallel"] == 2
     old, new = mts.report(model).shrunk.costs["parameters"]
     assert new == sum(p.numel() for p in model.parameters()) <= 0.7 * old
     assert model.config.intermediate_size % 16 == 0

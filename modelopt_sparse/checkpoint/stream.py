@@ -53,7 +53,7 @@ from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
-from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, shrink_config, sizes_for
+from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, settings_of_run, shrink_config, sizes_for
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.smaller import criterion_of, shrink_to_one
 
@@ -180,11 +180,11 @@ def shrink_checkpoint(
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
             model = storage.model
             of_model = plan_for(model, Magnitude(), config)
-            settings = {**config.settings(), "multiple_of": asked.multiple_of, "refit": criterion.refit}
-            run = Run(model, of_model, config, storage, processes, Report.begin((), [UNMEASURED], settings))
+            report = Report.begin((), [UNMEASURED], settings_of_run(config, asked, refit=criterion.refit))
+            run = Run(model, of_model, config, storage, processes, report)
             shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
-            run.report.notes += _more_notes(storage, work, None)
-            return run.report
+            report.notes += _more_notes(storage, work, None)
+            return report
 
         started = _started_with(plan, config, dtype, None)
         facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}

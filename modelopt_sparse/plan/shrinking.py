@@ -82,6 +82,12 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
     return config
 
 
+def settings_of_run(config: SparsifyConfig, asked: "Asked", *, refit: bool) -> dict[str, Any]:
+    """What the report says that the run was asked for."""
+    own = {"multiple_of": asked.multiple_of, "tensor_parallel": asked.tensor_parallel, "refit": refit}
+    return {**config.settings(), **own}
+
+
 # sizes ----------------------------------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,15 @@ class SoftmaxLlama(LlamaForCausalLM):
             layer.mlp = SoftmaxMLP(config)
 
 
+class WritingLlama(LlamaForCausalLM):
+    """Its blocks write to what they get, so that calls cannot wait at them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(lambda module, args: args[0].mul_(1))
+
+
 def odd(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return kind(LlamaConfig(**BASE)).eval()
