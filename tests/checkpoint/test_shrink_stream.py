@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import smaller
+from modelopt_sparse.accuracy import choose
 from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.model.hf import model_class
 from tests.checkpoint.streams import assert_same_folders, saved
@@ -130,9 +131,18 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch):
         whole = [all(p.untyped_storage().nbytes() >= p.numel() * 4 for p in own.values()) for own in each]
         held.append(sum(whole))
 
+    def watching(*args: Any, channels: Any = choose.channels) -> Any:
+        choices = channels(*args)
+        each = [choice for of_block in choices.values() for choice in of_block]
+        files.append([choice.values.untyped_storage().filename is not None for choice in each])
+        return choices
+
+    files: list[list[bool]] = []
     monkeypatch.setattr(Streamed, "_fill", counting)
+    monkeypatch.setattr(choose, "channels", watching)
     mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, {"mlp": 0.25, "blocks": [1], "reconstruct": 1}))
     assert set(held) == {1}
+    assert files == [[True] * (BLOCKS - 1)]  # the new values of what takes the channels
 
 
 # stopped --------------------------------------------------------------------------------------------------------------
@@ -179,7 +189,10 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, monkeypatch, cas
     if done:
         with pytest.raises(ValueError, match="started with something else"):
             mts.shrink_checkpoint(source, tmp_path / "out", **{**options, "refit": False})
-    report = mts.shrink_checkpoint(source, tmp_path / "out", **options)
+    with monkeypatch.context() as patch:
+        for chooses in ("gram_scores", "blocks_by_influence") if done else ():  # nothing is chosen again
+            patch.setattr(choose, chooses, None)
+        report = mts.shrink_checkpoint(source, tmp_path / "out", **options)
     fresh = mts.shrink_checkpoint(source, tmp_path / "fresh", **options)
     assert_same_folders(tmp_path / "out", tmp_path / "fresh")
     assert report.shrunk == fresh.shrunk
