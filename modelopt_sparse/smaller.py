@@ -97,7 +97,7 @@ def shrink(
         that moves the width by no more than 2 % of it, else 8.
       tensor_parallel: on how many devices each MLP will be split: the part of each is such a multiple.
     ``options`` are those of `sparsify` that concern calibration data, quality, reconstruct, distill and the run. All
-    matrices of a block are tuned. Distillation takes 4 epochs at a rate of 0.1 unless it is told otherwise.
+    matrices of a block are tuned.
 
     Parameters that change are new ones: an optimizer that was made before does not know them. The config in memory has
     the new numbers. Raises ValueError or TypeError with the model untouched for what cannot work. A repair that is

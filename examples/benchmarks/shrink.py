@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modelopt_sparse as mts
 
 TESTBED = Path(__file__).resolve().parent.parent / "testbed"
-REPAIR = {"reconstruct": {"epochs": 4, "metric": "fisher"}, "distill": True}
+REPAIR = {"reconstruct": {"epochs": 4, "metric": "fisher"}, "distill": 4}
 ROWS: dict[str, dict[str, Any]] = {
     "minitron": {"criterion": "minitron", "refit": False},
     "norm": {"criterion": "norm", "refit": False},

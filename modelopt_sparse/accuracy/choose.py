@@ -78,7 +78,8 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """While entered, these blocks put out what they are called with, wherever else they are called."""
 
     def skip(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        hidden = flat_tensors((args, kwargs))[0]
+        # a block that is brought to a device gets there what it puts out elsewhere
+        hidden = flat_tensors((args, kwargs))[0].to(flat_tensors(output)[0].device)
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     with ExitStack() as hooks:

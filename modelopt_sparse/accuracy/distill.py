@@ -32,6 +32,7 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Distilled
 
+FULL_RATE = 1.0  # the KL divergence in nats, before it, from which on the whole learning rate is taken
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
 
 
@@ -155,6 +156,7 @@ def distill(teacher: Teacher, run: Run) -> None:
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, moments=moments)
         before = batches.judged(measure)
+        weights.slow_down(before, FULL_RATE)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:

@@ -269,14 +269,15 @@ class TunedWeights:
             for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 
-    def slow_down(self, error: float) -> None:
-        """Take a smaller rate where little is to be mended: ``sqrt(error / 0.01)`` of it. ``error``: relative, squared.
+    def slow_down(self, error: float, full: float = FULL_RATE) -> None:
+        """Take a smaller rate where little is to be mended: ``sqrt(error / full)`` of it, below ``full``. ``error``: a
+        relative squared error, or a KL divergence.
 
         A relative error e of the output is mended by changes of the weights of about sqrt(e). Larger steps lose more by
         noise than they gain: see docs/accuracy.md for a model whose blocks had errors of 2e-4.
         """
         for weight in self.each:
-            weight.rate *= min(1.0, math.sqrt(error / FULL_RATE))
+            weight.rate *= min(1.0, math.sqrt(error / full))
 
     def copy(self) -> Values:
         """Values, on the host and in the precision that the model holds them in, and masks as they are now."""

@@ -22,7 +22,7 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.resize import Depth, find_width, numbers_in, pools_in, spans, twin_of
 from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
-from modelopt_sparse.plan.options import Distill, SparsifyConfig, quality_of
+from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
@@ -42,7 +42,6 @@ TAKEN = (
 HOW = ("criterion", "refit", "blocks_by")
 OWN = ("mlp", "blocks", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
-DISTILL = {"epochs": 4, "learning_rate": 0.1}  # a smaller model has more to learn anew than a sparse one
 UNITS = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # of budgets
 SCALES = {"K": "e3", "M": "e6", "G": "e9", "T": "e12"}
 CALL = 1, 1024  # of the FLOPs of a budget: windows and tokens
@@ -69,11 +68,7 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
         if "masks" in (options.get("reconstruct") or {}):
             raise ValueError("reconstruct: masks: a shrunk model has none: leave it out")
         chosen["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
-    distill = chosen.get("distill")
-    if distill and not isinstance(distill, Distill):
-        asked = distill if isinstance(distill, Mapping) else {} if distill is True else {"epochs": distill}
-        chosen["distill"] = {**DISTILL, **asked}
-    tuned = chosen.get("reconstruct") or distill  # such runs see to it themselves
+    tuned = chosen.get("reconstruct") or chosen.get("distill")  # such runs see to it themselves
     if chosen.get("data") is not None and not tuned:
         chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
     config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)

@@ -441,12 +441,13 @@ def test_data_is_asked_for_even_if_the_method_needs_none():
         mts.sparsify(tiny_llama(), "magnitude", reconstruct=True)
 
 
-@pytest.mark.parametrize(("error", "share"), [(4.0, 1.0), (0.01, 1.0), (0.0025, 0.5), (1e-6, 0.01), (0.0, 0.0)])
-def test_small_errors_are_mended_in_small_steps(error, share):
-    """By the root of the error over 0.01, for matrices and vectors alike."""
+@pytest.mark.parametrize("full", [0.01, 1.0])
+@pytest.mark.parametrize(("error", "share"), [(400, 1.0), (1, 1.0), (0.25, 0.5), (1e-4, 0.01), (0.0, 0.0)])
+def test_small_errors_are_mended_in_small_steps(error, share, full):
+    """By the root of the error over the full one, for matrices and vectors alike."""
     weights = {nn.Parameter(torch.randn(6, 4)): None, nn.Parameter(torch.randn(6)): None}
     tuned, plain = (TunedWeights(weights, dict(zip(weights, [6, 0])), 0.4) for _ in range(2))
-    tuned.slow_down(error)
+    tuned.slow_down(error * full, full)
     assert [each.rate for each in tuned.each] == pytest.approx([each.rate * share for each in plain.each])
 
 

@@ -152,6 +152,23 @@ def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
     assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
 
 
+@pytest.mark.parametrize("more", [{"refit": False}, {"reconstruct": 1}], ids=str)
+@pytest.mark.parametrize("place", [*PLACES, "streamed"])
+def test_shrink(place, more, tmp_path, device):
+    options = {"mlp": 0.25, "blocks": 1, "blocks_by": "influence", "data_loader": token_batches(), "progress": False}
+    options |= more
+    expected = mts.shrink(tiny_llama(num_hidden_layers=3), **options)
+    if place == "streamed":
+        tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+        mts.shrink_checkpoint(tmp_path / "dense", tmp_path / "out", device=device, spill=True, **options)
+        found = mts.load(tmp_path / "out")
+    else:
+        model = tiny_llama(num_hidden_layers=3)
+        model = model.to(device) if place == "on it" else model
+        found = mts.shrink(model, **options, **({"device": device} if place == "device=" else {})).to("cpu")
+    assert_same(found, expected, atol=1e-5)
+
+
 def places(model: nn.Module, data: list, free: int, monkeypatch, **options) -> set[str]:
     """Types of the devices from which the second block is given its inputs, where ``free`` bytes are left."""
     monkeypatch.setattr(BACKEND, "free", free)
