@@ -114,8 +114,8 @@ class Distill:
     """How the whole sparse model is tuned to predict what the dense one did, as the last step.
 
     epochs: passes over the calibration batches.
-    learning_rate: as in `Reconstruct`, but ``sqrt(d)`` of it where the KL divergence d before it is below 1 nat; smaller
-      by an order of magnitude, for all blocks move together.
+    learning_rate: as in `Reconstruct`, but ``sqrt(d)`` of it where the KL divergence d before it is below 1 nat; it is
+      smaller by an order of magnitude, for all blocks move together.
     moments: the dtype that the optimizer holds its two moments in between steps, "bfloat16" or "float32", with which a
       weight that stays takes 12 bytes instead of 8. Steps are computed in float32.
     """
