@@ -11,8 +11,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -261,7 +261,7 @@ def _sparsified(
     overwrite: bool,
 ) -> "mts.Report | None":
     """Make a model sparse and write it -> the report; None in a process that another one writes for."""
-    from modelopt_sparse.checkpoint.workfolder import locked, work_path
+    from modelopt_sparse.checkpoint.workfolder import locked
     from modelopt_sparse.distributed import rank, while_others_wait
 
     method = settings.pop("method")
@@ -271,14 +271,9 @@ def _sparsified(
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
         more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
-        try:
+        with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
             report = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
-            return report if rank() == 0 else None
-        except KeyboardInterrupt:
-            if done := len(list(work_path(out).glob("block-*.json"))):
-                count = sum(len(stack.names) for stack in planned.stacks)
-                complain(f"{done} of {count} blocks are kept in {str(work_path(out))!r}: the same command goes on")
-            raise
+        return report if rank() == 0 else None
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
         network = source.load(quantized=quantized, masks=not settings.get("replace"))
@@ -294,6 +289,19 @@ def _sparsified(
                 report.evaluation = _evaluate(*both, held_out, settings)
             mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
     return report
+
+
+@contextmanager
+def _kept_blocks_are_said(out: Path, of: str = "") -> Iterator[None]:
+    """After Ctrl-C, how many blocks of a streaming run to ``out`` are kept."""
+    from modelopt_sparse.checkpoint.workfolder import work_path
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if done := len(list(work_path(out).glob("block-*.json"))):
+            complain(f"{done}{of} blocks are kept in {str(work_path(out))!r}: the same command goes on")
+        raise
 
 
 def _write_page(page: Path, report: "mts.Report", folder: Path) -> None:
@@ -418,7 +426,8 @@ def shrink(
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
     settings |= {**sizes, "tokenizer": source.tokenizer}
     where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": dtype, **source.hub}
-    streamed = mts.shrink_checkpoint(model, out, **where, **settings) if stream else None
+    with _kept_blocks_are_said(out) if stream else nullcontext():
+        streamed = mts.shrink_checkpoint(model, out, **where, **settings) if stream else None
     result = streamed or _shrunk(source, settings, out, overwrite)
     if rank() == 0:
         typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")

@@ -485,22 +485,26 @@ main()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no such signal")
-def test_ctrl_c_while_streaming_says_how_many_blocks_are_kept(run, work, tmp_path):
+@pytest.mark.parametrize(
+    ("verb", "more", "of"), [("sparsify", ("--quiet",), " of 12"), ("shrink", ("--blocks", "2", "--no-progress"), "")]
+)
+def test_ctrl_c_while_streaming_says_how_many_blocks_are_kept(run, work, tmp_path, verb, more, of):
     """The same command goes on with them, and ends in what a run in one go writes."""
     shutil.copytree(work / "llama", tmp_path / "deep")
     tiny_llama(vocab_size=2048, num_hidden_layers=12).save_pretrained(tmp_path / "deep")
-    data = ("--data", work / "text.txt", "--num-samples", 16, "--seq-len", 64, "--stream", "--quiet")
-    command = ("sparsify", tmp_path / "deep", "--out", tmp_path / "out", *data)
+    data = ("--data", work / "text.txt", "--num-samples", 16, "--seq-len", 64, "--stream", *more)
+    command = (verb, tmp_path / "deep", "--out", tmp_path / "out", *data)
     done = run_python("-c", INTERRUPTED, *command)
     assert done.returncode == 130, done.stderr
-    line = re.fullmatch(r"modelopt-sparse: (\d+) of 12 blocks are kept in '(.*)': (.*)\n.*interrupted\n", done.stderr)
+    said = rf"modelopt-sparse: (\d+){of} blocks are kept in '(.*)': (.*)\n.*interrupted\n"
+    line = re.fullmatch(said, done.stderr)
     assert line is not None, done.stderr
     kept = int(line[1])
     assert kept == 2
     assert line[3] == "the same command goes on"
     assert run(*command).code == 0
     assert f"{kept} of 12 blocks were reused from a stopped run" in mts.report(tmp_path / "out").notes
-    assert run("sparsify", tmp_path / "deep", "--out", tmp_path / "whole", *data).code == 0
+    assert run(verb, tmp_path / "deep", "--out", tmp_path / "whole", *data).code == 0
     assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
 
 
