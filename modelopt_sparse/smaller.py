@@ -115,7 +115,8 @@ def shrink(
         asked = Asked(mlp, blocks, to, budget, kept, multiple_of, tensor_parallel)
         sizes = sizes_for(plain, plan, asked)
         if processes.size > 1:
-            facts = common_to_processes(plain, plan, config) | {"the sizes": "; ".join(map(said_of, sizes))}
+            facts = common_to_processes(plain, plan, config)
+            facts |= {"the sizes": "; ".join(map(said_of, sizes)), "how it is chosen what goes": str(how)}
             processes.check_same(facts, "give all of them the same model and the same options")
         report = Report.begin((), [STALE], settings_of_run(config, asked, refit=refit))
         run = Run(plain, plan, config, InMemory(), processes, report)

@@ -49,7 +49,8 @@ class Judge:
         """The mean KL divergence on batches of these numbers; None: those that are held back."""
         teacher = self.teacher
         if teacher is None:
-            raise ValueError("blocks are chosen by what the model predicts, and its output has no logits: name them")
+            problem = "blocks are chosen by what the model predicts, and its output has no logits"
+            raise ValueError(f"{problem}: name them, or give blocks_by='influence'")
 
         def measure(place: int) -> tuple[float, float]:
             rows = kl_divergence(*teacher.predictions(place))

@@ -158,15 +158,16 @@ def shrink_checkpoint(
     target = Path(target)
     asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
     how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
-    for name, value in (("budget", asked.budget), ("blocks_by='kl'", how["blocks_by"] == "kl" or None)):
-        if value is not None:
-            raise ValueError(_whole_model(name, "give mlp=, blocks= or to=", "shrink"))
+    if asked.budget is not None or how["blocks_by"] == "kl":
+        option = "blocks_by='kl'" if asked.budget is None else "budget"
+        raise ValueError(_whole_model(option, "give mlp=, blocks= or to=", "shrink"))
     criterion, config = criterion_of(asked.kept, **how), shrink_config(options)
     _refuse_whole_model(config, "shrink")
     with Processes.of(config.distributed) as processes:
         target = _place(target, source, overwrite=overwrite)
         if processes.size > 1:
-            config = replace(config, deterministic=True, progress=config.progress and processes.rank == 0)
+            config = replace(config, deterministic=True)
+        config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision, remote)
         if _masks_in(folder):
