@@ -386,6 +386,9 @@ def smaller(folder: Path) -> Found:
             weights = sorted(target.glob("*.safetensors"))
             found[name]["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
             found[name]["streamed"] = state(mts.load(target))
+    criterion = "gram" if rank() == 0 else "norm"
+    unlike = {"data_loader": BATCHES["llama"], "progress": False, "criterion": criterion}
+    found["unlike"] = error_of(lambda: mts.shrink(llama(), mlp=24, **unlike))
     return found
 
 
