@@ -7,10 +7,11 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,21 @@ class Table:
         return list(groups.values())
 
     @cached_property
-    def dense(self) -> Chosen:
-        return dict.fromkeys(each.name for each in self.plan.layers)
+    def choices(self) -> list[tuple[Pattern | None, ...]]:
+        """Those of each group; a group that has fewer than another has its first one several times."""
+        of_groups = [group[0].choices for group in self.groups]
+        most = max(map(len, of_groups))
+        return [choices + choices[:1] * (most - len(choices)) for choices in of_groups]
+
+    def dense(self, unit: str) -> int:
+        """What all layers cost as they are."""
+        return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
         """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds."""
-        return sum(self.cost_of(unit, group, chosen) for group in self.groups)
+        return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
-    def cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
+    def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
         total = 0
         for each in group:
             choice = chosen[each.name]
@@ -80,64 +88,61 @@ class Table:
             total = -(-2 * total * min(self.experts_per_token or experts, experts) // experts)
         return total
 
-    def loss(self, chosen: Chosen) -> float:
-        """The sum of the losses; of a level that is no choice it is interpolated."""
-        return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in self.plan.layers)
+    def loss(self, chosen: Chosen, layers: Sequence[LayerPlan] | None = None) -> float:
+        """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
+        return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in layers or self.plan.layers)
 
     def ceilings(self, budget: Budget) -> dict[str, int]:
         """Unit -> the most that it may cost."""
-        return {limit.unit: limit.ceiling(self.cost(limit.unit, self.dense)) for limit in budget}
+        return {limit.unit: limit.ceiling(self.dense(limit.unit)) for limit in budget}
 
-    @cached_property
-    def losses_NK(self) -> np.ndarray:
-        """Of groups and choices; infinite for choices that a group lacks."""
-        widest = max(len(group[0].choices) for group in self.groups)
+    def _of_choices(self, measure: Callable[[Sequence[LayerPlan], Chosen], float]) -> np.ndarray:
+        """[N, K]: what is measured of each group with each of its choices."""
         return np.array(
             [
-                [sum(loss_at(self.losses[each.name], choice) for each in group) for choice in group[0].choices]
-                + [math.inf] * (widest - len(group[0].choices))
-                for group in self.groups
+                [measure(group, dict.fromkeys((each.name for each in group), choice)) for choice in choices]
+                for group, choices in zip(self.groups, self.choices)
             ]
         )
 
+    @cached_property
+    def losses_NK(self) -> np.ndarray:
+        return self._of_choices(lambda group, chosen: self.loss(chosen, group))
+
+    def costs_NK(self, unit: str) -> np.ndarray:
+        return self._of_choices(partial(self._cost_of, unit))
+
+    def named(self, choice_N: np.ndarray) -> Chosen:
+        of_groups = zip(self.groups, self.choices, choice_N)
+        return {each.name: choices[k] for group, choices, k in of_groups for each in group}
+
     def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
         """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        costs_BNK = np.zeros((len(ceilings), *self.losses_NK.shape), np.int64)
-        for n, group in enumerate(self.groups):
-            for k, choice in enumerate(group[0].choices):
-                chosen = dict.fromkeys((each.name for each in group), choice)
-                costs_BNK[:, n, k] = [self.cost_of(unit, group, chosen) for unit in ceilings]
-        choice_N = choose(self.losses_NK, costs_BNK, list(ceilings.values()))
-        if choice_N is None:
-            return None
-        return {each.name: group[0].choices[k] for group, k in zip(self.groups, choice_N) for each in group}
-
-    def cheapest(self, unit: str) -> Chosen:
-        chosen: dict[str, Pattern | None] = {}
-        for group in self.groups:
-            alike = [dict.fromkeys((each.name for each in group), choice) for choice in group[0].choices]
-            chosen |= min(alike, key=lambda some, group=group: self.cost_of(unit, group, some))
-        return chosen
+        costs_BNK = np.stack([self.costs_NK(unit) for unit in ceilings])
+        choice_N = choose(self.losses_NK, costs_BNK, [*ceilings.values()])
+        return None if choice_N is None else self.named(choice_N)
 
     def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers, or, where not all may have a level, the
         cheapest choice from the first layer on, so that the last ones stay dense. Empty if that is not enough."""
         levels = {each.name: next(filter(_is_level, each.choices), None) for each in self.plan.layers}
-        cheapest, by_level = self.cheapest(next(iter(ceilings))), all(levels.values())
+        cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
+        by_level = all(levels.values())
 
         def at(step: int) -> Chosen:
             if by_level:
                 return {name: level and replace(level, sparsity=step / GRID) for name, level in levels.items()}
-            pruned = (e.name for n, group in enumerate(self.groups) for e in group if n < step or None not in e.choices)
-            return {**self.dense, **{name: cheapest[name] for name in pruned}}
+            some = {each.name for group in self.groups[step:] for each in group if None in each.choices}
+            return {name: None if name in some else choice for name, choice in cheapest.items()}
 
         def fits(step: int) -> bool:
             return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
 
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
-        step = next(iter(steps[bisect_left(steps, True, key=fits) :]), None)
-        title = f"{100 * (step or 0) / GRID:.3g}% in every layer" if by_level else "the last layers dense"
-        return {} if step is None else {title: at(step)}
+        if (place := bisect_left(steps, True, key=fits)) == len(steps):
+            return {}
+        title = f"{100 * steps[place] / GRID:.3g}% in every layer" if by_level else "the last layers dense"
+        return {title: at(steps[place])}
 
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
         """The choice for zeros alone, with what its levels leave above them taken back from all levels alike."""
@@ -145,28 +150,19 @@ class Table:
         levels = {each.name: each.pattern.sparsity for each in plan.layers if isinstance(each.pattern, Unstructured)}
         if [*ceilings] != ["zeros"] or not levels:
             return chosen
-        zeros = self.cost("zeros", self.dense) - ceilings["zeros"]
+        zeros = self.dense("zeros") - ceilings["zeros"]
         fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
         return {**chosen, **{each.name: each.pattern for each in allocate(plan, levels, zeros - fixed).layers}}
 
     def within(self, loss: float) -> dict[str, int]:
         """The most zeros at which the sum of losses is no more than ``loss``."""
-        size = self.cost("zeros", self.dense)
+        size = self.dense("zeros")
 
         def fits(step: int) -> bool:
             chosen = self.best({"zeros": size * step // GRID})
             return chosen is not None and self.loss(chosen) <= loss
 
         return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
-
-    def unmet(self, budget: Budget) -> str:
-        """What to say of a budget that no choice keeps."""
-        said = []
-        for unit in (limit.unit for limit in budget):
-            least = self.cost(unit, self.cheapest(unit)) / max(self.cost(unit, self.dense), 1)
-            said.append(f"{1 - least:.1%} zeros at most" if unit == "zeros" else f"{least:.1%} of {unit} at least")
-        allowed = f"{' and '.join(said)}{' (each alone)' * (len(said) > 1)}"
-        return f"budget='{budget}': the choices allow {allowed}: add sparser choices, or include layers"
 
 
 def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
@@ -217,38 +213,39 @@ BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a fa
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
     the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
-    budget, taken = data.run.config.budget, None
+    budget, found = data.run.config.budget, []
     assert budget is not None
     data, table = tabled(data)
-    goal = float(budget[0].amount) if budget[0].unit == "kl" else math.inf
-    wanted = _unbent(goal * (1 + CLOSE) / 2)
-    for _ in range(TRIES):
-        said = _tried(data, table, table.ceilings(budget) if goal == math.inf else table.within(wanted))
+    goal, tries = (float(budget[0].amount), TRIES) if budget[0].unit == "kl" else (math.inf, 1)
+    wanted = aim = _unbent(goal * (1 + CLOSE) / 2)
+    for _ in range(tries):
+        said = _tried(data, table, table.within(wanted) if tries > 1 else table.ceilings(budget))
         kl = said["tried"][said["taken"]][1]
-        if kl <= goal and (taken is None or kl > taken["tried"][taken["taken"]][1]):
-            taken = said
-        if goal == math.inf or CLOSE * goal <= kl <= goal:
+        found += [(kl, said)] if kl <= goal else []
+        if CLOSE * goal <= kl <= goal:
             break
-        wanted *= _unbent(goal * (1 + CLOSE) / 2) / max(_unbent(kl), 1e-30)
-    if taken is None:
+        wanted *= aim / max(_unbent(kl), 1e-30)
+    if not found:
         raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
+    _, said = max(found, key=itemgetter(0))
     unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
-    return data, {**taken, "curve": _curve(table, unit, taken["factor"])}
+    return data, {**said, "curve": _curve(table, unit, said["factor"])}
 
 
 def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> dict[str, Any]:
     """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
     plan."""
-    budget = data.run.config.budget
-    assert budget is not None
+    asked = str(data.run.config.budget)
     if (chosen := table.best(ceilings)) is None:
-        raise ValueError(table.unmet(budget))
+        least = [f"{table.costs_NK(unit).min(1).sum() / table.dense(unit):.1%} of {unit}" for unit in ceilings]
+        allowed = f"the choices leave at least {', '.join(least)} (each alone)".replace("of zeros", "of the weights")
+        raise ValueError(f"budget='{asked}': {allowed}: add sparser choices, or include layers")
     plans = {"the choice by losses": chosen, **table.plain(ceilings)}
     plans = {title: table.filled(plan, ceilings) for title, plan in plans.items()}
     sums, measured = [table.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
     taken, chosen = [*plans.items()][measured.index(min(measured))]
     return {
-        "asked": str(budget),
+        "asked": asked,
         "taken": taken,
         "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
         "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
@@ -293,8 +290,8 @@ def _read(file: Path, plan: Plan) -> Losses:
         levels = any(map(_is_level, known))  # those of others follow
         missing = [str(c) for c in each.choices if c and c not in known and not (levels and _is_level(c))]
         if shapes.get(each.name) != list(each.shape) or missing:
-            problem = f"has no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
-            raise ValueError(f"losses={str(file)!r} {problem}: give the file of this model and choices, or a new path")
+            problem = f"no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
+            raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
     return losses
 
 

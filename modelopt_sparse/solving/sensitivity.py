@@ -88,8 +88,7 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, g
     """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
     square of the input, which meets errors relative to that."""
     total, rows = 0.0, gradients.rows[layer_plan.name]
-    dense = layer_plan.layer.matrix(layer_plan.layer.values)
-    step = layer_plan.at_once or layer_plan.matrices
+    dense, step = layer_plan.layer.matrix(layer_plan.layer.values), layer_plan.at_once or layer_plan.matrices
     for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
         experts = range(start, min(start + step, layer_plan.matrices))
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
