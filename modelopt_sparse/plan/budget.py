@@ -65,15 +65,14 @@ def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
 
 
 def _limit(text: str, units: Collection[str]) -> Limit:
-    match, allowed = NUMBER.fullmatch(text), ", ".join(units)
+    match = NUMBER.fullmatch(text)
     if match is None:
-        raise ValueError(
-            f"budget={text!r}: say how much, and of what ({allowed}): write for example '35% {next(iter(units))}'"
-        )
+        example = f"write for example '35% {next(iter(units))}'"
+        raise ValueError(f"budget={text!r}: say how much, and of what ({', '.join(units)}): {example}")
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
     problem = ""
     if unit not in units:
-        problem = f"unit {unit!r} is not known{nearest(unit, units)}; allowed are {allowed}"
+        problem = f"unit {unit!r} is not known{nearest(unit, units)}; allowed are {', '.join(units)}"
     elif unit == "kl" and percent:
         problem = "kl is an amount, in nats"
     elif amount <= 0 or (percent and amount > 100):

@@ -55,9 +55,8 @@ QUALITIES: dict[str, Quality] = {
 def quality_of(name: object, method: Method | None = None) -> Quality:
     """The quality of this name. Raises ValueError if there is none, or if ``method`` does not learn from data."""
     if not isinstance(name, str) or name not in QUALITIES:
-        raise ValueError(
-            f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}"
-        )
+        allowed = ", ".join(map(repr, QUALITIES))
+        raise ValueError(f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {allowed}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
         problem = f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not"
         raise ValueError(f"{problem}: leave one of them out")

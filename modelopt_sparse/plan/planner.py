@@ -300,14 +300,10 @@ def _check_planned(
             problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
         if config.budget is not None and layer_plan.within_mask:
-            problem = "carries a mask whose zeros stay, and a budget shares out those of a dense model"
-            raise ValueError(
-                f"layer {layer_plan.name!r} {problem}: give replace=True, which drops the mask, or exclude it"
-            )
+            problem = f"layer {layer_plan.name!r} carries a mask whose zeros stay, and a budget is for a dense model"
+            raise ValueError(f"{problem}: give replace=True, which drops the mask, or exclude it")
         if config.timings is not None and layer_plan.name not in config.timings:
-            raise ValueError(
-                f"timings: there are none of layer {layer_plan.name!r}: time the same model, or exclude it"
-            )
+            raise ValueError(f"timings: there are none of layer {layer_plan.name!r}: time this model, or exclude it")
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
