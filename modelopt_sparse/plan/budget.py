@@ -25,7 +25,6 @@ UNITS = {"zeros": 1, "bytes": 1, "flops": 1, "ms": 10**6, "kl": 1}  # unit -> ho
 NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE = "dense"
 LEVELS = (DENSE, *(f"{level}%" for level in range(20, 85, 5)))
-RUNTIMES = ("cusparselt", "cutlass")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate.utils import convert_file_size_to_int
@@ -15,10 +15,10 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
-from modelopt_sparse.plan.budget import DENSE, LEVELS, RUNTIMES, Budget, parse_budget, parse_choices, parse_timings
+from modelopt_sparse.plan.budget import DENSE, LEVELS, Budget, parse_budget, parse_choices, parse_timings
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
-from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole, shown
+from modelopt_sparse.values import check_number, check_options, is_whole, shown
 
 # quality --------------------------------------------------------------------------------------------------------------
 
@@ -65,15 +65,6 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
 
 # tuning ---------------------------------------------------------------------------------------------------------------
 
-# option of `Reconstruct` or `Distill` -> what it may be
-TUNING_CHOICES: dict[str, tuple[str, ...]] = {
-    "target": ("dense", "sparse"),
-    "parts": ("block", "children"),
-    "masks": ("frozen", "move", "auto"),
-    "metric": ("plain", "fisher", "auto"),
-    "moments": ("bfloat16", "float32"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct:
@@ -97,15 +88,15 @@ class Reconstruct:
 
     epochs: int = 4
     learning_rate: float = 0.4
-    target: str = "dense"
-    parts: str = "block"
+    target: Literal["dense", "sparse"] = "dense"
+    parts: Literal["block", "children"] = "block"
     norms_and_biases: bool = True
-    masks: str = "frozen"
-    metric: str = "plain"
+    masks: Literal["frozen", "move", "auto"] = "frozen"
+    metric: Literal["plain", "fisher", "auto"] = "plain"
 
     def __post_init__(self) -> None:
-        _check_tuning("reconstruct", self)
-        check_flag("reconstruct: norms_and_biases", self.norms_and_biases)
+        check_options(self, "reconstruct: ")
+        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +111,14 @@ class Distill:
 
     epochs: int = 2
     learning_rate: float = 0.03
-    moments: str = "bfloat16"
+    moments: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        _check_tuning("distill", self)
+        check_options(self, "distill: ")
+        check_number("distill: learning_rate", self.learning_rate, "(0, 10]")
 
 
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
-
-
-def _check_tuning(name: str, options: "Reconstruct | Distill") -> None:
-    check_whole(f"{name}: epochs", options.epochs)
-    check_number(f"{name}: learning_rate", options.learning_rate, "(0, 10]")
-    for key, value in vars(options).items():
-        if key in TUNING_CHOICES:
-            check_choice(f"{name}: {key}", value, TUNING_CHOICES[key])
 
 
 def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
@@ -153,13 +137,6 @@ def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning 
 
 # config ---------------------------------------------------------------------------------------------------------------
 
-# option -> what it may be
-CHOICES: dict[str, tuple[str, ...]] = {
-    "sequential": ("block", "stage", "none"),
-    "experts": ("pool", "all_tokens", "weight_only"),
-    "allocation": ("uniform", "owl"),
-}
-AUTOCAST = ("bfloat16", "float16", None)
 LEAST = {"refine": 0, "polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
@@ -298,24 +275,24 @@ class SparsifyConfig:
     self_data: int | str = 0
     count_padding: bool = False
     min_tokens: int = 128
-    experts: str = "pool"
+    experts: Literal["pool", "all_tokens", "weight_only"] = "pool"
     memory_limit: int | None = None
-    sequential: str = "block"
+    sequential: Literal["block", "stage", "none"] = "block"
     permute: bool = False
     update: bool = True
     refine: int = 0
     polish: int = 0
     reconstruct: Reconstruct | None = None
     distill: Distill | None = None
-    allocation: str = "uniform"
+    allocation: Literal["uniform", "owl"] = "uniform"
     budget: Budget | None = None
     choices: tuple[Pattern | None, ...] | None = None
-    runtime: str | None = None
+    runtime: Literal["cusparselt", "cutlass", None] = None
     timings: Mapping[str, tuple[float, float]] | None = None
     losses: Path | None = None
     quality: str | None = None
     device: torch.device | None = None
-    autocast: str | None = None
+    autocast: Literal["bfloat16", "float16", None] = None
     float32_products: bool | None = None
     enforce: bool = True
     seed: int = 0
@@ -510,18 +487,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _check_types(config: SparsifyConfig) -> None:
-    for option in fields(config):
-        name, value = option.name, getattr(config, option.name)
-        if value is None and option.type in (int | None, bool | None):
-            continue
-        if option.type in (int, int | None):
-            check_whole(name, value, LEAST.get(name, 1))
-        if option.type in (bool, bool | None):
-            check_flag(name, value)
-    for name, allowed in CHOICES.items():
-        check_choice(name, getattr(config, name), allowed)
-    check_choice("autocast", config.autocast, AUTOCAST)
-    check_choice("runtime", config.runtime, (*RUNTIMES, None))
+    check_options(config, least=LEAST)
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):

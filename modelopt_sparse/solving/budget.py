@@ -213,7 +213,7 @@ BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a fa
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
     the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
-    budget, found = data.run.config.budget, []
+    budget, fitting = data.run.config.budget, []
     assert budget is not None
     data, table = tabled(data)
     goal, tries = (float(budget[0].amount), TRIES) if budget[0].unit == "kl" else (math.inf, 1)
@@ -221,13 +221,13 @@ def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     for _ in range(tries):
         said = _tried(data, table, table.within(wanted) if tries > 1 else table.ceilings(budget))
         kl = said["tried"][said["taken"]][1]
-        found += [(kl, said)] if kl <= goal else []
+        fitting += [(kl, said)] if kl <= goal else []
         if CLOSE * goal <= kl <= goal:
             break
         wanted *= aim / max(_unbent(kl), 1e-30)
-    if not found:
+    if not fitting:
         raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
-    _, said = max(found, key=itemgetter(0))
+    _, said = max(fitting, key=itemgetter(0))
     unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
     return data, {**said, "curve": _curve(table, unit, said["factor"])}
 
