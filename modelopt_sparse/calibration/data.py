@@ -217,11 +217,15 @@ def opened(data: str | Path, split: str = "train") -> Any:
 
     ``split``: of a name that says none. Raises ValueError if it cannot be had.
     """
-    if isinstance(data, Path) and len(kinds := _kinds_in(data)) > 1:
-        raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
-    if isinstance(data, Path) and not data.is_dir() and not (data.is_file() and data.suffix in TABLES):
-        allowed = "a .txt or .jsonl file, a table (.csv, .parquet), or a folder with a data set"
-        raise ValueError(f"data {str(data)!r} is not a file: give {allowed}")
+    table = isinstance(data, Path) and data.is_file() and data.suffix in TABLES
+    saved = isinstance(data, Path) and (data / "state.json").is_file()  # by the library datasets
+    if isinstance(data, Path) and not table:
+        kinds = [] if saved else sorted({each.suffix for each in data.glob("*")} & {*KINDS})
+        if len(kinds) > 1:
+            raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
+        if not data.is_dir():
+            allowed = "a .txt or .jsonl file, a table (.csv, .parquet), or a folder with a data set"
+            raise ValueError(f"data {str(data)!r} is not a file: give {allowed}")
     try:
         from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
     except ImportError:
@@ -230,19 +234,13 @@ def opened(data: str | Path, split: str = "train") -> Any:
     try:
         if name == WIKITEXT2:
             return ["\n\n".join(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=part or split)["text"])]
-        if isinstance(data, Path) and data.suffix in TABLES and data.is_file():
-            return load_dataset(data.suffix[1:], data_files=str(data), split="train")
-        if isinstance(data, Path) and (data / "state.json").is_file():
+        if table:
+            return load_dataset(Path(data).suffix[1:], data_files=str(data), split="train")
+        if saved:
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"data {str(data)!r} cannot be had as a data set: {error}") from None
-
-
-def _kinds_in(folder: Path) -> list[str]:
-    """The kinds of data files in a folder; none in one that the library datasets has written."""
-    saved = (folder / "state.json").is_file()
-    return [] if saved else sorted({each.suffix for each in folder.glob("*")} & {*KINDS})
 
 
 def is_dataset(data: Any) -> bool:

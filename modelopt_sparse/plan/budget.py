@@ -1,6 +1,6 @@
 """Budgets: how much a model may cost, and which choice for each layer loses least within that.
 
-Shape letters: N layers, K choices of each (those that a layer lacks have an infinite loss), B budgets, one or two.
+Shape letters: N layers, K choices of each, B budgets, one or two, S partial plans.
 """
 
 import json
@@ -127,7 +127,6 @@ def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]
     that the prices give is little, and all plans that lose no more are gone through, layer by layer. Under one ceiling
     those partial plans stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
     """
-    costs_BNK = np.where(np.isinf(losses_NK), costs_BNK.max(), costs_BNK)
     least_BN = costs_BNK.min(-1)
     if (least_BN.sum(-1) > ceilings).any():
         return None

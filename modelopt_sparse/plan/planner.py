@@ -1,7 +1,6 @@
 """Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -124,10 +123,8 @@ def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]
     """Why a weight that is no layer stays dense: for want of an adapter, unless it is protected or holds codes."""
     if not other.reason.startswith("no adapter"):
         return other.reason
-    if any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False)):
-        reason = f"{codes_in(model)}: load the model dequantized to prune it"
-    else:
-        reason = other.reason
+    coded = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
+    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else other.reason
     return protected.get(other.module, reason)
 
 
@@ -184,24 +181,26 @@ def _decide(
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if masks that layers carry, and whose zeros stay, have more of them than the patterns ask for:
     each for itself, or all together where ``allocation`` shares the zeros out."""
-    zeros, wanted, sizes = Counter[str](), Counter[str](), Counter[str]()
-    patterns: dict[str, Pattern] = {}
+    groups: dict[str, list[LayerPlan]] = {}
     for layer_plan in planned:
-        pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
-        shared = config.allocation != "uniform" and isinstance(pattern, Unstructured)
+        shared = config.allocation != "uniform" and isinstance(layer_plan.pattern, Unstructured)
         what = "the unstructured layers of the plan" if shared else f"layer {layer_plan.name!r}"
-        mask = _present_mask(layer_plan.layer, config)
-        zeros[what] += 0 if mask is None else int((~mask).sum())
-        if isinstance(pattern, NM):
-            wanted[what] += pattern.zeros_in(layer_plan.shape)
-        else:  # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
-            wanted[what] += layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
-        sizes[what] += layer_plan.size
-        patterns[what] = pattern
-    for what, size in sizes.items():
-        if zeros[what] > wanted[what]:
-            problem = f"{zeros[what] / size:.2%} zeros in the present mask, and pattern {patterns[what]} has fewer"
+        groups.setdefault(what, []).append(layer_plan)
+    for what, group in groups.items():
+        masks = [_present_mask(each.layer, config) for each in group]
+        zeros = sum(int((~mask).sum()) for mask in masks if mask is not None)
+        if zeros > sum(map(_zeros_wanted, group)):
+            share = zeros / sum(each.size for each in group)
+            problem = f"{share:.2%} zeros in the present mask, and pattern {group[-1].pattern} has fewer"
             raise ValueError(f"{what}: {problem}: give one with as many, or replace=True, which drops the mask")
+
+
+def _zeros_wanted(layer_plan: LayerPlan) -> int:
+    """By the pattern at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix."""
+    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
+    if isinstance(pattern, NM):
+        return pattern.zeros_in(layer_plan.shape)
+    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:

@@ -116,7 +116,7 @@ def instance(seed: int, layers: int, choices: int, budgets: int = 1) -> tuple[np
     steep = pick.uniform(2, 4, (layers, 1))
     losses = pick.lognormal(0, 1.5, (layers, 1)) * levels**steep * pick.lognormal(0, 0.2, (layers, choices))
     if choices > 2:
-        losses[0, -1] = np.inf  # a layer with fewer choices
+        losses[0, -1], costs[:, 0, -1] = losses[0, 0], costs[:, 0, 0]  # a layer with fewer choices has one twice
     return losses, costs
 
 
@@ -158,9 +158,8 @@ def test_the_choice_against_an_exact_solver(layers, choices, budgets):
     one_each = np.kron(np.eye(layers), np.ones(choices))
     limits = [optimize.LinearConstraint(one_each, 1, 1)]
     limits += [optimize.LinearConstraint(cost.reshape(1, -1), ub=ceiling) for cost, ceiling in zip(costs, ceilings)]
-    bounds = optimize.Bounds(0, np.isfinite(losses).ravel().astype(float))
-    finite = np.where(np.isinf(losses), 0, losses).ravel()
-    exact = optimize.milp(finite, constraints=limits, integrality=np.ones(losses.size), bounds=bounds)
+    integers = {"integrality": np.ones(losses.size), "bounds": optimize.Bounds(0, 1)}
+    exact = optimize.milp(losses.ravel(), constraints=limits, **integers)
     found = choose(losses, costs, ceilings)
     assert found is not None
     assert total(losses, found) <= exact.fun * 1.001
