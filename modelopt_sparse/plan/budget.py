@@ -90,10 +90,14 @@ def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, .
         value = [each.strip() for each in value.split(",")]
     if not isinstance(value, Iterable):
         raise TypeError(f"{where}={value!r}: give a list, such as ['dense', '2:4']")
-    parsed = [None if each in (DENSE, None) else parse_pattern(each) for each in value]
+    parsed = [*map(parse_choice, value)]
     if not any(parsed):
         raise ValueError(f"{where}={value!r}: give at least one pattern beside 'dense'")
     return tuple(dict.fromkeys(parsed))
+
+
+def parse_choice(value: Any) -> Pattern | None:
+    return None if value in (DENSE, None) else parse_pattern(value)
 
 
 def parse_timings(value: Any) -> Any:

@@ -20,9 +20,9 @@ import numpy as np
 from modelopt_sparse.accuracy.allocate import GRID, allocate
 from modelopt_sparse.accuracy.fisher import gradients_of, wants_metrics, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.hf import text_config_of
-from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose
+from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
@@ -198,8 +198,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
         said["seconds"] = round(time.perf_counter() - began, 3)
         run.processes.check_same({"the plan of the budget": str(said["layers"])}, "report this")
         run.storage.keep(said)
-    patterns = {name: None if text == DENSE else parse_pattern(text) for name, text in said["layers"].items()}
-    plan = planned(run.plan, patterns)
+    plan = planned(run.plan, {name: parse_choice(text) for name, text in said["layers"].items()})
     run.report.skipped = plan.skipped
     run.report.budgeted(said)
     return replace(data, run=replace(run, plan=plan))
@@ -275,20 +274,22 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
-            file.write_text(json.dumps({"shapes": shapes, "losses": losses}, indent=1) + "\n", encoding="utf-8")
+            written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
+            file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
     return data, Table(run.plan, losses, run.config, getattr(text_config_of(run.model), "num_experts_per_tok", None))
 
 
 def _read(file: Path, plan: Plan) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        shapes, losses = value["shapes"], value["losses"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shapes = value["shapes"]
+        losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
     for each in plan.layers:
-        known = [parse_pattern(text) for text in losses.get(each.name, ()) if text != DENSE]
+        known = losses.get(each.name, {None: 0.0})
         levels = any(map(_is_level, known))  # those of others follow
-        missing = [str(c) for c in each.choices if c and c not in known and not (levels and _is_level(c))]
+        missing = [str(c) for c in each.choices if c not in known and not (levels and _is_level(c))]
         if shapes.get(each.name) != list(each.shape) or missing:
             problem = f"no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
             raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")

@@ -26,8 +26,7 @@ from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.plan.budget import DENSE
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.solving.solve import solve_layers
@@ -35,7 +34,7 @@ from modelopt_sparse.solving.solve import solve_layers
 SOLVER = METHODS["sparsegpt"]
 SOLVED = 3  # levels of a layer
 Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
-Losses = dict[str, dict[str, float]]  # layer -> choice -> nats per token
+Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> nats per token
 
 
 def solutions(
@@ -68,11 +67,11 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
             problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
             raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
     wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
-    losses: Losses = {each.name: {DENSE: 0.0} for each in run.plan.layers}
+    losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
     with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
-            losses[layer_plan.name][str(layer_plan.pattern)] = float(f"{loss:.9g}")
+            losses[layer_plan.name][layer_plan.pattern] = float(f"{loss:.9g}")
             bar.update()
     return run.processes.broadcast("the losses of choices", [], 0, losses)
 
@@ -102,14 +101,12 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, g
     return total / 2 / gradients.tokens
 
 
-def loss_at(losses: Mapping[str, float], choice: Pattern | None) -> float:
+def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> float:
     """The loss of a choice; of a level that was not solved it is a power of the level between its neighbours, or beyond
     the last of them; below the first of them the third power."""
-    text = DENSE if choice is None else str(choice)
-    if text in losses or not isinstance(choice, Unstructured):
-        return losses[text]
-    solved = {parse_pattern(text): loss for text, loss in losses.items() if text != DENSE}
-    points = sorted((p.sparsity, loss) for p, loss in solved.items() if isinstance(p, Unstructured) and loss > 0)
+    if choice in losses or not isinstance(choice, Unstructured):
+        return losses[choice]
+    points = sorted((p.sparsity, loss) for p, loss in losses.items() if isinstance(p, Unstructured) and loss > 0)
     if not points or not choice.sparsity:
         return 0.0
     pairs = [*pairwise([(points[0][0] / 2, points[0][1] / 8), *points])]
@@ -136,9 +133,8 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
         """Of each plan."""
         dense, sums = _predictions(data, place), []
         for plan in plans:
-            of_plan = ((each.layer, (each.name, plan[each.name])) for each in run.plan.layers)
-            made = {layer: partial(weights.__getitem__, key) for layer, key in of_plan if key in weights}
-            with called_with(made):
+            pruned = [each for each in run.plan.layers if plan[each.name]]
+            with called_with({x.layer: partial(weights.__getitem__, (x.name, plan[x.name])) for x in pruned}):
                 rows = kl_divergence(dense, _predictions(data, place))
             sums.append((float(rows.sum()), len(rows)))
         return sums
