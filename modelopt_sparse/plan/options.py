@@ -121,17 +121,17 @@ class Distill:
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
 
 
-def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
+def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
     """The option ``name`` as users write it: True, False, a number of epochs, or a mapping."""
     if value is None or value is False:
         return None
-    if isinstance(value, (Reconstruct, Distill)):
-        return value  # type: ignore[return-value]  # of the option's own class: a field of the config
+    if isinstance(value, make):
+        return value
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)}: give True, False, a number of epochs, or a mapping of its options")
-    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
+    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")
     return make(**value)
 
 
