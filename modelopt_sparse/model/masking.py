@@ -406,8 +406,11 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     before = dict(stand_in.__dict__)
     try:
         return self.base.forward(stand_in, *args, **kwargs)
-    finally:
-        _keep_changes(self, before, stand_in.__dict__)
+    finally:  # plain attributes that it has set on the stand-in, or deleted
+        after = stand_in.__dict__
+        self.__dict__.update({name: value for name, value in after.items() if before.get(name, before) is not value})
+        for name in before.keys() - after.keys():
+            self.__dict__.pop(name, None)
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
@@ -455,16 +458,6 @@ def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
         # attention reads this child's weight without calling it
         stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
     return stand_in
-
-
-def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Copy to the module what its forward changed on the stand-in: plain attributes that it set or deleted."""
-    for name, value in after.items():
-        if before.get(name, before) is not value:
-            module.__dict__[name] = value
-    for name in before:
-        if name not in after:
-            module.__dict__.pop(name, None)
 
 
 def _masked(module: SparseModule, name: str) -> Tensor:
@@ -719,7 +712,11 @@ class _MaskGradient(torch.autograd.Function):
             ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
         if ctx.faint:
             return faint_gradient(gradient, mask), None, None, None
-        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None
+        if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
+            return torch.where(mask, gradient, 0), None, None, None  # differentiable once more
+        masked = gradient if ctx.in_place else gradient.clone()
+        write_zeros(masked, mask)
+        return masked, None, None, None
 
 
 class _FaintGradient(torch.autograd.Function):
@@ -736,15 +733,6 @@ class _FaintGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         return faint_gradient(gradients[0], *ctx.saved_tensors), None
-
-
-def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor:
-    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: nobody else holds it, it may be overwritten."""
-    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-        return torch.where(mask, gradient, 0)  # what is recorded must be differentiable once more
-    masked = gradient if in_place else gradient.clone()
-    write_zeros(masked, mask)
-    return masked
 
 
 def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:

@@ -334,8 +334,11 @@ class SparsifyConfig:
             options["rules"] = options.pop(MODE_RULES)
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
-            # the user's own masks leave nothing to choose by pattern
-            patterns = () if options.get("masks") is not None else _patterns(options)
+            patterns, levels = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
+            if options.get("masks") is not None:  # they leave nothing to choose by pattern
+                patterns = ()
+            elif options.get("budget") is not None and (levels is not None or "pattern" not in options):
+                patterns = parse_choices(LEVELS if levels is None else levels)
             options = {**quality.options_for(patterns), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
@@ -392,14 +395,6 @@ class SparsifyConfig:
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
-
-
-def _patterns(options: Mapping[str, Any]) -> tuple[Pattern | None, ...]:
-    """What layers may become, by the user's options."""
-    chosen = options.get("budget") is not None and (options.get("choices") is not None or "pattern" not in options)
-    if chosen:
-        return parse_choices(LEVELS if options.get("choices") is None else options["choices"])
-    return (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),)
 
 
 def is_data_set(text: str) -> bool:
