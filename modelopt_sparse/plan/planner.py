@@ -85,18 +85,15 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         if needs == "nothing" and config.permute and any(isinstance(each, NM) for each in (*choices, pattern)):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
-        more = {"within_mask": within_mask, "choices": choices}
-        decided = layer_method, pattern, layer_options
-        layer_plan = LayerPlan(layer.name, kind, shape, block, *decided, needs, steps, layer, **more)
-        weighed = replace(layer_plan, needs="gram") if choices else layer_plan  # by SparseGPT's solutions
-        planned.append(replace(layer_plan, at_once=experts_at_once(weighed, config)))
+        facts = layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
+        layer_plan = LayerPlan(*facts, within_mask=within_mask, choices=choices)
+        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
     # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
-    weighed = [replace(each, needs="gram") if each.choices else each for each in planned]
-    memory, streamed = estimated(model, weighed, stacks, config)
+    memory, streamed = estimated(model, planned, stacks, config)
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
 
 
