@@ -37,7 +37,7 @@ from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
-from modelopt_sparse.model.layers import as_row, find_layers, refuse_packed
+from modelopt_sparse.model.layers import as_row, find_layers, usable
 from modelopt_sparse.model.masking import (
     SUFFIX,
     dense_class,
@@ -187,10 +187,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     Raises one ValueError that lists everything that is wrong, with the model untouched. Masks that the model has are
     replaced by those of the folder.
     """
-    refuse_no_model(model)
-    folder, inner = checked_path(folder), unwrapped(model)
-    refuse_packed(inner, "restored into")
-    refuse_wrapped_parts(inner, "restored into")
+    folder, inner = checked_path(folder), usable(model, "restored into")
     description, masks, damaged, problems = _masks_of(folder)
     name = dense_class(inner).__name__
     if description.model_class != name:

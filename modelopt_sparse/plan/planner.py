@@ -21,10 +21,9 @@ from modelopt_sparse.model.layers import (
     find_layers,
     find_stacks,
     protected_modules,
-    refuse_packed,
+    usable,
 )
 from modelopt_sparse.model.masking import dense_class
-from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
@@ -46,15 +45,13 @@ def make_plan(
     Raises ValueError for what cannot work: unknown names and options, globs that match nothing, patterns that do not
     fit, weights that are not floating point.
     """
-    return plan_for(unwrapped(model), *resolve(method, config, options))
+    return plan_for(model, *resolve(method, config, options))
 
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """`make_plan` for a resolved method and a validated config."""
-    refuse_no_model(model)
-    refuse_packed(model, "pruned")
+    model = usable(model, "pruned")
     refuse_longer_windows(model, config.seq_len)
-    refuse_wrapped_parts(model, "pruned")
     layers, others = find_layers(model)
     _check_names(model, layers, others, config)
     holders = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
