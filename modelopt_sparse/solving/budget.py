@@ -58,19 +58,15 @@ def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
 ) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
     """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
-    user's data in the dense model: (plan with the pattern, statistics, weight as a matrix)."""
+    user's data in the dense model: (plan of the pattern, whose name ends with it, statistics, weight as a matrix)."""
     more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
     layers = [replace(each, **more) for each in data.run.plan.layers]
     for _, shared_inputs, run in dense_inputs(data.only(users_first(data, WEIGHED)), layers):
         for shared in shared_inputs:
-            variants = {
-                f"{each.name} at {pattern}": replace(each, pattern=pattern)
-                for each in shared.layer_plans
-                for pattern in wanted[each.name]
-            }
-            tried = SharedInput([replace(each, name=name) for name, each in variants.items()], shared.stats)
-            for solved in solve_layers([tried], run):
-                yield variants[solved.layer_plan.name], shared.stats, solved.solution.weight
+            pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
+            tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+            for solved in solve_layers([SharedInput(tried, shared.stats)], run):
+                yield solved.layer_plan, shared.stats, solved.solution.weight
 
 
 # losses ---------------------------------------------------------------------------------------------------------------
@@ -88,7 +84,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
-            losses[layer_plan.name][layer_plan.pattern] = float(f"{loss:.9g}")
+            losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")
             bar.update()
     return run.processes.broadcast("the losses of choices", [], 0, losses)
 
@@ -103,8 +99,12 @@ def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
 def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients) -> float:
     """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
     square of the input, which meets errors relative to that."""
-    total, rows = 0.0, gradients.rows[layer_plan.name]
-    dense, step = layer_plan.layer.matrix(layer_plan.layer.values), layer_plan.at_once or layer_plan.matrices
+    layer, total = layer_plan.layer, 0.0
+    dense, rows, step = (
+        layer.matrix(layer.values),
+        gradients.rows[layer.name],
+        layer_plan.at_once or layer_plan.matrices,
+    )
     for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
         experts = range(start, min(start + step, layer_plan.matrices))
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
