@@ -120,7 +120,7 @@ def parse_timings(value: Any) -> Any:
 
 
 STATES = 20_000  # partial plans that are held: far more than an exact choice takes but for adversarial losses
-LEAST, DOUBLINGS = -140, 210  # the price of a cost is 0, or 2**LEAST doubled up to so many times
+LEAST, DOUBLINGS = -140, 210  # the price of a cost is 2**LEAST, which is as good as none, doubled up to so many times
 STEPS = 2**60  # between which prices are told apart
 
 
@@ -177,8 +177,7 @@ def _prices(
         return later
 
     def at(step: int) -> tuple[float, ...]:
-        price = 2 ** (LEAST + DOUBLINGS * step / STEPS) if step else 0.0
-        return _prices(losses_NK, costs_BNK, ceilings, (price, *later))
+        return _prices(losses_NK, costs_BNK, ceilings, (2 ** (LEAST + DOUBLINGS * step / STEPS), *later))
 
     def meets(step: int) -> bool:
         return _sum(costs_BNK[budget], _cheapest(at(step), losses_NK, costs_BNK)[1]) <= ceilings[budget]

@@ -208,9 +208,7 @@ def _by_rule(
 ) -> tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
     """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
-    layer_method = method
-    if "method" in rule_options:
-        layer_method, _ = resolve_method(rule_options.pop("method"), None)
+    layer_method, _ = resolve_method(rule_options.pop("method", method), None)
     fixed = rule_options.get("pattern")
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
     choices = rule_options.pop("choices", config.choices or () if fixed is None else [pattern])
