@@ -2,8 +2,9 @@
 
 import re
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -56,6 +57,21 @@ def check_flag(name: str, value: Any) -> None:
     """Raise ValueError unless the option ``name`` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: must be True or False")
+
+
+def check_options(options: Any, where: str = "", least: Mapping[str, int | None] | None = None) -> None:
+    """Raise ValueError unless every option of a dataclass is what its type says, if that is a whole number, True or
+    False, or one of a Literal's values. ``where`` begins names; ``least``: option -> its smallest number, else 1."""
+    for option in fields(options):
+        name, kind, value = f"{where}{option.name}", option.type, getattr(options, option.name)
+        if get_origin(kind) is Literal:
+            check_choice(name, value, get_args(kind))
+        elif value is None and type(None) in get_args(kind):
+            continue
+        elif kind in (int, int | None):
+            check_whole(name, value, (least or {}).get(option.name, 1))
+        elif kind in (bool, bool | None):
+            check_flag(name, value)
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------

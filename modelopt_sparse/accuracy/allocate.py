@@ -98,7 +98,9 @@ def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
     layers = _unstructured(plan)
     by_row = [isinstance(each.pattern, Unstructured) and each.pattern.scope == "row" for each in layers]
     sizes = [min(math.prod(each.shape[-1 if row else -2 :]), GRID) for each, row in zip(layers, by_row)]
-    first = [math.ceil(_least(each) * size) for each, size in zip(layers, sizes)]
+    present = [each.pattern_now.within for each in layers]
+    least = [0.0 if mask is None else 1 - int(mask.sum()) / mask.numel() for mask in present]
+    first = [math.ceil(share * size) for share, size in zip(least, sizes)]
 
     def pattern(i: int, step: int) -> Unstructured:
         return replace(layers[i].pattern, sparsity=round(step / sizes[i], 4))  # type: ignore[return-value]
@@ -135,9 +137,3 @@ def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
 
 def _unstructured(plan: Plan) -> list[LayerPlan]:
     return [layer_plan for layer_plan in plan.layers if isinstance(layer_plan.pattern, Unstructured)]
-
-
-def _least(layer_plan: LayerPlan) -> float:
-    """The sparsity that a layer has already, by the mask that it carries."""
-    mask = layer_plan.pattern_now.within
-    return 0.0 if mask is None else 1 - int(mask.sum()) / mask.numel()

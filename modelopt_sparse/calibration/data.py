@@ -56,10 +56,8 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     take = config.collect_func or (lambda batch: batch)
     calls = [_as_call(take(batch), config) for batch in islice(batches, config.max_batches)]
     if not calls:
-        raise ValueError(
-            "data_loader gives no batch: it is empty, or a generator that has already been used up; "
-            "give a list or a DataLoader, or make the generator anew"
-        )
+        problem = "data_loader gives no batch: it is empty, or a generator that has already been used up"
+        raise ValueError(f"{problem}: give a list or a DataLoader, or make the generator anew")
     cut = config.tunes and config.data is None
     return [step for call in calls for step in _steps(call)] if cut else calls
 
@@ -83,10 +81,8 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
     """
     if isinstance(batch, Mapping):
         if batch and all(isinstance(value, (str, list)) for value in batch.values()) and not flat_tensors(batch):
-            raise TypeError(
-                f"data_loader gives rows of lists and text ({first_few([*map(str, batch)])}), not batches of tensors: "
-                "wrap it in a DataLoader with a collator, such as transformers' default_data_collator"
-            )
+            problem = f"data_loader gives rows of lists and text ({first_few([*map(str, batch)])}), no tensors"
+            raise TypeError(f"{problem}: wrap it in a DataLoader with transformers' default_data_collator, or another")
         return Call((), dict(batch))
     if isinstance(batch, Tensor):
         return Call((batch,), {})
@@ -97,10 +93,8 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
             return Call(tuple(batch), {})
         if config.collect_func is None:
             return _as_call(batch[0], config)
-    raise TypeError(
-        f"a calibration batch is a {type(batch).__name__}: give tensors, tuples or mappings, "
-        "or a collect_func that turns a batch into one of them"
-    )
+    problem = f"a calibration batch is a {type(batch).__name__}"
+    raise TypeError(f"{problem}: give tensors, tuples or mappings, or a collect_func that turns a batch into one")
 
 
 def source_of(config: SparsifyConfig) -> str:
@@ -126,11 +120,8 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     windows = tokens.unfold(0, seq_len, seq_len)
     refuse_unknown_tokens(model, tokens)
     if len(windows) < config.num_samples:
-        warnings.warn(
-            f"the text gives {len(windows)} windows of {seq_len} tokens, not the {config.num_samples} asked "
-            "for; all are used",
-            stacklevel=2,
-        )
+        asked = f"not the {config.num_samples} asked for; all are used"
+        warnings.warn(f"the text gives {len(windows)} windows of {seq_len} tokens, {asked}", stacklevel=2)
     chosen = windows[_drawn(len(windows), config)]
     size = config.windows_per_batch(len(chosen), seq_len, config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
@@ -216,10 +207,8 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
     rows = [row.get("text", row.get("messages")) if isinstance(row, Mapping) else row for row in rows]
     for row in rows:
         if not isinstance(row, str) and not _is_chat(row):
-            raise TypeError(
-                f"data is text: strings, or chats (lists of messages with a role), and no {type(row).__name__}; token "
-                "tensors go into data_loader, and images need processor="
-            )
+            problem = f"data is text: strings, or chats (lists of messages with a role), and no {type(row).__name__}"
+            raise TypeError(f"{problem}; token tensors go into data_loader, and images need processor=")
     return rows
 
 
@@ -228,13 +217,15 @@ def opened(data: str | Path, split: str = "train") -> Any:
 
     ``split``: of a name that says none. Raises ValueError if it cannot be had.
     """
-    if isinstance(data, Path) and len(kinds := _kinds_in(data)) > 1:
-        raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
-    if isinstance(data, Path) and not data.is_dir() and not (data.is_file() and data.suffix in TABLES):
-        raise ValueError(
-            f"data {str(data)!r} is not a file: give a .txt or .jsonl file, a table (.csv, .parquet), or a folder with "
-            "a data set"
-        )
+    table = isinstance(data, Path) and data.is_file() and data.suffix in TABLES
+    saved = isinstance(data, Path) and (data / "state.json").is_file()  # by the library datasets
+    if isinstance(data, Path) and not table:
+        kinds = [] if saved else sorted({each.suffix for each in data.glob("*")} & {*KINDS})
+        if len(kinds) > 1:
+            raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
+        if not data.is_dir():
+            allowed = "a .txt or .jsonl file, a table (.csv, .parquet), or a folder with a data set"
+            raise ValueError(f"data {str(data)!r} is not a file: give {allowed}")
     try:
         from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
     except ImportError:
@@ -243,19 +234,13 @@ def opened(data: str | Path, split: str = "train") -> Any:
     try:
         if name == WIKITEXT2:
             return ["\n\n".join(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=part or split)["text"])]
-        if isinstance(data, Path) and data.suffix in TABLES and data.is_file():
-            return load_dataset(data.suffix[1:], data_files=str(data), split="train")
-        if isinstance(data, Path) and (data / "state.json").is_file():
+        if table:
+            return load_dataset(Path(data).suffix[1:], data_files=str(data), split="train")
+        if saved:
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"data {str(data)!r} cannot be had as a data set: {error}") from None
-
-
-def _kinds_in(folder: Path) -> list[str]:
-    """The kinds of data files in a folder; none in one that the library datasets has written."""
-    saved = (folder / "state.json").is_file()
-    return [] if saved else sorted({each.suffix for each in folder.glob("*")} & {*KINDS})
 
 
 def is_dataset(data: Any) -> bool:
@@ -295,19 +280,17 @@ def _column(data: Any, names: Sequence[str]) -> Any:
             return data[name]
     if len(data.column_names) == 1:
         return data[data.column_names[0]]
-    raise ValueError(
-        f"the data set has the columns {first_few(list(data.column_names))}, and none called {' or '.join(names)}: "
-        "give one of them, as data=data_set['name']"
-    )
+    columns = first_few(list(data.column_names))
+    problem = f"the data set has the columns {columns}, and none called {' or '.join(names)}"
+    raise ValueError(f"{problem}: give one of them, as data=data_set['name']")
 
 
 def _in_file(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data {str(path)!r} is no text in UTF-8 (byte {error.start}): give a .txt or .jsonl file"
-        ) from None
+        problem = f"data {str(path)!r} is no text in UTF-8 (byte {error.start})"
+        raise ValueError(f"{problem}: give a .txt or .jsonl file") from None
     if path.suffix != ".jsonl":
         return [text]
     rows = []
@@ -320,10 +303,8 @@ def _in_file(path: Path) -> list[Any]:
         except (ValueError, AttributeError, RecursionError):  # a RecursionError: nested too deeply to be read
             content = None
         if not isinstance(content, str) and not _is_chat(content):
-            raise ValueError(
-                f'{str(path)!r} line {number}: every line must be a JSON object with a "text" key that holds a string, '
-                'or a "messages" key that holds a chat'
-            )
+            wanted = 'a JSON object with a "text" key that holds a string, or a "messages" key that holds a chat'
+            raise ValueError(f"{str(path)!r} line {number}: every line must be {wanted}")
         rows.append(content)
     return rows
 
@@ -334,10 +315,8 @@ def _is_chat(row: Any) -> bool:
 
 def _chat_text(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"data holds chats, and the tokenizer ({type(tokenizer).__name__}) has no chat template: give that of the "
-            "chat model, or set tokenizer.chat_template"
-        )
+        problem = f"data holds chats, and the tokenizer ({type(tokenizer).__name__}) has no chat template"
+        raise ValueError(f"{problem}: give that of the chat model, or set tokenizer.chat_template")
     return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False, **options)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, source_of, take_in
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
-from modelopt_sparse.calibration.padding import PaddingError, Side, TokenMasks, sides_of, token_masks
+from modelopt_sparse.calibration.padding import INSTEAD, PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
@@ -143,11 +143,8 @@ class _PaddingOfInputs:
 
 
 def _unmatched(layer: Layer, x: Tensor, why: str) -> PaddingError:
-    return PaddingError(
-        f"layer {layer.name!r} gets an input of shape {list(x.shape)}, and {why}: which of its rows are padding "
-        "cannot be told; give batches without padding, or set count_padding=True to let padding into the "
-        "statistics"
-    )
+    problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, and {why}"
+    return PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
@@ -295,10 +292,10 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+        batch = f"calibration batch {number * run.processes.size + run.processes.rank}, {shapes}"
+        problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(
-            f"{type(run.model).__name__} cannot take calibration batch "
-            f"{number * run.processes.size + run.processes.rank}, {shapes}: {type(error).__name__}: {error}. "
-            "Give batches that model(**batch) or model(batch) takes, or a collect_func that makes them"
+            f"{problem}. Give batches that model(**batch) takes, or a collect_func that makes them"
         ) from error
 
 
@@ -332,16 +329,12 @@ def _share(calls: list[Call], run: Run) -> tuple[list[Call], str]:
     for call in calls:
         take_in(digest, call.args, call.kwargs)
     processes, sha256 = run.processes, digest.hexdigest()
-    processes.check_same(
-        {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": sha256},
-        "give all of them the same batches in the same order (a shuffling DataLoader needs a generator with one "
-        "seed), of which each takes its share; or split_data=False, if what each of them gives is its share",
-    )
+    facts = {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": sha256}
+    advice = "give all of them the same batches in the same order (a shuffling DataLoader needs one seed)"
+    processes.check_same(facts, f"{advice}; or split_data=False, if what each of them gives is its share")
     if len(calls) < processes.size:
-        raise ValueError(
-            f"{processes.size} processes share out the calibration batches, and there are only {len(calls)}: give "
-            "smaller batches, more data, or start fewer processes"
-        )
+        problem = f"{processes.size} processes share out the calibration batches, and there are only {len(calls)}"
+        raise ValueError(f"{problem}: give smaller batches, more data, or start fewer processes")
     return calls[processes.rank :: processes.size], sha256
 
 

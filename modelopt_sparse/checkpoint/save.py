@@ -37,7 +37,7 @@ from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
-from modelopt_sparse.model.layers import as_row, find_layers, refuse_packed
+from modelopt_sparse.model.layers import as_row, find_layers, usable
 from modelopt_sparse.model.masking import (
     SUFFIX,
     dense_class,
@@ -187,15 +187,14 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     Raises one ValueError that lists everything that is wrong, with the model untouched. Masks that the model has are
     replaced by those of the folder.
     """
-    refuse_no_model(model)
-    folder, inner = checked_path(folder), unwrapped(model)
-    refuse_packed(inner, "restored into")
-    refuse_wrapped_parts(inner, "restored into")
+    folder, inner = checked_path(folder), usable(model, "restored into")
     description, masks, damaged, problems = _masks_of(folder)
     name = dense_class(inner).__name__
     if description.model_class != name:
         problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
-    slots, extra = _slots(inner), _extra_states(inner)
+    slots, state = _slots(inner), inner.state_dict().items()
+    # what modules keep beside parameters and buffers (`get_extra_state`)
+    extra = {name: x for name, x in state if name.endswith("_extra_state") and isinstance(x, Tensor)}
     known = [names for names, _ in slots]
     problems += _misfits(inner, masks, known)
     filled: list[tuple[Tensor, Tensor]] = []
@@ -421,12 +420,6 @@ def _rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
     if not paths & {name.rpartition(".")[0] for name in known}:
         return ""
     return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
-
-
-def _extra_states(model: nn.Module) -> dict[str, Tensor | None]:
-    """The tensors that modules keep in their state beside parameters and buffers (``get_extra_state``), by name."""
-    states = model.state_dict().items()
-    return {name: value for name, value in states if name.endswith("_extra_state") and isinstance(value, Tensor)}
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

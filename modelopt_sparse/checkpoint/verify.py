@@ -22,9 +22,8 @@ from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_patter
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
-from modelopt_sparse.model.layers import Layer, as_row, find_layers, refuse_packed
+from modelopt_sparse.model.layers import Layer, as_row, find_layers, usable
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, counted, first_few, paragraph, rows_of
@@ -117,10 +116,7 @@ def verify(
     """
     asked, files, advice = None if pattern is None else parse_pattern(pattern), "", ""
     if isinstance(model, nn.Module):
-        refuse_no_model(model)
-        model = unwrapped(model)
-        refuse_packed(model, "verified")
-        refuse_wrapped_parts(model, "verified")
+        model = usable(model, "verified")
         masks, record = dict(named_masks(model)), attached_report(model)
         read: Callable[[Layer], Tensor] = attrgetter("values")
     else:

@@ -58,12 +58,8 @@ def _rows(p: Tensor, q: Tensor, temperature: float) -> Tensor:
 
 def _log_probabilities(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     work = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
-    log_p, log_q = (_softened(logits.to(work), temperature).log_softmax(-1) for logits in (p, q))
-    return log_p, log_q
-
-
-def _softened(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1 else logits / temperature
+    p, q = (x.to(work) if temperature == 1 else x.to(work) / temperature for x in (p, q))
+    return p.log_softmax(-1), q.log_softmax(-1)
 
 
 def _rows_of_a_piece(logits_TV: Tensor) -> int:

@@ -57,10 +57,8 @@ class _Within:
         if self.within is None:
             return score
         if self.within.shape != score.shape:
-            raise ValueError(
-                f"a score of shape {list(score.shape)} for a weight that carries a mask of shape "
-                f"{list(self.within.shape)}: score all of the weight"
-            )
+            shapes = f"a score of shape {list(score.shape)} for a mask of shape {list(self.within.shape)}"
+            raise ValueError(f"{shapes}: score all of the weight")
         return torch.where(self.within.to(score.device), score, -torch.inf)
 
     def _and_within(self, mask: Tensor) -> Tensor:
@@ -83,9 +81,7 @@ class NM(_Within):
 
     def __post_init__(self) -> None:
         if not 0 < self.n <= self.m:
-            raise ValueError(
-                f"pattern '{self.n}:{self.m}': N (kept) must be from 1 to M; write for example '2:4', two kept of four"
-            )
+            raise ValueError(f"pattern '{self.n}:{self.m}': N (kept) must be from 1 to M; write for example '2:4'")
 
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
@@ -254,10 +250,8 @@ def parse_pattern(value: object) -> Pattern:
             return Unstructured(float(value))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         return Unstructured(float(value))
-    raise ValueError(
-        f"pattern {reprlib.repr(value)[:300]} is not known: write '2:4' (or any N:M, N kept of M), a pruned fraction "
-        "such as 0.5 or '50%', or Unstructured(0.5, scope='row')"
-    )
+    allowed = "'2:4' (any N:M, N kept of M), a pruned fraction such as 0.5 or '50%', or Unstructured(0.5, scope='row')"
+    raise ValueError(f"pattern {reprlib.repr(value)[:300]} is not known: write {allowed}")
 
 
 def level_of(mask: Tensor, scope: str) -> Unstructured:

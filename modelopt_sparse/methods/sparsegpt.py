@@ -200,7 +200,7 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
             note = f"factorized with damping {level:g} in {dtype}, because damping {damping:g} in {matrix.dtype} was "
             note = f"{note}not enough".replace("torch.", "")
             return lower.flip(-2, -1), () if usual else (note,)
-    raise ValueError(
-        f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}: "
-        "give more or more varied calibration data, or use method 'wanda' for this layer"
+    problem = (
+        f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}"
     )
+    raise ValueError(f"{problem}: give more or more varied calibration data, or use method 'wanda' for this layer")

@@ -27,7 +27,7 @@ from modelopt_sparse.model.adapters import (
 )
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.masking import dense_class, named_masks
-from modelopt_sparse.model.wrappers import full_name
+from modelopt_sparse.model.wrappers import full_name, refuse_no_model, refuse_wrapped_parts, unwrapped
 
 # layers ---------------------------------------------------------------------------------------------------------------
 
@@ -129,6 +129,16 @@ def refuse_packed(model: nn.Module, done: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, PackedLayer):
             raise ValueError(f"layer {name!r} is packed 2:4 and cannot be {done}: call to_dense(model) first")
+
+
+def usable(model: Any, done: str) -> nn.Module:
+    """The model inside its wrappers. Raises TypeError for what is no model, and ValueError for one that cannot be
+    ``done``: with packed layers, or with parts that have wrappers of their own."""
+    refuse_no_model(model)
+    model = unwrapped(model)
+    refuse_packed(model, done)
+    refuse_wrapped_parts(model, done)
+    return model
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -405,8 +406,11 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     before = dict(stand_in.__dict__)
     try:
         return self.base.forward(stand_in, *args, **kwargs)
-    finally:
-        _keep_changes(self, before, stand_in.__dict__)
+    finally:  # plain attributes that it has set on the stand-in, or deleted
+        after = stand_in.__dict__
+        self.__dict__.update({name: value for name, value in after.items() if before.get(name, before) is not value})
+        for name in before.keys() - after.keys():
+            self.__dict__.pop(name, None)
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
@@ -456,16 +460,6 @@ def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
     return stand_in
 
 
-def _keep_changes(module: SparseModule, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Copy to the module what its forward changed on the stand-in: plain attributes that it set or deleted."""
-    for name, value in after.items():
-        if before.get(name, before) is not value:
-            module.__dict__[name] = value
-    for name in before:
-        if name not in after:
-            module.__dict__.pop(name, None)
-
-
 def _masked(module: SparseModule, name: str) -> Tensor:
     """A weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
 
@@ -484,15 +478,20 @@ def _masked(module: SparseModule, name: str) -> Tensor:
     if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
         if not hold_zeros(weight, own_mask, module):
             write_zeros(memory(weight), mask)
-        return _MaskGradient.apply(weight, mask, observer, module.makes_gradients, faint)
-    if faint and torch.is_grad_enabled():
-        return _FaintGradient.apply(weight, mask, observer)
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        masked = _MaskGradient.apply(weight, mask, module.makes_gradients and observer is None, faint)
+    elif faint and torch.is_grad_enabled():
+        masked = _FaintGradient.apply(weight, mask)
+    elif torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
         masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
     else:
         masked = masked_copy(weight, mask)
-    # the copy's gradient is masked by selection as well
-    return masked if observer is None else _MaskGradient.apply(masked, mask, observer, False, False)
+    if observer is not None and masked.requires_grad:
+        masked.register_hook(partial(_observe, observer))
+    return masked
+
+
+def _observe(observer: GradientObserver, gradient: Tensor) -> None:
+    observer(gradient.detach())
 
 
 # when zeros are written again -----------------------------------------------------------------------------------------
@@ -693,17 +692,14 @@ FAINT = 2.0**-32  # exact in all dtypes but float16, where gradients this small 
 class _MaskGradient(torch.autograd.Function):
     """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
 
-    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. An observer
-    is handed the gradient as it was before masking. ``in_place``: nobody else holds the gradient. ``faint``: pruned
-    places get `faint_gradient`.
+    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. ``in_place``:
+    nobody else holds the gradient. ``faint``: pruned places get `faint_gradient`.
     """
 
     @staticmethod
-    def forward(
-        ctx, weight: Tensor, mask: Tensor, observer: GradientObserver | None, in_place: bool, faint: bool
-    ) -> Tensor:
+    def forward(ctx, weight: Tensor, mask: Tensor, in_place: bool, faint: bool) -> Tensor:
         # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
-        ctx.observer, ctx.in_place, ctx.faint = observer, in_place and observer is None, faint
+        ctx.in_place, ctx.faint = in_place, faint
         ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
         ctx.save_for_backward(mask)
         return weight.view_as(weight)
@@ -714,41 +710,29 @@ class _MaskGradient(torch.autograd.Function):
         (mask,) = ctx.saved_tensors
         if ctx.parameter is not None:
             ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
-        if ctx.observer is not None:
-            ctx.observer(gradient.detach())
         if ctx.faint:
-            return faint_gradient(gradient, mask), None, None, None, None
-        return masked_gradient(gradient, mask, in_place=ctx.in_place), None, None, None, None
+            return faint_gradient(gradient, mask), None, None, None
+        if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
+            return torch.where(mask, gradient, 0), None, None, None  # differentiable once more
+        masked = gradient if ctx.in_place else gradient.clone()
+        write_zeros(masked, mask)
+        return masked, None, None, None
 
 
 class _FaintGradient(torch.autograd.Function):
     """A masked copy of a weight, whose gradient is `faint_gradient`. It also goes into compiled graphs."""
 
     @staticmethod
-    def forward(weight: Tensor, mask: Tensor, observer: GradientObserver | None) -> Tensor:
+    def forward(weight: Tensor, mask: Tensor) -> Tensor:
         return weight.masked_fill(~mask, 0)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, mask, ctx.observer = inputs
-        ctx.save_for_backward(mask)
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, *gradients):
-        (gradient,) = gradients
-        (mask,) = ctx.saved_tensors
-        if ctx.observer is not None:
-            ctx.observer(gradient.detach())
-        return faint_gradient(gradient, mask), None, None
-
-
-def masked_gradient(gradient: Tensor, mask: Tensor, *, in_place: bool) -> Tensor:
-    """The gradient with +0.0 wherever ``mask`` is False. ``in_place``: nobody else holds it, it may be overwritten."""
-    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-        return torch.where(mask, gradient, 0)  # what is recorded must be differentiable once more
-    masked = gradient if in_place else gradient.clone()
-    write_zeros(masked, mask)
-    return masked
+        return faint_gradient(gradients[0], *ctx.saved_tensors), None
 
 
 def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:

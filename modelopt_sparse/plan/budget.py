@@ -1,12 +1,13 @@
 """Budgets: how much a model may cost, and which choice for each layer loses least within that.
 
-Shape letters: N layers, K choices of each (those that a layer lacks have an infinite loss), B budgets, one or two.
+Shape letters: N layers, K choices of each, B budgets, one or two, S partial plans.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +25,6 @@ UNITS = {"zeros": 1, "bytes": 1, "flops": 1, "ms": 10**6, "kl": 1}  # unit -> ho
 NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE = "dense"
 LEVELS = (DENSE, *(f"{level}%" for level in range(20, 85, 5)))
-RUNTIMES = ("cusparselt", "cutlass")
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,14 @@ def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
 
 
 def _limit(text: str, units: Collection[str]) -> Limit:
-    match, allowed = NUMBER.fullmatch(text), ", ".join(units)
+    match = NUMBER.fullmatch(text)
     if match is None:
-        raise ValueError(
-            f"budget={text!r}: say how much, and of what ({allowed}): write for example '35% {next(iter(units))}'"
-        )
+        example = f"write for example '35% {next(iter(units))}'"
+        raise ValueError(f"budget={text!r}: say how much, and of what ({', '.join(units)}): {example}")
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
     problem = ""
     if unit not in units:
-        problem = f"unit {unit!r} is not known{nearest(unit, units)}; allowed are {allowed}"
+        problem = f"unit {unit!r} is not known{nearest(unit, units)}; allowed are {', '.join(units)}"
     elif unit == "kl" and percent:
         problem = "kl is an amount, in nats"
     elif amount <= 0 or (percent and amount > 100):
@@ -91,10 +90,14 @@ def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, .
         value = [each.strip() for each in value.split(",")]
     if not isinstance(value, Iterable):
         raise TypeError(f"{where}={value!r}: give a list, such as ['dense', '2:4']")
-    parsed = [None if each in (DENSE, None) else parse_pattern(each) for each in value]
+    parsed = [*map(parse_choice, value)]
     if not any(parsed):
         raise ValueError(f"{where}={value!r}: give at least one pattern beside 'dense'")
     return tuple(dict.fromkeys(parsed))
+
+
+def parse_choice(value: Any) -> Pattern | None:
+    return None if value in (DENSE, None) else parse_pattern(value)
 
 
 def parse_timings(value: Any) -> Any:
@@ -117,85 +120,66 @@ def parse_timings(value: Any) -> Any:
 
 
 STATES = 20_000  # partial plans that are held: far more than an exact choice takes but for adversarial losses
-PRICES = -140.0, 70.0  # powers of two, between which the price of a cost lies
-BISECTIONS = 60
+LEAST, DOUBLINGS = -140, 210  # the price of a cost is 2**LEAST, which is as good as none, doubled up to so many times
+STEPS = 2**60  # between which prices are told apart
 
 
 def choose(losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]) -> np.ndarray | None:
-    """The choice [N] of the smallest sum of losses with costs within one ceiling, or two; None if there is none.
+    """The choice [N] of the smallest sum of losses with costs within one ceiling, or two; None if none is found.
 
-    With two the second's price is searched by bisection. What that leaves is used by exchanges of single choices.
+    Costs get the prices at which the cheapest choices meet the ceilings (Lagrange). What these lose more than the bound
+    that the prices give is little, and all plans that lose no more are gone through, layer by layer. Under one ceiling
+    those partial plans stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
     """
-    costs_BNK = np.where(np.isinf(losses_NK), costs_BNK.max(), costs_BNK)
-    if (costs_BNK.min(-1).sum(-1) > ceilings).any():
+    least_BN = costs_BNK.min(-1)
+    if (least_BN.sum(-1) > ceilings).any():
         return None
-
-    def at(price: float) -> np.ndarray:
-        return _within_first(losses_NK + price * costs_BNK[-1], costs_BNK[0], ceilings[0])
-
-    _, choice_N = _priced(at, costs_BNK[-1], ceilings[-1])
-    within = all(_sum(costs_NK, choice_N) <= ceiling for costs_NK, ceiling in zip(costs_BNK, ceilings))
-    return _exchanged(choice_N, losses_NK, costs_BNK, ceilings) if within else None
+    prices = _prices(losses_NK, costs_BNK, ceilings)
+    priced_NK, start = _cheapest(prices, losses_NK, costs_BNK)
+    more_NK = priced_NK - priced_NK.min(1, keepdims=True)  # than the bound: what a choice adds to it
+    loss, bound = _sum(losses_NK, start), priced_NK.min(1).sum() - np.dot(prices, ceilings)
+    if any(_sum(costs_NK, start) > ceiling for costs_NK, ceiling in zip(costs_BNK, ceilings)):
+        start, loss = None, np.inf
+    gap = (loss - bound) * (1 + 1e-9)
+    room_BN = np.transpose([ceilings]) - least_BN.sum(-1, keepdims=True) + least_BN.cumsum(-1)  # others cheapest
+    plans, costs_BS, sums = np.empty((1, 0), np.int16), np.zeros((len(ceilings), 1), np.int64), np.zeros((2, 1))
+    for n in range(len(losses_NK)):
+        costs_BS = (costs_BS[..., None] + costs_BNK[:, n, None]).reshape(len(ceilings), -1)
+        sums = (sums[..., None] + np.stack((losses_NK[n], more_NK[n]))[:, None]).reshape(2, -1)
+        inside = np.flatnonzero((sums[1] <= gap) & (costs_BS <= room_BN[:, n, None]).all(0))
+        if len(ceilings) == 1:
+            inside = inside[np.lexsort((sums[0, inside], costs_BS[0, inside]))]
+            best = np.minimum.accumulate(np.append(np.inf, sums[0, inside]))[:-1]  # of the cheaper ones
+            inside = inside[sums[0, inside] < best]
+        inside = inside[np.argsort(sums[1, inside], kind="stable")[:STATES]]
+        plans = np.column_stack((plans[inside // losses_NK.shape[1]], inside % losses_NK.shape[1]))
+        costs_BS, sums = costs_BS[:, inside], sums[:, inside]
+    return plans[sums[0].argmin()] if len(plans) and sums[0].min() < loss else start
 
 
 def _sum(values_NK: np.ndarray, choice_N: np.ndarray) -> Any:
     return values_NK[np.arange(len(choice_N)), choice_N].sum()
 
 
-def _priced(at: Callable[[float], np.ndarray], costs_NK: np.ndarray, ceiling: int) -> tuple[float, np.ndarray]:
-    """The lowest price of a cost whose choice, ``at`` it, meets the ceiling, and that choice."""
-    if _sum(costs_NK, free := at(0.0)) <= ceiling:
-        return 0.0, free
-    low, high = PRICES
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _sum(costs_NK, at(2**middle)) <= ceiling else (middle, high)
-    return 2**high, at(2**high)
+def _cheapest(prices: Sequence[float], losses_NK: np.ndarray, costs_BNK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(losses and priced costs, the choice [N] of the least of them; of equal ones the cheapest, and of these the
+    first)."""
+    priced_NK = losses_NK + np.tensordot(prices, costs_BNK, 1)
+    return priced_NK, np.lexsort((costs_BNK[0], priced_NK))[:, 0]
 
 
-def _within_first(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray:
-    """The choice within one ceiling, which some choice keeps.
+def _prices(
+    losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int], later: tuple[float, ...] = ()
+) -> tuple[float, ...]:
+    """The lowest prices at which the cheapest choices meet the ceilings; those of the ``later`` budgets are set."""
+    budget = len(ceilings) - len(later) - 1
+    if budget < 0:
+        return later
 
-    Costs get the price at which the cheapest choices meet the ceiling (Lagrange). What these lose more than the bound
-    that the price gives is little, and all plans that lose no more are gone through, layer by layer; of partial plans
-    those stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
-    """
+    def at(step: int) -> tuple[float, ...]:
+        return _prices(losses_NK, costs_BNK, ceilings, (2 ** (LEAST + DOUBLINGS * step / STEPS), *later))
 
-    def at(price: float) -> np.ndarray:
-        """Of equal ones the cheapest, and of these the first."""
-        return np.lexsort((costs_NK, losses_NK + price * costs_NK), axis=-1)[:, 0]
+    def meets(step: int) -> bool:
+        return _sum(costs_BNK[budget], _cheapest(at(step), losses_NK, costs_BNK)[1]) <= ceilings[budget]
 
-    price, start = _priced(at, costs_NK, ceiling)
-    priced = losses_NK + price * costs_NK
-    more_NK = priced - priced.min(1, keepdims=True)  # than the bound: what a choice adds to it
-    gap = (_sum(losses_NK, start) - priced.min(1).sum() + price * ceiling) * (1 + 1e-9)
-    room = ceiling - costs_NK.min(1).sum() + costs_NK.min(1).cumsum()  # for the first layers, the others cheapest
-    plans, sums = np.empty((1, 0), np.int16), (np.zeros(1, np.int64), np.zeros(1), np.zeros(1))
-    for n in range(len(losses_NK)):
-        each_sum = (np.add.outer(sum_, of[n]).ravel() for sum_, of in zip(sums, (costs_NK, losses_NK, more_NK)))
-        cost, loss, more = each_sum
-        inside = np.flatnonzero((more <= gap) & (cost <= room[n]))
-        inside = inside[np.lexsort((loss[inside], cost[inside]))]
-        best = np.minimum.accumulate(np.append(np.inf, loss[inside]))[:-1]  # of the cheaper ones
-        inside = inside[loss[inside] < best]
-        inside = inside[np.argsort(more[inside], kind="stable")[:STATES]]
-        plans = np.column_stack((plans[inside // losses_NK.shape[1]], inside % losses_NK.shape[1]))
-        sums = cost[inside], loss[inside], more[inside]
-    better = len(plans) and sums[1].min() < _sum(losses_NK, start)
-    return plans[sums[1].argmin()] if better else start
-
-
-def _exchanged(
-    choice_N: np.ndarray, losses_NK: np.ndarray, costs_BNK: np.ndarray, ceilings: Sequence[int]
-) -> np.ndarray:
-    """Exchange one layer's choice, the one that gains most, as long as that lowers the loss within the ceilings."""
-    choice_N, layers = choice_N.copy(), np.arange(len(choice_N))
-    while True:
-        room_B = np.array(ceilings) - costs_BNK[:, layers, choice_N].sum(-1)
-        extra_BNK = costs_BNK - costs_BNK[:, layers, choice_N][..., None]
-        fits = (extra_BNK <= room_B[:, None, None]).all(0)
-        gain = np.where(fits, losses_NK[layers, choice_N][:, None] - losses_NK, 0)
-        n, k = np.unravel_index(gain.argmax(), gain.shape)
-        if gain[n, k] <= 1e-12 * abs(losses_NK[n, choice_N[n]]):
-            return choice_N
-        choice_N[n] = k
+    return at(bisect_left(range(STEPS), True, key=meets))

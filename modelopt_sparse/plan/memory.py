@@ -154,7 +154,7 @@ def _of_layer(
     if layer_plan.at_once is not None:  # an expert's Gram matrix is made when it is solved, from its rows
         workspace = layer_plan.at_once * (statistics + solver)
         statistics = min(statistics, number * columns)
-        if layer_plan.needs == "gram":
+        if _needs(layer_plan) == "gram":
             routed = (1 if layer.adapter is UP else experts_per_token or 0) * columns * value
     # a token goes through all matrices, or through some of the experts
     through = experts_per_token or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
@@ -177,9 +177,14 @@ def _of_layer(
 def _of_a_matrix(layer_plan: LayerPlan) -> tuple[int, int]:
     """Bytes of the statistics of one matrix of a layer, and of what its solver holds beside them at its peak."""
     *_, rows, columns = layer_plan.shape
-    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[layer_plan.needs]
+    needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[_needs(layer_plan)]
     number = _bytes_per_number(layer_plan)
     return number * needed, number * (WORKSPACE_WEIGHTS * rows * columns + WORKSPACE_GRAMS * needed)
+
+
+def _needs(layer_plan: LayerPlan) -> str:
+    """The statistics that are collected for a layer; choices are weighed by SparseGPT's solutions."""
+    return "gram" if layer_plan.choices else layer_plan.needs
 
 
 def _bytes_per_number(layer_plan: LayerPlan) -> int:

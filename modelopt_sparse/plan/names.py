@@ -28,10 +28,8 @@ def check_globs(globs: Iterable[str], names: Sequence[str], kind: str, dense: Ma
         if not fnmatch.filter(names, glob):
             reasons = sorted({why for name, why in (dense or {}).items() if first_match(name, [glob])})
             only = f", only weights that stay dense: {'; '.join(reasons)}" if reasons else ""
-            close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
-            raise ValueError(
-                f"{glob!r} matches no {kind}{only}; names look like {', '.join(close) or '(there is none)'}"
-            )
+            close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3] or ["(there is none)"]
+            raise ValueError(f"{glob!r} matches no {kind}{only}; names look like {', '.join(close)}")
 
 
 # rules ----------------------------------------------------------------------------------------------------------------
@@ -74,9 +72,7 @@ def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
         rule = Rule(glob, options, type_name)
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
-    raise TypeError(
-        f"rule {shown(rule)}: a rule is a glob of layer names with a mapping of options, or with None (dense)"
-    )
+    raise TypeError(f"rule {shown(rule)}: a rule is a glob of layer names with a mapping of options, or None (dense)")
 
 
 # ModelOpt -------------------------------------------------------------------------------------------------------------
@@ -121,10 +117,8 @@ def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
     for class_name, globs in mode_config.items():
         type_name = str(class_name).removeprefix("nn.")
         if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
-            raise ValueError(
-                f"class rules name classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none: give globs of "
-                "layer names as rules={...} without classes"
-            )
+            problem = f"class rules name classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none"
+            raise ValueError(f"{problem}: give globs of layer names as rules={{...}} without classes")
         if globs is None or globs == {}:
             globs = {"*": globs}
         if not isinstance(globs, Mapping):

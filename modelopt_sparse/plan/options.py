@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate.utils import convert_file_size_to_int
@@ -15,10 +15,10 @@ from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
-from modelopt_sparse.plan.budget import DENSE, LEVELS, RUNTIMES, Budget, parse_budget, parse_choices, parse_timings
+from modelopt_sparse.plan.budget import DENSE, LEVELS, Budget, parse_budget, parse_choices, parse_timings
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
-from modelopt_sparse.values import check_choice, check_flag, check_number, check_whole, is_whole, shown
+from modelopt_sparse.values import check_number, check_options, is_whole, shown
 
 # quality --------------------------------------------------------------------------------------------------------------
 
@@ -55,9 +55,8 @@ QUALITIES: dict[str, Quality] = {
 def quality_of(name: object, method: Method | None = None) -> Quality:
     """The quality of this name. Raises ValueError if there is none, or if ``method`` does not learn from data."""
     if not isinstance(name, str) or name not in QUALITIES:
-        raise ValueError(
-            f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {', '.join(map(repr, QUALITIES))}"
-        )
+        allowed = ", ".join(map(repr, QUALITIES))
+        raise ValueError(f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {allowed}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
         problem = f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not"
         raise ValueError(f"{problem}: leave one of them out")
@@ -65,15 +64,6 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
 
 
 # tuning ---------------------------------------------------------------------------------------------------------------
-
-# option of `Reconstruct` or `Distill` -> what it may be
-TUNING_CHOICES: dict[str, tuple[str, ...]] = {
-    "target": ("dense", "sparse"),
-    "parts": ("block", "children"),
-    "masks": ("frozen", "move", "auto"),
-    "metric": ("plain", "fisher", "auto"),
-    "moments": ("bfloat16", "float32"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +88,15 @@ class Reconstruct:
 
     epochs: int = 4
     learning_rate: float = 0.4
-    target: str = "dense"
-    parts: str = "block"
+    target: Literal["dense", "sparse"] = "dense"
+    parts: Literal["block", "children"] = "block"
     norms_and_biases: bool = True
-    masks: str = "frozen"
-    metric: str = "plain"
+    masks: Literal["frozen", "move", "auto"] = "frozen"
+    metric: Literal["plain", "fisher", "auto"] = "plain"
 
     def __post_init__(self) -> None:
-        _check_tuning("reconstruct", self)
-        check_flag("reconstruct: norms_and_biases", self.norms_and_biases)
+        check_options(self, "reconstruct: ")
+        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,46 +112,32 @@ class Distill:
 
     epochs: int = 2
     learning_rate: float = 0.12
-    moments: str = "bfloat16"
+    moments: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        _check_tuning("distill", self)
+        check_options(self, "distill: ")
+        check_number("distill: learning_rate", self.learning_rate, "(0, 10]")
 
 
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
 
 
-def _check_tuning(name: str, options: "Reconstruct | Distill") -> None:
-    check_whole(f"{name}: epochs", options.epochs)
-    check_number(f"{name}: learning_rate", options.learning_rate, "(0, 10]")
-    for key, value in vars(options).items():
-        if key in TUNING_CHOICES:
-            check_choice(f"{name}: {key}", value, TUNING_CHOICES[key])
-
-
-def _parse_tuning(name: str, make: Callable[..., Tuning], value: Any) -> Tuning | None:
+def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
     """The option ``name`` as users write it: True, False, a number of epochs, or a mapping."""
     if value is None or value is False:
         return None
-    if isinstance(value, (Reconstruct, Distill)):
-        return value  # type: ignore[return-value]  # of the option's own class: a field of the config
+    if isinstance(value, make):
+        return value
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)}: give True, False, a number of epochs, or a mapping of its options")
-    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")  # type: ignore[arg-type]  # a class
+    refuse_unknown(value, [option.name for option in fields(make)], f"{name}: ")
     return make(**value)
 
 
 # config ---------------------------------------------------------------------------------------------------------------
 
-# option -> what it may be
-CHOICES: dict[str, tuple[str, ...]] = {
-    "sequential": ("block", "stage", "none"),
-    "experts": ("pool", "all_tokens", "weight_only"),
-    "allocation": ("uniform", "owl"),
-}
-AUTOCAST = ("bfloat16", "float16", None)
 LEAST = {"refine": 0, "polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
 TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
 DEFAULT_PATTERN = "2:4"
@@ -300,24 +276,24 @@ class SparsifyConfig:
     self_data: int | str = 0
     count_padding: bool = False
     min_tokens: int = 128
-    experts: str = "pool"
+    experts: Literal["pool", "all_tokens", "weight_only"] = "pool"
     memory_limit: int | None = None
-    sequential: str = "block"
+    sequential: Literal["block", "stage", "none"] = "block"
     permute: bool = False
     update: bool = True
     refine: int = 0
     polish: int = 0
     reconstruct: Reconstruct | None = None
     distill: Distill | None = None
-    allocation: str = "uniform"
+    allocation: Literal["uniform", "owl"] = "uniform"
     budget: Budget | None = None
     choices: tuple[Pattern | None, ...] | None = None
-    runtime: str | None = None
+    runtime: Literal["cusparselt", "cutlass", None] = None
     timings: Mapping[str, tuple[float, float]] | None = None
     losses: Path | None = None
     quality: str | None = None
     device: torch.device | None = None
-    autocast: str | None = None
+    autocast: Literal["bfloat16", "float16", None] = None
     float32_products: bool | None = None
     enforce: bool = True
     seed: int = 0
@@ -359,8 +335,11 @@ class SparsifyConfig:
             options["rules"] = options.pop(MODE_RULES)
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
-            # the user's own masks leave nothing to choose by pattern
-            patterns = () if options.get("masks") is not None else _patterns(options)
+            patterns, levels = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
+            if options.get("masks") is not None:  # they leave nothing to choose by pattern
+                patterns = ()
+            elif options.get("budget") is not None and (levels is not None or "pattern" not in options):
+                patterns = parse_choices(LEVELS if levels is None else levels)
             options = {**quality.options_for(patterns), **options}
         known = cls.names()
         of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
@@ -417,14 +396,6 @@ class SparsifyConfig:
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
-
-
-def _patterns(options: Mapping[str, Any]) -> tuple[Pattern | None, ...]:
-    """What layers may become, by the user's options."""
-    chosen = options.get("budget") is not None and (options.get("choices") is not None or "pattern" not in options)
-    if chosen:
-        return parse_choices(LEVELS if options.get("choices") is None else options["choices"])
-    return (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),)
 
 
 def is_data_set(text: str) -> bool:
@@ -512,18 +483,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _check_types(config: SparsifyConfig) -> None:
-    for option in fields(config):
-        name, value = option.name, getattr(config, option.name)
-        if value is None and option.type in (int | None, bool | None):
-            continue
-        if option.type in (int, int | None):
-            check_whole(name, value, LEAST.get(name, 1))
-        if option.type in (bool, bool | None):
-            check_flag(name, value)
-    for name, allowed in CHOICES.items():
-        check_choice(name, getattr(config, name), allowed)
-    check_choice("autocast", config.autocast, AUTOCAST)
-    check_choice("runtime", config.runtime, (*RUNTIMES, None))
+    check_options(config, least=LEAST)
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):

@@ -1,7 +1,6 @@
 """Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -22,10 +21,9 @@ from modelopt_sparse.model.layers import (
     find_layers,
     find_stacks,
     protected_modules,
-    refuse_packed,
+    usable,
 )
 from modelopt_sparse.model.masking import dense_class
-from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
@@ -47,15 +45,13 @@ def make_plan(
     Raises ValueError for what cannot work: unknown names and options, globs that match nothing, patterns that do not
     fit, weights that are not floating point.
     """
-    return plan_for(unwrapped(model), *resolve(method, config, options))
+    return plan_for(model, *resolve(method, config, options))
 
 
 def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     """`make_plan` for a resolved method and a validated config."""
-    refuse_no_model(model)
-    refuse_packed(model, "pruned")
+    model = usable(model, "pruned")
     refuse_longer_windows(model, config.seq_len)
-    refuse_wrapped_parts(model, "pruned")
     layers, others = find_layers(model)
     _check_names(model, layers, others, config)
     holders = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
@@ -86,18 +82,15 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         if needs == "nothing" and config.permute and any(isinstance(each, NM) for each in (*choices, pattern)):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
-        more = {"within_mask": within_mask, "choices": choices}
-        decided = layer_method, pattern, layer_options
-        layer_plan = LayerPlan(layer.name, kind, shape, block, *decided, needs, steps, layer, **more)
-        weighed = replace(layer_plan, needs="gram") if choices else layer_plan  # by SparseGPT's solutions
-        planned.append(replace(layer_plan, at_once=experts_at_once(weighed, config)))
+        facts = layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
+        layer_plan = LayerPlan(*facts, within_mask=within_mask, choices=choices)
+        planned.append(replace(layer_plan, at_once=experts_at_once(layer_plan, config)))
     # in model order; what has another name than a module stands where the module does that holds it
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
-    weighed = [replace(each, needs="gram") if each.choices else each for each in planned]
-    memory, streamed = estimated(model, weighed, stacks, config)
+    memory, streamed = estimated(model, planned, stacks, config)
     return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
 
 
@@ -124,10 +117,8 @@ def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]
     """Why a weight that is no layer stays dense: for want of an adapter, unless it is protected or holds codes."""
     if not other.reason.startswith("no adapter"):
         return other.reason
-    if any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False)):
-        reason = f"{codes_in(model)}: load the model dequantized to prune it"
-    else:
-        reason = other.reason
+    coded = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
+    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else other.reason
     return protected.get(other.module, reason)
 
 
@@ -184,24 +175,26 @@ def _decide(
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if masks that layers carry, and whose zeros stay, have more of them than the patterns ask for:
     each for itself, or all together where ``allocation`` shares the zeros out."""
-    zeros, wanted, sizes = Counter[str](), Counter[str](), Counter[str]()
-    patterns: dict[str, Pattern] = {}
+    groups: dict[str, list[LayerPlan]] = {}
     for layer_plan in planned:
-        pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
-        shared = config.allocation != "uniform" and isinstance(pattern, Unstructured)
+        shared = config.allocation != "uniform" and isinstance(layer_plan.pattern, Unstructured)
         what = "the unstructured layers of the plan" if shared else f"layer {layer_plan.name!r}"
-        mask = _present_mask(layer_plan.layer, config)
-        zeros[what] += 0 if mask is None else int((~mask).sum())
-        if isinstance(pattern, NM):
-            wanted[what] += pattern.zeros_in(layer_plan.shape)
-        else:  # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
-            wanted[what] += layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
-        sizes[what] += layer_plan.size
-        patterns[what] = pattern
-    for what, size in sizes.items():
-        if zeros[what] > wanted[what]:
-            problem = f"{zeros[what] / size:.2%} zeros in the present mask, and pattern {patterns[what]} has fewer"
+        groups.setdefault(what, []).append(layer_plan)
+    for what, group in groups.items():
+        masks = [_present_mask(each.layer, config) for each in group]
+        zeros = sum(int((~mask).sum()) for mask in masks if mask is not None)
+        if zeros > sum(map(_zeros_wanted, group)):
+            share = zeros / sum(each.size for each in group)
+            problem = f"{share:.2%} zeros in the present mask, and pattern {group[-1].pattern} has fewer"
             raise ValueError(f"{what}: {problem}: give one with as many, or replace=True, which drops the mask")
+
+
+def _zeros_wanted(layer_plan: LayerPlan) -> int:
+    """By the pattern at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix."""
+    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
+    if isinstance(pattern, NM):
+        return pattern.zeros_in(layer_plan.shape)
+    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
@@ -215,9 +208,7 @@ def _by_rule(
 ) -> tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
     """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
-    layer_method = method
-    if "method" in rule_options:
-        layer_method, _ = resolve_method(rule_options.pop("method"), None)
+    layer_method, _ = resolve_method(rule_options.pop("method", method), None)
     fixed = rule_options.get("pattern")
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
     choices = rule_options.pop("choices", config.choices or () if fixed is None else [pattern])
@@ -300,14 +291,10 @@ def _check_planned(
             problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
         if config.budget is not None and layer_plan.within_mask:
-            problem = "carries a mask whose zeros stay, and a budget shares out those of a dense model"
-            raise ValueError(
-                f"layer {layer_plan.name!r} {problem}: give replace=True, which drops the mask, or exclude it"
-            )
+            problem = f"layer {layer_plan.name!r} carries a mask whose zeros stay, and a budget is for a dense model"
+            raise ValueError(f"{problem}: give replace=True, which drops the mask, or exclude it")
         if config.timings is not None and layer_plan.name not in config.timings:
-            raise ValueError(
-                f"timings: there are none of layer {layer_plan.name!r}: time the same model, or exclude it"
-            )
+            raise ValueError(f"timings: there are none of layer {layer_plan.name!r}: time this model, or exclude it")
         blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"

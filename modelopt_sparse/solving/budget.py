@@ -1,5 +1,10 @@
 """The plan that loses least within a budget: chosen by the losses of layers, and checked once against a plain one.
 
+A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
+by the output, labels y drawn from the predictions (accuracy/fisher.py). Outputs taken as uncorrelated, a layer loses
+half the sum over its outputs of E[g_r^2] times the mean squared error of output r in SparseGPT's solution, on inputs of
+the dense model. Losses of layers are added up.
+
 Shape letters: N groups of layers that choose together (the experts of a mixture), K choices, B units of a budget.
 """
 
@@ -7,26 +12,163 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property, partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from modelopt_sparse.accuracy.allocate import GRID, allocate
-from modelopt_sparse.accuracy.fisher import gradients_of, wants_metrics, with_metrics
+from modelopt_sparse.accuracy.allocate import GRID, allocate, dense_inputs
+from modelopt_sparse.accuracy.distill import logits_of, of_real_tokens
+from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
+from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.calibration.padding import TokenMasks
+from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.kl import kl_divergence
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.hf import text_config_of
-from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose
+from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
+from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, Skipped
-from modelopt_sparse.solving.sensitivity import Chosen, Losses, divergences, loss_at, losses_of
+from modelopt_sparse.solving.solve import solve_layers
+
+# solutions that are only tried ----------------------------------------------------------------------------------------
+
+
+SOLVER = METHODS["sparsegpt"]
+SOLVED = 3  # levels of a layer
+Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
+Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> nats per token
+
+
+def solutions(
+    data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
+) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
+    """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
+    user's data in the dense model: (plan of the pattern, whose name ends with it, statistics, weight as a matrix)."""
+    more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
+    layers = [replace(each, **more) for each in data.run.plan.layers]
+    for _, shared_inputs, run in dense_inputs(data.only(users_first(data, WEIGHED)), layers):
+        for shared in shared_inputs:
+            pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
+            tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+            for solved in solve_layers([SharedInput(tried, shared.stats)], run):
+                yield solved.layer_plan, shared.stats, solved.solution.weight
+
+
+# losses ---------------------------------------------------------------------------------------------------------------
+
+
+def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
+    """The loss of each layer with each of its choices."""
+    run = data.run
+    for layer_plan in run.plan.layers:
+        if not torch.isfinite(gradients.rows[layer_plan.name]).all():
+            problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
+            raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
+    wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
+    losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
+    with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
+        for layer_plan, stats, weight in solutions(data, wanted):
+            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
+            losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")
+            bar.update()
+    return run.processes.broadcast("the losses of choices", [], 0, losses)
+
+
+def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
+    """Of many levels the lowest, the middle and the highest are solved; the losses of others follow from theirs."""
+    levels = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
+    levels = [levels[0], levels[len(levels) // 2], levels[-1]] if len(levels) > SOLVED else levels
+    return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
+
+
+def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients) -> float:
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
+    square of the input, which meets errors relative to that."""
+    layer, total = layer_plan.layer, 0.0
+    dense, rows, step = (
+        layer.matrix(layer.values),
+        gradients.rows[layer.name],
+        layer_plan.at_once or layer_plan.matrices,
+    )
+    for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
+        experts = range(start, min(start + step, layer_plan.matrices))
+        where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
+        part = part_of(stats, experts) if layer_plan.routed else stats
+        assert isinstance(part, Stats)
+        assert part.gram is not None
+        error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)
+        errors = ((error @ part.gram) * error).sum(-1).double().cpu()
+        size = part.square_sums.double().sum(-1, keepdim=True).cpu().clamp_min(1e-300)
+        total += float((errors / size * rows[where]).sum())
+    return total / 2 / gradients.tokens
+
+
+def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> float:
+    """The loss of a choice; of a level that was not solved it is a power of the level between its neighbours, or beyond
+    the last of them; below the first of them the third power."""
+    if choice in losses or not isinstance(choice, Unstructured):
+        return losses[choice]
+    points = sorted((p.sparsity, loss) for p, loss in losses.items() if isinstance(p, Unstructured) and loss > 0)
+    if not points or not choice.sparsity:
+        return 0.0
+    pairs = [*pairwise([(points[0][0] / 2, points[0][1] / 8), *points])]
+    (s0, loss0), (s1, loss1) = next((pair for pair in pairs if choice.sparsity <= pair[1][0]), pairs[-1])
+    return loss0 * (choice.sparsity / s0) ** (math.log(loss1 / loss0) / math.log(s1 / s0))
+
+
+# divergence -----------------------------------------------------------------------------------------------------------
+
+
+def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
+    """The mean KL(dense || plan) per token of each plan on the batches held back, of all processes, before any repair,
+    with solutions of dense inputs."""
+    run, calls, weights = data.run, data.calls or [], {}
+    wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
+    for layer_plan, _, weight in solutions(data, wanted):
+        layer = layer_plan.layer
+        held = layer.unmatrix(weight).to(layer.values.device, layer.values.dtype)
+        weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
+    batches = BatchNumbers.of(run.processes, len(calls), data.own_among(range(len(calls))))
+
+    @cache
+    def measured(place: int) -> list[tuple[float, float]]:
+        """Of each plan."""
+        dense, sums = _predictions(data, place), []
+        for plan in plans:
+            pruned = [each for each in run.plan.layers if plan[each.name]]
+            with called_with({x.layer: partial(weights.__getitem__, (x.name, plan[x.name])) for x in pruned}):
+                rows = kl_divergence(dense, _predictions(data, place))
+            sums.append((float(rows.sum()), len(rows)))
+        return sums
+
+    return [batches.judged(lambda place, i=i: measured(place)[i]) for i in range(len(plans))]
+
+
+def _predictions(data: CalibrationData, place: int) -> Tensor:
+    """The logits of a call, ``[T, V]``, of real tokens alone."""
+    masks: list[TokenMasks] = []
+    outputs: list[Any] = []
+    with data.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
+        data.run_model(masks.append, numbers=[place])
+    logits = logits_of(outputs[0])
+    assert logits is not None  # there were gradients, or losses of an earlier run
+    return of_real_tokens(logits, masks[0].decoder)
+
 
 # what layers may become -----------------------------------------------------------------------------------------------
 
@@ -52,14 +194,21 @@ class Table:
         return list(groups.values())
 
     @cached_property
-    def dense(self) -> Chosen:
-        return dict.fromkeys(each.name for each in self.plan.layers)
+    def choices(self) -> list[tuple[Pattern | None, ...]]:
+        """Those of each group; a group that has fewer than another has its first one several times."""
+        of_groups = [group[0].choices for group in self.groups]
+        most = max(map(len, of_groups))
+        return [choices + choices[:1] * (most - len(choices)) for choices in of_groups]
+
+    def dense(self, unit: str) -> int:
+        """What all layers cost as they are."""
+        return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
         """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds."""
-        return sum(self.cost_of(unit, group, chosen) for group in self.groups)
+        return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
-    def cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
+    def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
         total = 0
         for each in group:
             choice = chosen[each.name]
@@ -80,64 +229,61 @@ class Table:
             total = -(-2 * total * min(self.experts_per_token or experts, experts) // experts)
         return total
 
-    def loss(self, chosen: Chosen) -> float:
-        """The sum of the losses; of a level that is no choice it is interpolated."""
-        return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in self.plan.layers)
+    def loss(self, chosen: Chosen, layers: Sequence[LayerPlan] | None = None) -> float:
+        """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
+        return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in layers or self.plan.layers)
 
     def ceilings(self, budget: Budget) -> dict[str, int]:
         """Unit -> the most that it may cost."""
-        return {limit.unit: limit.ceiling(self.cost(limit.unit, self.dense)) for limit in budget}
+        return {limit.unit: limit.ceiling(self.dense(limit.unit)) for limit in budget}
 
-    @cached_property
-    def losses_NK(self) -> np.ndarray:
-        """Of groups and choices; infinite for choices that a group lacks."""
-        widest = max(len(group[0].choices) for group in self.groups)
+    def _of_choices(self, measure: Callable[[Sequence[LayerPlan], Chosen], float]) -> np.ndarray:
+        """[N, K]: what is measured of each group with each of its choices."""
         return np.array(
             [
-                [sum(loss_at(self.losses[each.name], choice) for each in group) for choice in group[0].choices]
-                + [math.inf] * (widest - len(group[0].choices))
-                for group in self.groups
+                [measure(group, dict.fromkeys((each.name for each in group), choice)) for choice in choices]
+                for group, choices in zip(self.groups, self.choices)
             ]
         )
 
+    @cached_property
+    def losses_NK(self) -> np.ndarray:
+        return self._of_choices(lambda group, chosen: self.loss(chosen, group))
+
+    def costs_NK(self, unit: str) -> np.ndarray:
+        return self._of_choices(partial(self._cost_of, unit))
+
+    def named(self, choice_N: np.ndarray) -> Chosen:
+        of_groups = zip(self.groups, self.choices, choice_N)
+        return {each.name: choices[k] for group, choices, k in of_groups for each in group}
+
     def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
         """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        costs_BNK = np.zeros((len(ceilings), *self.losses_NK.shape), np.int64)
-        for n, group in enumerate(self.groups):
-            for k, choice in enumerate(group[0].choices):
-                chosen = dict.fromkeys((each.name for each in group), choice)
-                costs_BNK[:, n, k] = [self.cost_of(unit, group, chosen) for unit in ceilings]
-        choice_N = choose(self.losses_NK, costs_BNK, list(ceilings.values()))
-        if choice_N is None:
-            return None
-        return {each.name: group[0].choices[k] for group, k in zip(self.groups, choice_N) for each in group}
-
-    def cheapest(self, unit: str) -> Chosen:
-        chosen: dict[str, Pattern | None] = {}
-        for group in self.groups:
-            alike = [dict.fromkeys((each.name for each in group), choice) for choice in group[0].choices]
-            chosen |= min(alike, key=lambda some, group=group: self.cost_of(unit, group, some))
-        return chosen
+        costs_BNK = np.stack([self.costs_NK(unit) for unit in ceilings])
+        choice_N = choose(self.losses_NK, costs_BNK, [*ceilings.values()])
+        return None if choice_N is None else self.named(choice_N)
 
     def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers, or, where not all may have a level, the
         cheapest choice from the first layer on, so that the last ones stay dense. Empty if that is not enough."""
         levels = {each.name: next(filter(_is_level, each.choices), None) for each in self.plan.layers}
-        cheapest, by_level = self.cheapest(next(iter(ceilings))), all(levels.values())
+        cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
+        by_level = all(levels.values())
 
         def at(step: int) -> Chosen:
             if by_level:
                 return {name: level and replace(level, sparsity=step / GRID) for name, level in levels.items()}
-            pruned = (e.name for n, group in enumerate(self.groups) for e in group if n < step or None not in e.choices)
-            return {**self.dense, **{name: cheapest[name] for name in pruned}}
+            some = {each.name for group in self.groups[step:] for each in group if None in each.choices}
+            return {name: None if name in some else choice for name, choice in cheapest.items()}
 
         def fits(step: int) -> bool:
             return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
 
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
-        step = next(iter(steps[bisect_left(steps, True, key=fits) :]), None)
-        title = f"{100 * (step or 0) / GRID:.3g}% in every layer" if by_level else "the last layers dense"
-        return {} if step is None else {title: at(step)}
+        if (place := bisect_left(steps, True, key=fits)) == len(steps):
+            return {}
+        title = f"{100 * steps[place] / GRID:.3g}% in every layer" if by_level else "the last layers dense"
+        return {title: at(steps[place])}
 
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
         """The choice for zeros alone, with what its levels leave above them taken back from all levels alike."""
@@ -145,28 +291,19 @@ class Table:
         levels = {each.name: each.pattern.sparsity for each in plan.layers if isinstance(each.pattern, Unstructured)}
         if [*ceilings] != ["zeros"] or not levels:
             return chosen
-        zeros = self.cost("zeros", self.dense) - ceilings["zeros"]
+        zeros = self.dense("zeros") - ceilings["zeros"]
         fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
         return {**chosen, **{each.name: each.pattern for each in allocate(plan, levels, zeros - fixed).layers}}
 
     def within(self, loss: float) -> dict[str, int]:
         """The most zeros at which the sum of losses is no more than ``loss``."""
-        size = self.cost("zeros", self.dense)
+        size = self.dense("zeros")
 
         def fits(step: int) -> bool:
             chosen = self.best({"zeros": size * step // GRID})
             return chosen is not None and self.loss(chosen) <= loss
 
         return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
-
-    def unmet(self, budget: Budget) -> str:
-        """What to say of a budget that no choice keeps."""
-        said = []
-        for unit in (limit.unit for limit in budget):
-            least = self.cost(unit, self.cheapest(unit)) / max(self.cost(unit, self.dense), 1)
-            said.append(f"{1 - least:.1%} zeros at most" if unit == "zeros" else f"{least:.1%} of {unit} at least")
-        allowed = f"{' and '.join(said)}{' (each alone)' * (len(said) > 1)}"
-        return f"budget='{budget}': the choices allow {allowed}: add sparser choices, or include layers"
 
 
 def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
@@ -202,8 +339,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
         said["seconds"] = round(time.perf_counter() - began, 3)
         run.processes.check_same({"the plan of the budget": str(said["layers"])}, "report this")
         run.storage.keep(said)
-    patterns = {name: None if text == DENSE else parse_pattern(text) for name, text in said["layers"].items()}
-    plan = planned(run.plan, patterns)
+    plan = planned(run.plan, {name: parse_choice(text) for name, text in said["layers"].items()})
     run.report.skipped = plan.skipped
     run.report.budgeted(said)
     return replace(data, run=replace(run, plan=plan))
@@ -217,38 +353,39 @@ BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a fa
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
     the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
-    budget, taken = data.run.config.budget, None
+    budget, fitting = data.run.config.budget, []
     assert budget is not None
     data, table = tabled(data)
-    goal = float(budget[0].amount) if budget[0].unit == "kl" else math.inf
-    wanted = _unbent(goal * (1 + CLOSE) / 2)
-    for _ in range(TRIES):
-        said = _tried(data, table, table.ceilings(budget) if goal == math.inf else table.within(wanted))
+    goal, tries = (float(budget[0].amount), TRIES) if budget[0].unit == "kl" else (math.inf, 1)
+    wanted = aim = _unbent(goal * (1 + CLOSE) / 2)
+    for _ in range(tries):
+        said = _tried(data, table, table.within(wanted) if tries > 1 else table.ceilings(budget))
         kl = said["tried"][said["taken"]][1]
-        if kl <= goal and (taken is None or kl > taken["tried"][taken["taken"]][1]):
-            taken = said
-        if goal == math.inf or CLOSE * goal <= kl <= goal:
+        fitting += [(kl, said)] if kl <= goal else []
+        if CLOSE * goal <= kl <= goal:
             break
-        wanted *= _unbent(goal * (1 + CLOSE) / 2) / max(_unbent(kl), 1e-30)
-    if taken is None:
+        wanted *= aim / max(_unbent(kl), 1e-30)
+    if not fitting:
         raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
+    _, said = max(fitting, key=itemgetter(0))
     unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
-    return data, {**taken, "curve": _curve(table, unit, taken["factor"])}
+    return data, {**said, "curve": _curve(table, unit, said["factor"])}
 
 
 def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> dict[str, Any]:
     """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
     plan."""
-    budget = data.run.config.budget
-    assert budget is not None
+    asked = str(data.run.config.budget)
     if (chosen := table.best(ceilings)) is None:
-        raise ValueError(table.unmet(budget))
+        least = [f"{table.costs_NK(unit).min(1).sum() / table.dense(unit):.1%} of {unit}" for unit in ceilings]
+        allowed = f"the choices leave at least {', '.join(least)} (each alone)".replace("of zeros", "of the weights")
+        raise ValueError(f"budget='{asked}': {allowed}: add sparser choices, or include layers")
     plans = {"the choice by losses": chosen, **table.plain(ceilings)}
     plans = {title: table.filled(plan, ceilings) for title, plan in plans.items()}
     sums, measured = [table.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
     taken, chosen = [*plans.items()][measured.index(min(measured))]
     return {
-        "asked": str(budget),
+        "asked": asked,
         "taken": taken,
         "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
         "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
@@ -278,23 +415,25 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
-            file.write_text(json.dumps({"shapes": shapes, "losses": losses}, indent=1) + "\n", encoding="utf-8")
+            written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
+            file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
     return data, Table(run.plan, losses, run.config, getattr(text_config_of(run.model), "num_experts_per_tok", None))
 
 
 def _read(file: Path, plan: Plan) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        shapes, losses = value["shapes"], value["losses"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shapes = value["shapes"]
+        losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
     for each in plan.layers:
-        known = [parse_pattern(text) for text in losses.get(each.name, ()) if text != DENSE]
+        known = losses.get(each.name, {None: 0.0})
         levels = any(map(_is_level, known))  # those of others follow
-        missing = [str(c) for c in each.choices if c and c not in known and not (levels and _is_level(c))]
+        missing = [str(c) for c in each.choices if c not in known and not (levels and _is_level(c))]
         if shapes.get(each.name) != list(each.shape) or missing:
-            problem = f"has no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
-            raise ValueError(f"losses={str(file)!r} {problem}: give the file of this model and choices, or a new path")
+            problem = f"no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
+            raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
     return losses
 
 

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
-from modelopt_sparse.plan.options import Reconstruct
+from modelopt_sparse.plan.options import Distill, Reconstruct
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.layer_problem import exact_refit, objective
@@ -407,6 +407,7 @@ def test_ways_to_ask_for_it():
     ("value", "message"),
     [
         (0.5, "give True, False, a number of epochs, or a mapping"),
+        (Distill(), "give True, False, a number of epochs, or a mapping"),
         ({"epoch": 3}, "option 'epoch' is not known, did you mean 'epochs'"),
         ({"epochs": 0}, "epochs=0: must be a positive whole number"),
         ({"learning_rate": 20}, r"learning_rate=20: must be a number in \(0, 10\]"),

@@ -72,7 +72,7 @@ def test_a_batch_the_model_cannot_take(batch):
         data_loader=[{"input_ids": token_batches()[0]}, batch],
     )
     assert str(list(next(iter(batch.values())).shape)) in message
-    assert "Give batches that model(**batch) or model(batch) takes, or a collect_func" in message
+    assert "Give batches that model(**batch) takes, or a collect_func" in message
 
 
 def test_images_of_a_wrong_size():

@@ -254,7 +254,7 @@ def test_patterns_print_as_users_write_them(pattern, text):
     assert str(pattern) == text
 
 
-UNKNOWN = r"pattern .* is not known: write '2:4' \(or any N:M, N kept of M\), a pruned fraction such as 0.5 or '50%'"
+UNKNOWN = r"pattern .* is not known: write '2:4' \(any N:M, N kept of M\), a pruned fraction such as 0.5 or '50%'"
 
 
 @pytest.mark.parametrize(

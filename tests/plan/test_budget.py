@@ -116,7 +116,7 @@ def instance(seed: int, layers: int, choices: int, budgets: int = 1) -> tuple[np
     steep = pick.uniform(2, 4, (layers, 1))
     losses = pick.lognormal(0, 1.5, (layers, 1)) * levels**steep * pick.lognormal(0, 0.2, (layers, choices))
     if choices > 2:
-        losses[0, -1] = np.inf  # a layer with fewer choices
+        losses[0, -1], costs[:, 0, -1] = losses[0, 0], costs[:, 0, 0]  # a layer with fewer choices has one twice
     return losses, costs
 
 
@@ -133,9 +133,9 @@ def assert_no_exchange_helps(choice, losses, costs, ceilings) -> None:
 
 
 @pytest.mark.parametrize("budgets", [1, 2])
-@pytest.mark.parametrize("seed", [*range(12), 21, 34, 47])
+@pytest.mark.parametrize("seed", [*range(12), 139, 290])
 def test_the_choice_against_all_choices(seed, budgets):
-    """With two budgets the price of the second leaves room in these three that an exchange uses."""
+    """In the last two, of two budgets, the cheapest choice by the prices loses 5 and 96 % more than the best."""
     losses, costs = instance(seed, 5, 3, budgets)
     ceilings = [int(cost[:, 0].sum() * share) for cost, share in zip(costs, (0.55, 0.7))]
     found = choose(losses, costs, ceilings)
@@ -146,24 +146,24 @@ def test_the_choice_against_all_choices(seed, budgets):
     )
     assert found is not None
     assert all(total(cost, found) <= ceiling for cost, ceiling in zip(costs, ceilings))
-    assert total(losses, found) <= best * (1.000001 if budgets == 1 else 1.5)
+    assert total(losses, found) <= best * 1.000001
     assert_no_exchange_helps(found, losses, costs, ceilings)
 
 
-@pytest.mark.parametrize(("layers", "choices"), [(42, 14), (224, 9)])
-def test_the_choice_against_an_exact_solver(layers, choices):
+@pytest.mark.parametrize(("layers", "choices", "budgets"), [(42, 14, 1), (224, 9, 1), (42, 14, 2), (84, 9, 2)])
+def test_the_choice_against_an_exact_solver(layers, choices, budgets):
     optimize = pytest.importorskip("scipy.optimize")
-    losses, costs = instance(0, layers, choices)
-    ceiling = int(costs[0, :, 0].sum() * 0.6)
+    losses, costs = instance(0, layers, choices, budgets)
+    ceilings = [int(cost[:, 0].sum() * share) for cost, share in zip(costs, (0.6, 0.55))]
     one_each = np.kron(np.eye(layers), np.ones(choices))
-    limits = [optimize.LinearConstraint(one_each, 1, 1), optimize.LinearConstraint(costs.reshape(1, -1), ub=ceiling)]
-    bounds = optimize.Bounds(0, np.isfinite(losses).ravel().astype(float))
-    finite = np.where(np.isinf(losses), 0, losses).ravel()
-    exact = optimize.milp(finite, constraints=limits, integrality=np.ones(losses.size), bounds=bounds)
-    found = choose(losses, costs, [ceiling])
+    limits = [optimize.LinearConstraint(one_each, 1, 1)]
+    limits += [optimize.LinearConstraint(cost.reshape(1, -1), ub=ceiling) for cost, ceiling in zip(costs, ceilings)]
+    integers = {"integrality": np.ones(losses.size), "bounds": optimize.Bounds(0, 1)}
+    exact = optimize.milp(losses.ravel(), constraints=limits, **integers)
+    found = choose(losses, costs, ceilings)
     assert found is not None
-    assert total(losses, found) <= exact.fun * 1.015
-    assert_no_exchange_helps(found, losses, costs, [ceiling])
+    assert total(losses, found) <= exact.fun * 1.001
+    assert_no_exchange_helps(found, losses, costs, ceilings)
 
 
 @pytest.mark.parametrize("seed", range(4))
