@@ -395,7 +395,7 @@ def smaller(folder: Path) -> Found:
 def streaming_killed(folder: Path) -> Found:
     """The second process is killed in the second block; what is left is gone on with by other numbers of processes."""
     target = folder / "streamed-killed"
-    error = error_of(lambda: stream(folder, target, "llama", Killed(where=1, after=5)))
+    error = error_of(lambda: stream(folder, target, "llama", Killed(where=1)))
     return {"error": error, "left": sorted(path.name for path in folder.glob("streamed-killed*"))}
 
 
@@ -418,7 +418,7 @@ def streaming_refused(folder: Path) -> Found:
         "option": run(pattern="2:4" if other else "1:4"),
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
-        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1, after=5))),
+        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1))),
     }
     return {"errors": cases, "left": sorted(path.name for path in folder.glob("streamed-refused*"))}
 
@@ -523,13 +523,13 @@ def interrupted() -> Found:
             except ArithmeticError:
                 raise KeyboardInterrupt from None
 
-    return lost(Interrupted(where=1, after=2))
+    return lost(Interrupted(where=1))
 
 
 def late() -> Found:
     """One process does not come in time."""
     distributed.TIMEOUT = timedelta(seconds=2)
-    method = Late(where=1, after=1)
+    method = Late(where=1)
     return {"error": error_of(lambda: mts.sparsify(llama(), method, progress=False))}
 
 
@@ -540,7 +540,7 @@ class Late(Failing):
         try:
             return super().solve(weight, state, pattern, options)
         except ArithmeticError:
-            self.left = 1000
+            self.where = None
             time.sleep(4)
             return super().solve(weight, state, pattern, options)
 
@@ -557,7 +557,7 @@ class Killed(Failing):
 
 
 def killed() -> Found:
-    return lost(Killed(where=1, after=2))
+    return lost(Killed(where=1))
 
 
 def lost(method: Any) -> Found:
