@@ -1,4 +1,4 @@
-"""Fewer MLP channels and fewer blocks: `shrink`. The model stays a plain one of its class, and is repaired.
+"""Fewer MLP channels, experts and blocks: `shrink`. The model stays a plain one of its class, and is repaired.
 
 All is chosen before anything is cut: which blocks go, by the divergence without each; which channels stay, and how the
 rest makes up for them, in one pass over what is left. Then each block is cut, and tuned against the dense one.
@@ -6,10 +6,11 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy import choose
+from modelopt_sparse.accuracy import experts as choose_experts
 from modelopt_sparse.accuracy.choose import Choice, Criterion, Judge, skipped, with_channels
 from modelopt_sparse.accuracy.distill import Teacher, distill, logits_of
+from modelopt_sparse.accuracy.experts import SHARES, ExpertChoice, other_order, some_experts
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -30,7 +33,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.resize import Pool, clone, cut, pools_in
+from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -38,6 +41,7 @@ from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.shrinking import (
     BLOCKS_BY,
     CRITERIA,
+    EXPERT_CRITERIA,
     STALE,
     Asked,
     Sizes,
@@ -68,9 +72,10 @@ def shrink(
     *,
     mlp: float | int | str | None = None,
     blocks: float | int | str | Sequence[int] | None = None,
+    experts: float | int | str | None = None,
     to: Mapping[str, int] | None = None,
     budget: Any = None,
-    criterion: str = "gram",
+    criterion: str | None = None,
     refit: bool = True,
     blocks_by: str = "kl",
     multiple_of: int | str = "auto",
@@ -83,13 +88,17 @@ def shrink(
     What goes:
       mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
       blocks: how many blocks, or which: ``[17, 18]``.
+      experts: of every mixture of experts, as a share, which is rounded down, or a number. A token is worked on by as
+        many as before.
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
       budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
         of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
-      criterion: of channels: "gram", whose loss is least when the others make up for them; "norm", the norm of their
-        values; "minitron", ModelOpt's score.
+      criterion: of channels: "gram" (default), whose loss is least when the others make up for them; "norm", the norm
+        of their values; "minitron", ModelOpt's score. Of experts: "reap" (default), the mean over an expert's tokens of
+        gate times norm of what it puts out; "reap_sum", its sum; "frequency", how many tokens; "gate", the sum of
+        gates; "activation", the mean norm; "output", the error of the mixture's output, expert by expert.
       blocks_by: "kl", one after the other, by the KL divergence without each; "influence", those that turn hidden
         states least, by one pass.
       refit: values of the layers that take the channels, in closed form.
@@ -106,14 +115,14 @@ def shrink(
     >>> model = mts.shrink(model, mlp=0.25, blocks=1, data_loader=batches, quality="balanced")
     >>> model.save_pretrained("smaller")
     """
-    how = criterion_of(kept, criterion=criterion, refit=refit, blocks_by=blocks_by)
     config = shrink_config(options)
     plain = checked(model)
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
-        asked = Asked(mlp, blocks, to, budget, kept, multiple_of, tensor_parallel)
+        asked = Asked(mlp, blocks, experts, to, budget, kept, multiple_of, tensor_parallel)
         sizes = sizes_for(plain, plan, asked)
+        how = criterion_of(asked, sizes[0], criterion=criterion, refit=refit, blocks_by=blocks_by)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
             facts |= {"the sizes": "; ".join(map(said_of, sizes)), "how it is chosen what goes": str(how)}
@@ -125,13 +134,18 @@ def shrink(
     return model
 
 
-def criterion_of(kept: Any, *, criterion: str = "gram", refit: bool = True, blocks_by: str = BLOCKS_BY[0]) -> Criterion:
+def criterion_of(
+    asked: Asked, sizes: Sizes, *, criterion: str | None = None, refit: bool = True, blocks_by: str = BLOCKS_BY[0]
+) -> Criterion:
     """The options of `shrink` that say how it is chosen what goes, checked."""
-    check_choice("criterion", criterion, CRITERIA)
+    criteria = EXPERT_CRITERIA if sizes.experts else CRITERIA
+    criterion = criteria[0] if criterion is None else criterion
+    check_choice("criterion", criterion, criteria)
     check_choice("blocks_by", blocks_by, BLOCKS_BY)
     check_flag("refit", refit)
-    choice = {} if kept is None else kept_in(kept)
-    return Criterion("given" if choice else criterion, refit, choice.get("mlp", {}), blocks_by)
+    choice = {} if asked.kept is None else kept_in(asked.kept)
+    fixed = choice.get("mlp", {}), blocks_by, choice.get("experts", {})
+    return Criterion("given" if choice else criterion, refit, *fixed)
 
 
 def shrink_to_one(
@@ -179,7 +193,8 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
     data, before = replace(data, dense=run_dense(data)), costs(model)
     if (recalled := run.storage.recall()) is not None:
-        sizes, how = sizes.chosen(recalled["kept"]), replace(how, fixed=recalled["kept"].get("mlp", {}))
+        kept = recalled["kept"]
+        sizes, how = sizes.chosen(kept), replace(how, fixed=kept.get("mlp", {}), experts=kept.get("experts", {}))
     cutting = _Cut.tried(data, sizes)
     with report.timed("metrics"):
         data = with_metrics(data)
@@ -193,9 +208,16 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
     with report.timed("choice of channels"), skipped(cutting.gone):
         cutting = replace(cutting, choices=choose.channels(data, cutting.pools, judge, how) if cutting.pools else {})
         _note(cutting.chosen, shrunk, report)
-        for step in ("as is", "refit") if cutting.chosen and how.refit else ("as is",):
+        steps = ("as is", "refit") if cutting.chosen and how.refit else ("as is",)
+        for step in () if cutting.mixtures else steps:
             with with_channels(cutting.chosen, refitted=step == "refit"):
                 judge.measure(step, shrunk)
+    with report.timed("choice of experts"), skipped(cutting.gone):
+        if cutting.mixtures:
+            cutting = replace(cutting, experts=choose_experts.experts(data, cutting.mixtures, how))
+            _note_experts(cutting, shrunk, report)
+            with cutting.in_calls(model):
+                judge.measure("as is", shrunk)
     if recalled is None:
         run.storage.keep(asdict(shrunk))
     else:
@@ -254,7 +276,7 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
                         ending.enter_context(skipped([task.block]))
                     if task.block is not None:
                         cutting.block(task.block, task.name)
-                    changed |= goes or task.name in cutting.choices
+                    changed |= goes or task.name in cutting.cut_names
                     if stored.write_sparse_weights is not None:  # by a run that was stopped
                         stored.write_sparse_weights()
                     elif tuned and changed and not goes:
@@ -268,8 +290,9 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
 class _Cut:
     """What is cut of a model.
 
-    narrow: its twin with fewer channels, and all blocks. pools: block -> channels that go together. choices: block ->
-    which of them stay. stay: places of the blocks that do, once they are chosen.
+    narrow: its twin with fewer channels or experts, and all blocks. pools, mixtures: block -> channels that go
+    together, and mixtures of experts. choices, experts: block -> which of them stay. stay: places of the blocks that
+    do, once they are chosen.
     """
 
     sizes: Sizes
@@ -277,12 +300,18 @@ class _Cut:
     pools: Mapping[str, list[Pool]]
     choices: Mapping[str, list[Choice]] = field(default_factory=dict)
     stay: Sequence[int] | None = None
+    mixtures: Mapping[str, list[ExpertPool]] = field(default_factory=dict)
+    experts: Mapping[str, list[ExpertChoice]] = field(default_factory=dict)
 
     @classmethod
     def tried(cls, data: CalibrationData, sizes: Sizes) -> "_Cut":
-        """Try with some channels how tensors are cut. Raises ValueError if the model computes something else then."""
+        """Try with some channels, or experts, how tensors are cut. Raises ValueError if the model computes something
+        else then."""
         model: Any = data.run.model
         narrow = sizes.narrow(model)
+        if sizes.experts:
+            mixtures = expert_pools_in(model, narrow, layers_by_block(data.run.plan), sizes.groups)
+            return cls(sizes, narrow, {}, mixtures=mixtures).with_experts_tried(data)
         pools = pools_in(model, narrow, layers_by_block(data.run.plan)) if sizes.width else {}
         for interleaved in (False, True):
             pools = {name: [replace(pool, interleaved=interleaved) for pool in each] for name, each in pools.items()}
@@ -307,8 +336,44 @@ class _Cut:
         if _Cut(replace(sizes, width={}), model, {}, stay=stay).differs(data):
             problem = f"this {type(model).__name__} computes something else with the blocks {[*stay]} alone"
             raise ValueError(f"{problem} than with the others skipped: blocks know their places, or read from others")
-        left = {depth.stack.names[place] for place in stay} | self.pools.keys() - {*depth.stack.names}
-        return replace(self, pools={name: each for name, each in self.pools.items() if name in left}, stay=stay)
+        gone_names = {*depth.stack.names} - {depth.stack.names[place] for place in stay}
+        pools, mixtures = (
+            {name: of_block for name, of_block in each.items() if name not in gone_names}
+            for each in (self.pools, self.mixtures)
+        )
+        return replace(self, pools=pools, mixtures=mixtures, stay=stay)
+
+    def with_experts_tried(self, data: CalibrationData) -> "_Cut":
+        """Raises ValueError if the model computes something else with the same experts in another order, as experts are
+        no equals then, or if it cannot be called with fewer."""
+        model: Any = data.run.model
+        fewer = {name: [some_experts(pool) for pool in pools] for name, pools in self.mixtures.items()}
+        orders = {name: [other_order(pool) for pool in pools] for name, pools in self.mixtures.items()}
+
+        def reorder(block: nn.Module, name: str) -> None:
+            for order in orders[name]:
+                select(block, order)
+
+        differs = False
+        if data.calls:
+            dense = _output(data)
+            with _changed_in_calls(model, orders, reorder):
+                reordered = _output(data)
+            try:
+                with replace(self, experts=fewer).in_calls(model):
+                    narrow = _output(data)
+            except (RuntimeError, IndexError) as error:
+                raise ValueError(f"this {type(model).__name__} cannot be called with fewer experts: {error}") from error
+            differs = not float((reordered - dense).norm()) <= SAME * float((narrow - dense).norm())
+        if any(data.run.processes.all_gather("how the model is cut", differs)):
+            problem = f"this {type(model).__name__} computes something else with its experts in another order"
+            raise ValueError(f"{problem}: they are not chosen by a router alone, and none can go")
+        return self
+
+    @property
+    def cut_names(self) -> set[str]:
+        """The blocks that are cut."""
+        return {*self.choices, *self.experts}
 
     @property
     def gone(self) -> list[nn.Module]:
@@ -333,28 +398,15 @@ class _Cut:
     def narrow_output(self, data: CalibrationData) -> Tensor:
         """What the smaller model puts out in the first call: with fewer channels, or else with fewer blocks."""
         if self.choices:
-            with self.blocks_cut_in_calls(data.run.model):
+            with self.in_calls(data.run.model):
                 return _output(data)
         small = self.cut_clone(data.run.model)
         run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
         return _output(replace(data, run=run))
 
-    @contextmanager
-    def blocks_cut_in_calls(self, model: nn.Module) -> Iterator[None]:
-        """While entered, a block that is called runs as one with fewer channels, which ends with the call."""
-
-        def call(name: str, *args: Any, **kwargs: Any) -> Any:
-            small = clone(model.get_submodule(name))
-            vars(small).pop("forward")
-            self.block(small, name, values=False)
-            return small.forward(*args, **kwargs)
-
-        with ExitStack() as ending:
-            for name in self.choices:
-                block = model.get_submodule(name)
-                block.forward = partial(call, name)
-                ending.callback(vars(block).pop, "forward")
-            yield
+    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+        """While entered, a block that is called runs as one with fewer channels or experts."""
+        return _changed_in_calls(model, self.cut_names, partial(self.block, values=False))
 
     def names(self, plan: Plan) -> dict[str, str]:
         """Block that stays -> its name in the smaller model."""
@@ -372,13 +424,15 @@ class _Cut:
             layer = choice.pool.taker
             if values and layer.columns(layer.values) == choice.pool.span.old:
                 layer.values.copy_(choice.full_width(refitted=True))
+        for choice in self.experts.get(name, ()):
+            cuts |= choice.pool.cuts(choice.stay)
         if cuts:
             cut(block, self.narrow.get_submodule(name), cuts)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
         twin = self.sizes.narrow(model, self.stay)
-        for name in self.choices:
+        for name in sorted(self.cut_names):
             self.block(model.get_submodule(name), name, values=values)
         if self.sizes.depth is not None and self.stay is not None:
             self.sizes.depth.drop(model, self.stay)
@@ -391,6 +445,27 @@ class _Cut:
         return small
 
 
+@contextmanager
+def _changed_in_calls(
+    model: nn.Module, names: Iterable[str], change: Callable[[nn.Module, str], None]
+) -> Iterator[None]:
+    """While entered, a block of these ``names`` that is called runs as another, which ``change`` makes of a copy of it,
+    and which ends with the call."""
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        other = clone(model.get_submodule(name))
+        vars(other).pop("forward")
+        change(other, name)
+        return other.forward(*args, **kwargs)
+
+    with ExitStack() as ending:
+        for name in names:
+            block = model.get_submodule(name)
+            block.forward = partial(call, name)
+            ending.callback(vars(block).pop, "forward")
+        yield
+
+
 def _note(chosen: Sequence[Choice], shrunk: Shrunk, report: Report) -> None:
     """What stays of the channels, for the report."""
     for choice in chosen:
@@ -400,6 +475,32 @@ def _note(chosen: Sequence[Choice], shrunk: Shrunk, report: Report) -> None:
         shrunk.errors[name] = [*choice.errors]
         if choice.errors[1] > LITTLE:
             report.notes.append(f"{name!r} had little to spare: {choice.errors[1]:.1%} of its output is lost")
+
+
+def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
+    """What stays of the experts, and what is lost, for the report."""
+    chosen = [choice for of_block in cutting.experts.values() for choice in of_block]
+    for choice in chosen:
+        name, sums = choice.pool.taker.name, choice.sums
+        assert sums is not None
+        shrunk.kept.setdefault("experts", {})[name] = choice.stay.tolist()
+        shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
+        shrunk.tokens[name] = [int(count) for count in sums.tokens.tolist()]
+        shrunk.errors[name] = [sums.error_without(choice.stay)]
+        if silent := (sums.tokens == 0).nonzero().flatten().tolist():
+            report.notes.append(f"{name!r}: no token reached experts {silent}: the data decides that they go")
+    gone = fmean(choice.gates_gone for choice in chosen)
+    report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
+    scored = [choice for choice in chosen if len(choice.scores)]
+    if scored:
+        errors = {share: [choice.errors_without(share) for choice in scored] for share in SHARES}
+        means = {
+            share: (fmean(own for own, _ in each), fmean(other for _, other in each)) for share, each in errors.items()
+        }
+        said = ", ".join(f"{share:.1%}: {own:.4f} (at random {other:.4f})" for share, (own, other) in means.items())
+        report.notes.append(
+            f"relative error of the mixtures' outputs, as is, by the share of experts that goes: {said}"
+        )
 
 
 def _first_call(data: CalibrationData) -> Any:

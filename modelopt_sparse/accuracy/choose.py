@@ -135,7 +135,7 @@ def blocks_by_influence(
                 influences[stack.blocks.index(task.block)] = _influence(inputs, batches)
         inputs.advance()
 
-    _visit_blocks(data, "choose blocks", visit)
+    visit_blocks(data, "choose blocks", visit)
     shrunk.tried.append({stack.names[place]: influence for place, influence in sorted(influences.items())})
     stay = list(range(len(stack.blocks)))
     for place in sorted(influences, key=lambda place: (influences[place], place)):
@@ -193,13 +193,15 @@ def with_channels(choices: Sequence[Choice], *, refitted: bool) -> AbstractConte
 
 @dataclass(frozen=True)
 class Criterion:
-    """How it is chosen what goes. Channels: by what score, whether the layer that takes them gets better values, and
-    ``fixed``: layer name -> the channels that stay, chosen before. ``blocks``: what they are chosen by."""
+    """How it is chosen what goes. Channels and experts: by what score, whether the layer that takes channels gets
+    better values, and ``fixed``, ``experts``: layer name -> the channels, or experts, that stay, chosen before.
+    ``blocks``: what they are chosen by."""
 
     name: str
     refit: bool
     fixed: Mapping[str, Sequence[int]]
     blocks: str = "kl"
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -249,11 +251,11 @@ def channels(
         of_block = [_choice(chosen[name], *of_layer, criterion) for name, of_layer in sums.items()]
         choices[task.name] = [replace(each, values=run.storage.hold_weights(each.values)) for each in of_block]
 
-    _visit_blocks(data, "choose channels", visit)
+    visit_blocks(data, "choose channels", visit)
     return choices
 
 
-def _visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, Inputs, Run], None]) -> None:
+def visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, Inputs, Run], None]) -> None:
     """Call ``visit`` for block by block, which lets the calls go on, and changes nothing; its weights can be read."""
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     with ExitStack() as ending:

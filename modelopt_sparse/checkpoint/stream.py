@@ -161,7 +161,7 @@ def shrink_checkpoint(
     if asked.budget is not None or how["blocks_by"] == "kl":
         option = "blocks_by='kl'" if asked.budget is None else "budget"
         raise ValueError(_whole_model(option, "give mlp=, blocks= or to=", "shrink"))
-    criterion, config = criterion_of(asked.kept, **how), shrink_config(options)
+    config = shrink_config(options)
     _refuse_whole_model(config, "shrink")
     with Processes.of(config.distributed) as processes:
         target = _place(target, source, overwrite=overwrite)
@@ -176,6 +176,7 @@ def shrink_checkpoint(
         plan = plan_for(empty, Magnitude(), config)
         names = _block_names(empty, plan, "shrink")
         (sizes,) = sizes_for(empty, plan, asked)
+        criterion = criterion_of(asked, sizes, **how)
         calls = load_calls(config, empty)
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # the keys of METHODS, QUALITIES and DTYPES, MEMBERS and CRITERIA, whose modules import torch; a test holds them equal
 CRITERIA = ("gram", "norm", "minitron")
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
 METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
 QUALITIES = ("fast", "balanced", "best", "max")
 MEMBERS = ("wide", "parallel", "factorized", "doped")
@@ -377,9 +378,14 @@ def shrink(
     out: Path | None = Option(None, help="Folder to write; not with --plan."),
     mlp: str | None = Option(None, help="MLP channels that go, of every block: 25%, or a number."),
     blocks: str | None = Option(None, help="How many blocks go, or which: 4, or [17, 18]."),
+    experts: str | None = Option(None, help="Experts that go, of every mixture: 25%, or a number."),
     to: list[str] | None = Option(None, metavar="NAME=SIZE", help="A size by the config's own name; may be repeated."),
     budget: str | None = Option(None, help="What the model may cost instead: 70% params, 75% flops, 12GB bytes."),
-    criterion: str | None = Option(None, help=f"What channels are chosen by: {', '.join(CRITERIA)}. Default: gram."),
+    criterion: str | None = Option(
+        None,
+        help=f"What channels ({', '.join(CRITERIA)}) or experts ({', '.join(EXPERT_CRITERIA)}) are chosen by. "
+        "Default: the first.",
+    ),
     quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
     data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
     num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
@@ -401,7 +407,7 @@ def shrink(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Make MODEL smaller: fewer MLP channels or blocks. Write a plain folder, for any engine."""
+    """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
     from modelopt_sparse.distributed import rank
     from modelopt_sparse.plan.shrinking import Asked
@@ -409,7 +415,8 @@ def shrink(
 
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
-    sizes = {name: read_yaml(value, f"--{name}") for name, value in (("mlp", mlp), ("blocks", blocks)) if value}
+    numbers = {"mlp": mlp, "blocks": blocks, "experts": experts}
+    sizes = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
     pairs = [each.partition("=") for each in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}

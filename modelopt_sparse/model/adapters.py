@@ -240,12 +240,14 @@ LIKE_INTERFACE = ("LongcatFlashExperts", "Step3p7Experts")
 class Route:
     """The rows [T, C] of one expert: ``source[at]``, or all of ``source`` if ``at`` is None.
 
-    Several routes may share one ``source``, each with its own ``at``.
+    Several routes may share one ``source``, each with its own ``at``. slots: where the rows stand in the flat index of
+    chosen experts [tokens, k], if the experts are called with one.
     """
 
     expert: int
     source: Tensor
     at: Tensor | None = None
+    slots: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -296,7 +298,9 @@ class _FusedAdapter(RoutedAdapter):
     def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
         real = tuple(real_rows(x, token_mask) for x in inputs)
         for route in self.chosen(real, _experts_of(module)):
-            yield Route(route.expert, self.hidden(module, route.expert, route.rows)) if self.second else route
+            if self.second:
+                route = Route(route.expert, self.hidden(module, route.expert, route.rows), slots=route.slots)
+            yield route
 
     def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
         rows = self.everyone(tuple(real_rows(x, token_mask) for x in inputs), expert)
@@ -322,21 +326,30 @@ class _InterfaceAdapter(_FusedAdapter):
     """
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        hidden, index, *_ = _arguments(module, args, kwargs)
-        return hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
+        """Rows [T, C], the experts chosen for each [T, k], and the gates of these [T, k], or of all experts [T, E]."""
+        hidden, index, gates, *_ = _arguments(module, args, kwargs)
+        index = index.reshape(-1, index.shape[-1])
+        return hidden.reshape(-1, hidden.shape[-1]), index, gates.reshape(len(index), -1)
 
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, index = inputs
-        order = index.flatten().argsort(stable=True) // index.shape[-1]
+        x, index, _ = inputs
+        order = index.flatten().argsort(stable=True)
         # an index of E or more: an expert that another process holds, or one without weights (LongCat-Flash)
         sizes = index.flatten().bincount(minlength=experts).tolist()
-        for expert, token in enumerate(order.split(sizes)[:experts]):
-            if len(token):
-                yield Route(expert, x, token)
+        for expert, slots in enumerate(order.split(sizes)[:experts]):
+            if len(slots):
+                yield Route(expert, x, slots // index.shape[-1], slots)
 
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         del expert
         return inputs[0]
+
+    def output(self, module: Any, expert: int, rows: Tensor) -> Tensor:
+        """What an expert puts out for rows of its second matrix, before its gate, with its present weights."""
+        weight = self.matrix(module, stored(module, SECOND).detach()[expert].to(rows.device))
+        has_bias = getattr(module, "has_bias", False)
+        bias = stored(module, f"{SECOND}_bias").detach()[expert].to(rows.device) if has_bias else None
+        return F.linear(rows, weight, bias)
 
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated

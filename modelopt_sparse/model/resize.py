@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
+from modelopt_sparse.model.adapters import DOWN, HF_CONV1D, LINEAR
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.model.wrappers import full_name
 
@@ -100,26 +100,34 @@ def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
 
 
 @torch.no_grad()
-def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
-    """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
+def select(module: nn.Module, indices: Mapping[tuple[str, int], Tensor]) -> None:
+    """Make tensors of a module hold what ``indices`` name, in place. (Name of a tensor, dimension) -> indices.
 
-    Parameters that change are new ones, with the values that stay; ties hold. Sizes that modules and configs hold
-    become those of the twin. What has its size already is left alone, so that this can be called again.
+    Parameters that change are new ones; ties hold.
     """
     new: dict[Tensor, Tensor] = {}
-    by_tensor: dict[str, list[Span]] = {}
-    for span in spans(module, twin):
-        by_tensor.setdefault(span.name, []).append(span)
-    for name, of_tensor in by_tensor.items():
+    by_tensor: dict[str, list[int]] = {}
+    for name, dim in indices:
+        by_tensor.setdefault(name, []).append(dim)
+    for name, dims in by_tensor.items():
         path, _, key = name.rpartition(".")
         tensor = getattr(module.get_submodule(path), key)
         if tensor not in new:
             values = tensor.detach()
-            for span in of_tensor:
-                values = values.index_select(span.dim, stay[name, span.dim].to(values.device))
+            for dim in dims:
+                values = values.index_select(dim, indices[name, dim].to(values.device))
             is_parameter = isinstance(tensor, nn.Parameter)
             new[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
         setattr(module.get_submodule(path), key, new[tensor])
+
+
+def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
+    """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
+
+    Sizes that modules and configs hold become those of the twin. What has its size already is left alone, so that this
+    can be called again.
+    """
+    select(module, {(span.name, span.dim): stay[span.name, span.dim] for span in spans(module, twin)})
     for part, of_twin in zip(module.modules(), twin.modules(), strict=True):
         _take_sizes(vars(part), vars(of_twin))
         if isinstance(config := vars(part).get("config"), PreTrainedConfig):
@@ -238,6 +246,85 @@ def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], i
             return name, old, new_of(old)
     why = "; ".join(reasons) or "no number in its config is one (such as 4 x hidden_size, always)"
     raise ValueError(f"this {type(model).__name__} has no width that all of its MLPs share: {why}")
+
+
+# experts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertPool:
+    """The experts of a mixture in a block: slices of the experts' own tensors, and of the router's.
+
+    taker: the layer of their last matrices. old, new: how many there are in the model, and in the twin. groups: the
+    router chooses among groups of experts that follow each other, of each of which as many stay.
+    """
+
+    taker: Layer
+    old: int
+    new: int
+    spans: tuple[Span, ...]
+    groups: int = 1
+
+    def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
+        """What `cut` and `select` take, for the experts ``stay``. What follows the experts (a shared one, one without
+        weights) is left as it is."""
+        return {(span.name, span.dim): torch.cat([stay, torch.arange(self.old, span.old)]) for span in self.spans}
+
+
+def expert_pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks, groups: int = 1) -> dict[str, list[ExpertPool]]:
+    """Block -> its mixtures, of whose experts the twin has fewer. Raises ValueError if anything else differs, or
+    nothing."""
+    names = tuple(f"{name}." for name in blocks)
+    if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
+        raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
+    pools = {
+        name: _expert_pools(block, twin.get_submodule(name), layers, groups) for name, (block, layers) in blocks.items()
+    }
+    if not any(pools.values()):
+        raise ValueError("no experts depend on it")
+    return {name: of_block for name, of_block in pools.items() if of_block}
+
+
+def _expert_pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], groups: int) -> list[ExpertPool]:
+    paths = {module: path for path, module in block.named_modules()}
+    takers = {full_name(paths[layer.owner], layer.param): layer for layer in layers if layer.adapter is DOWN}
+    of_taker: dict[str, list[Span]] = {name: [] for name in takers}
+    for span in spans(block, twin):
+        near = max(takers, key=lambda name: _common(name, span.name), default=None)
+        if near is None:
+            raise ValueError(f"it is a size of {span.name!r}, and the block has no experts of transformers' interface")
+        of_taker[near].append(span)
+    pools = []
+    for name, of_mixture in of_taker.items():
+        own = next((span for span in of_mixture if span.name == name and span.dim == 0), None)
+        routed = [span for span in of_mixture if not span.name.startswith(name.rpartition(".")[0] + ".")]
+        if own is None or not routed:
+            raise ValueError(f"it is not the number of experts of {name!r} that a router chooses among")
+        if odd := [span.name for span in of_mixture if span.old - span.new != own.old - own.new]:
+            raise ValueError(f"{odd[0]!r} would lose another number than the experts")
+        pools.append(ExpertPool(takers[name], own.old, own.new, tuple(of_mixture), groups))
+    return pools
+
+
+def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], int]) -> tuple[str, int, int]:
+    """(the name of the number of experts in the config, the number, ``new_of`` of it).
+
+    Raises ValueError, with the reasons, if no number is that of all mixtures.
+    """
+    counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter is DOWN}
+    reasons: list[str] = []
+    for name, old in numbers_in(model.config).items():
+        if old is not None and old in counts:
+            try:
+                pools = expert_pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
+                if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
+                    raise ValueError(f"other mixtures have {min(others)} experts")
+            except ValueError as error:
+                reasons.append(f"{name}: {error}")
+            else:
+                return name, old, new_of(old)
+    why = "; ".join(reasons) or "it has none of transformers' experts interface"
+    raise ValueError(f"this {type(model).__name__} has no number of experts that can be smaller: {why}")
 
 
 # blocks ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,16 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.hf import quantization_of
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.resize import Depth, find_width, numbers_in, pools_in, spans, twin_of
+from modelopt_sparse.model.resize import (
+    Depth,
+    expert_pools_in,
+    find_experts,
+    find_width,
+    numbers_in,
+    pools_in,
+    spans,
+    twin_of,
+)
 from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
@@ -29,7 +39,8 @@ from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
 from modelopt_sparse.reports.report import Shrunk
 from modelopt_sparse.values import is_whole
 
-CRITERIA = ("gram", "norm", "minitron")
+CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
 BLOCKS_BY = ("kl", "influence")
 MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
 MOVED = 0.02  # of it, else the last
@@ -40,8 +51,9 @@ TAKEN = (
     *("progress", "distributed", "split_data", "deterministic"),
 )
 HOW = ("criterion", "refit", "blocks_by")
-OWN = ("mlp", "blocks", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept")
+OWN = ("mlp", "blocks", "experts", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
+FURTHER_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # names in configs
 UNITS = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # of budgets
 SCALES = {"K": "e3", "M": "e6", "G": "e9", "T": "e12"}
 CALL = 1, 1024  # of the FLOPs of a budget: windows and tokens
@@ -51,7 +63,6 @@ _SAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go
 HINTS = {
     **dict.fromkeys(("ratio", "pruning_ratio", "compression_ratio", "constraints", "export_config"), f"give {_SAYS}"),
     "kv_groups": "heads cost far more accuracy for their parameters than channels and blocks: give mlp= or blocks=",
-    "experts": "it is not built yet: give mlp=, blocks= or to=",
     "forward_loop": "shrink calls the model itself: give data= or data_loader=",
 }
 
@@ -91,6 +102,7 @@ class Asked(NamedTuple):
 
     mlp: float | int | str | None = None
     blocks: float | int | str | Sequence[int] | None = None
+    experts: float | int | str | None = None
     to: Mapping[str, int] | None = None
     budget: Any = None
     kept: Any = None
@@ -100,10 +112,13 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the config will say. width: name -> (as it is, as it will be) of widths of MLPs. depth: blocks, of which
-    those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them."""
+    """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs, and of numbers of
+    experts, which are routed in so many ``groups``. depth: blocks, of which those at the places ``stay`` will; unless
+    they are ``named`` so many, and data chooses them."""
 
     width: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    groups: int = 1
     depth: Depth | None = None
     stay: Sequence[int] = ()
     named: bool = False
@@ -112,9 +127,8 @@ class Sizes:
     def changes(self) -> dict[str, tuple[int, int]]:
         """Name in the config -> (as it is, as it will be)."""
         depth = self.depth
-        return (
-            {**self.width} if depth is None else {**self.width, depth.name: (len(depth.stack.blocks), len(self.stay))}
-        )
+        of_depth = {} if depth is None else {depth.name: (len(depth.stack.blocks), len(self.stay))}
+        return {**self.width, **self.experts, **of_depth}
 
     def of(self, model: PreTrainedModel, planned: Plan) -> "Sizes":
         """The same of a copy of the model."""
@@ -132,15 +146,17 @@ class Sizes:
     def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
         """The twin with this width; ``stay``: and with these blocks alone."""
         depth = {} if self.depth is None or stay is None else self.depth.changes(stay)
-        return twin_of(model, {**{name: new for name, (_, new) in self.width.items()}, **depth})
+        numbers = {name: new for name, (_, new) in [*self.width.items(), *self.experts.items()]}
+        return twin_of(model, {**numbers, **depth})
 
 
 def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
     """From what the user asks for to sizes; of a budget all that it leaves, by blocks. ``planned``: the model's layers
     and stacks."""
-    said = [name for name in ("mlp", "blocks", "to", "budget", "kept") if getattr(asked, name) is not None]
-    if said not in (["mlp"], ["blocks"], ["mlp", "blocks"], ["to"], ["budget"], ["kept"]):
-        ways = "mlp= and blocks=, or to=, or budget=, or kept="
+    ways = ("mlp", "blocks", "experts", "to", "budget", "kept")
+    said = [name for name in ways if getattr(asked, name) is not None]
+    if len(said) != 1 and said not in (["mlp", "blocks"], ["blocks", "experts"]):
+        ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="
         raise ValueError(f"shrink takes {ways}; got {said or 'none of them'}: give {_SAYS}")
     if asked.multiple_of != "auto" and not is_whole(asked.multiple_of, 1):
         raise ValueError(f"multiple_of={asked.multiple_of!r}: give 'auto' or a positive whole number")
@@ -156,12 +172,16 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
         _share("mlp", asked.mlp, 1)  # before widths are tried with it
         name, *of_width = find_width(model, layers_by_block(planned), lambda old: _width(asked, old))
         sizes = replace(sizes, width={name: (of_width[0], of_width[1])})
+    if asked.experts is not None:
+        sizes = replace(sizes, **_experts(model, planned, lambda old: old - _fewer_experts(asked.experts, old)))
     if asked.blocks is not None:
         sizes = replace(sizes, **_blocks(model, planned, asked.blocks))
     for name, size in (asked.to or {}).items():
         name = model.config.attribute_map.get(name, name)
         axis = _axis(model, planned, name, size)
-        if isinstance(axis, Depth):
+        if isinstance(axis, dict):
+            sizes = replace(sizes, **axis)
+        elif isinstance(axis, Depth):
             sizes = replace(sizes, depth=axis, stay=axis.any_without(len(axis.stack.blocks) - size))
         else:
             sizes = replace(sizes, width={**sizes.width, name: (axis, size)})
@@ -185,8 +205,8 @@ def _refuse_experts(planned: Plan) -> None:
     for plan in planned.layers:
         if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
             raise ValueError(
-                f"mlp= is for MLPs, and {plan.name!r} holds experts: name the width of those that are none, "
-                "such as to={'shared_expert_intermediate_size': 1024}, or give blocks="
+                f"mlp= is for MLPs, and {plan.name!r} holds experts: give experts= or blocks=, or name the width of "
+                "MLPs that are none, such as to={'shared_expert_intermediate_size': 1024}"
             )
 
 
@@ -217,6 +237,33 @@ def _rounded(asked: Asked, old: int, exact: float, rounding: Callable[[float], i
     return next((size for size in sizes if abs(size - exact) <= MOVED * old), sizes[-1])
 
 
+def _fewer_experts(experts: Any, old: int) -> int:
+    """How many of ``old`` experts go."""
+    gone = math.floor(_share("experts", experts, old) + 1e-9)
+    if not 0 < gone < old:
+        raise ValueError(f"experts={experts!r} takes {gone} of {old} experts away: give a share of 1/{old} or more")
+    return gone
+
+
+def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]) -> dict[str, Any]:
+    """Fields of `Sizes` for fewer experts: ``new_of`` how many there are."""
+    name, old, new = find_experts(model, layers_by_block(planned), new_of)
+    path, _, _ = name.rpartition(".")
+    config = attrgetter(path)(model.config) if path else model.config
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    groups = getattr(config, "n_group", None) or 1
+    in_chosen_groups = (getattr(config, "topk_group", None) or groups) * new // groups
+    if in_chosen_groups < chosen:
+        raise ValueError(f"{name}={new} leaves {in_chosen_groups} experts for a token, which takes {chosen}: keep more")
+    if groups > 1 and (new % groups or new < 2 * groups):
+        advice = f"{groups} groups need a multiple of {groups}, of at least {2 * groups}"
+        raise ValueError(f"{name}={new}: as many experts must stay in each group: {advice}")
+    # heads that predict further tokens: transformers leaves their weights out, and engines would miss them
+    further = {key: (count, 0) for key, count in vars(config).items() if key in FURTHER_TOKENS and count}
+    further = {f"{path}.{key}" if path else key: counts for key, counts in further.items()}
+    return {"experts": {name: (old, new), **further}, "groups": groups}
+
+
 def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any]:
     """Fields of `Sizes` for what ``blocks=`` says."""
     if len(planned.stacks) != 1:
@@ -233,8 +280,9 @@ def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any
     return {"depth": depth, "stay": stay if named else depth.any_without(len(gone)), "named": named}
 
 
-def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth | int:
-    """What ``to={name: size}`` means: a number of blocks, or the width (as it is) of MLPs."""
+def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth | int | dict[str, Any]:
+    """What ``to={name: size}`` means: a number of blocks, the width (as it is) of MLPs, or fields of `Sizes` for
+    experts."""
     numbers, problem, blocks = numbers_in(model.config), None, layers_by_block(planned)
     if name not in numbers:
         raise ValueError(f"to={{{name!r}: ...}}: the config has no such number{nearest(name, numbers)}")
@@ -250,7 +298,11 @@ def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth 
     try:
         if old is None:  # it stands for a width that the class computes
             return find_width(model, blocks, lambda _: size)[1]
-        pools_in(model, twin_of(model, {name: size}), blocks)
+        twin = twin_of(model, {name: size})
+        with suppress(ValueError):
+            expert_pools_in(model, twin, blocks)
+            return _experts(model, planned, lambda _: size)
+        pools_in(model, twin, blocks)
     except ValueError as error:
         raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {HINTS['kv_groups']}") from error
     return old
@@ -259,28 +311,31 @@ def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth 
 def kept_in(kept: Any) -> Mapping[str, Any]:
     """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, or its part ``kept``."""
     choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
-    if not choice or choice.keys() - {"mlp", "blocks"}:
-        raise ValueError("kept= takes report.shrunk, or that section of sparsity.json: 'mlp' and 'blocks'")
+    if not choice or choice.keys() - {"mlp", "experts", "blocks"}:
+        raise ValueError("kept= takes report.shrunk, or that section of sparsity.json: 'mlp', 'experts' and 'blocks'")
     return choice
 
 
 def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
-    """``mlp`` and ``blocks`` of a choice."""
-    widths = {plan.name: plan.shape[-1] for plan in planned.layers}
-    gone = set()
-    for name, indices in choice.get("mlp", {}).items():
-        old = widths.get(name, 0)
-        if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
-            raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} channels, each once")
-        gone.add(old - len(indices))
-    if len(gone) > 1:
-        raise ValueError("kept= has different numbers of channels: all blocks must have one width")
+    """``mlp``, ``experts`` and ``blocks`` of a choice."""
+    gone: dict[str, int | None] = {"mlp": None, "experts": None}
+    for what, dim in (("mlp", -1), ("experts", 0)):
+        sizes = {plan.name: plan.shape[dim] for plan in planned.layers}
+        counts = set()
+        for name, indices in choice.get(what, {}).items():
+            old = sizes.get(name, 0)
+            if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
+                raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {what}, each once")
+            counts.add(old - len(indices))
+        if len(counts) > 1:
+            raise ValueError(f"kept= has different numbers of {what}: all blocks must have one")
+        gone[what] = next(iter(counts), None)
     counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
     of_stacks = choice.get("blocks", {})
     if of_stacks.keys() - counts.keys():
         raise ValueError(f"kept= names blocks of {sorted(of_stacks)[0]!r}, which is no stack of this model")
     blocks = [place for name, stay in of_stacks.items() for place in range(counts[name]) if place not in stay]
-    return {"mlp": gone.pop() if gone else None, "blocks": blocks or None}
+    return {**gone, "blocks": blocks or None}
 
 
 # a budget -------------------------------------------------------------------------------------------------------------
@@ -368,7 +423,7 @@ class ShrinkPlan(Printed):
 
 
 def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **sizes: Any) -> ShrinkPlan:
-    """The plan of ``shrink(model, ...)`` with the same ``sizes`` (mlp, blocks, to, budget, kept, multiple_of,
+    """The plan of ``shrink(model, ...)`` with the same ``sizes`` (mlp, blocks, experts, to, budget, kept, multiple_of,
     tensor_parallel), without data.
 
     The model is not changed, and may be on meta. ``batch_size`` and ``length`` are those of the call whose FLOPs and
@@ -387,6 +442,10 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
         notes[0] = "FLOPs and cache are not known: the model cannot be called without values, or writes no text"
     if (first.depth is not None and not first.named) or others:
         notes.append("which blocks go is chosen with data")
+    if first.experts:
+        notes.append("which experts stay is chosen with data; a token is worked on by as many as before")
+        if further := [name for name, (_, new) in first.experts.items() if new == 0]:
+            notes.append(f"{further[0]} becomes 0: transformers leaves the weights of these heads out")
     if others:
         notes.append(f"data chooses among this and {', or '.join(map(said_of, others))}")
     return ShrinkPlan({**first.changes, **{what: (old[what], new[what]) for what in old if what in new}}, tuple(notes))

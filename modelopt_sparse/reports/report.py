@@ -139,10 +139,12 @@ class Shrunk:
     """What a model was made smaller by.
 
     sizes: name in the config -> [before, after].
-    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "blocks": stack ->
-      the places of the blocks that stay.
-    scores: layer -> the score of each of its channels by ``criterion``, larger = keep.
-    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back.
+    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer of
+      a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
+    scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
+    tokens: layer of experts -> the calibration tokens that were routed to each.
+    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts [as
+      is], of the mixture's output on all batches, where tokens get nothing in the place of experts that go.
     tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
       influence.
     kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
@@ -153,6 +155,7 @@ class Shrunk:
     criterion: str
     kept: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     scores: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
     tried: list[dict[str, float]] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
@@ -327,9 +330,14 @@ class Report(Printed):
         parts = [say(self.summary())] if self.layers or self.shrunk is None else []
         if (shrunk := self.shrunk) is not None:
             parts.append(say(f"{shrunk.summary()}."))
-            errors = [f"{as_is:.4f} -> {refit:.4f}" for as_is, refit in shrunk.errors.values()]
-            columns = [Column("error, as is -> refit", errors, "range")]
-            parts.append(rows_of("channels off", list(shrunk.errors), columns, all_rows=all_rows) if errors else "")
+            errors = [" -> ".join(f"{error:.4f}" for error in of_layer) for of_layer in shrunk.errors.values()]
+            refit = any(len(of_layer) > 1 for of_layer in shrunk.errors.values())
+            columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
+            parts.append(
+                rows_of("channels off" if refit else "experts off", list(shrunk.errors), columns, all_rows=all_rows)
+                if errors
+                else ""
+            )
         parts.append(rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else "")
         if self.blocks:
             errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]

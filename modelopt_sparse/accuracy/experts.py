@@ -1,0 +1,214 @@
+"""Which experts of a mixture stay, by sums over the tokens that the router sends to each.
+
+Shape letters: T tokens, k experts chosen for each, E experts, R rows (what an expert puts out).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.accuracy.choose import Criterion, visit_blocks
+from modelopt_sparse.calibration.blocks import BlockTask
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.inputs import Inputs
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, without_data
+from modelopt_sparse.methods.channels import largest
+from modelopt_sparse.model.adapters import real_rows
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.resize import ExpertPool
+
+TOKENS = 1024  # whose outputs are multiplied with each other at a time
+SHARES = (0.125, 0.25, 0.375, 0.5)  # of experts, whose loss is told beside that of those which go
+
+
+@dataclass
+class ExpertSums:
+    """Of a mixture: sums over real tokens, with the gates that the model applies, in float64.
+
+    tokens, gates, norms, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the
+    sums of its gate g, of the norm of what it puts out f, and of g times that norm.
+    products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
+    """
+
+    tokens: Tensor
+    gates: Tensor
+    norms: Tensor
+    gated_norms: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(cls, experts: int) -> "ExpertSums":
+        tokens, gates, norms, gated_norms, *products = torch.zeros(4 + experts, experts, dtype=torch.float64)
+        return cls(tokens, gates, norms, gated_norms, torch.stack(products))
+
+    def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor) -> None:
+        """Add some tokens. An index of E or more: an expert without weights, which is left out."""
+        known_Tk = index_Tk < len(self.tokens)
+        index = index_Tk.where(known_Tk, 0).cpu()
+        norms_Tk, counted_Tk = outputs_TkR.norm(dim=-1), known_Tk.double()
+        for total, values in (
+            (self.tokens, counted_Tk),
+            (self.gates, gates_Tk * counted_Tk),
+            (self.norms, norms_Tk * counted_Tk),
+            (self.gated_norms, norms_Tk * gates_Tk * counted_Tk),
+        ):
+            total.index_add_(0, index.flatten(), values.double().flatten().cpu())
+        for part in range(0, len(index), TOKENS):
+            at = slice(part, part + TOKENS)
+            gated = outputs_TkR[at] * (gates_Tk[at] * counted_Tk[at])[..., None].to(outputs_TkR.dtype)
+            pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
+            inner = (gated @ gated.mT).double().cpu()
+            self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
+
+    def scores(self, criterion: str) -> Tensor:
+        """The importance of each expert, larger = keep, ``[E]``.
+
+        "frequency": its tokens. "gate": the sum of its gates. "activation": the mean norm of what it puts out. "reap":
+        the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999, equation 9). "reap_sum": the sum of the
+        same. "output": see `kept_by_output`. Experts that no token reached have 0.
+        """
+        per_token = self.tokens.clamp_min(1)
+        if criterion == "output":
+            return kept_by_output(self.products, 1, 0)[1]
+        return {
+            "frequency": self.tokens,
+            "gate": self.gates,
+            "activation": self.norms / per_token,
+            "reap": self.gated_norms / per_token,
+            "reap_sum": self.gated_norms,
+        }[criterion]
+
+    def error_without(self, stay: Tensor) -> float:
+        """The relative squared error of the mixture's output without the other experts, where tokens that were routed
+        to these get nothing in their place."""
+        gone = torch.ones(len(self.tokens), dtype=torch.bool)
+        gone[stay] = False
+        return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
+
+    def error_at_random(self, gone: int) -> float:
+        """The mean of that error over all choices of so many experts that go."""
+        every = len(self.tokens)
+        alone, together = gone / every, gone * (gone - 1) / (every * max(every - 1, 1))
+        squares, total = self.products.diagonal().sum(), self.products.sum().clamp_min(1e-300)
+        return float((alone * squares + together * (total - squares)) / total)
+
+
+def kept_by_output(products_EE: Tensor, groups: int, count: int) -> tuple[Tensor, Tensor]:
+    """(the ``count`` experts that stay, as many in each of ``groups``; a score for each, larger = keep).
+
+    Greedy: each time the expert goes that adds least to the squared error of the mixture's output, with the routes and
+    gates of the whole mixture. Scores are that error, relative, at the time that an expert goes.
+    """
+    experts = len(products_EE)
+    in_group = torch.arange(experts) // (experts // groups)
+    left = torch.ones(experts, dtype=torch.bool)
+    scores, with_gone, lost = torch.full((experts,), float("inf"), dtype=torch.float64), torch.zeros(experts), 0.0
+    with_gone, total = with_gone.double(), float(products_EE.sum().clamp_min(1e-300))
+    for _ in range(experts - count):
+        full = torch.bincount(in_group[left], minlength=groups) > count // groups
+        added = products_EE.diagonal() + 2 * with_gone
+        going = int(added.where(left & full[in_group], torch.inf).argmin())
+        lost += float(added[going])
+        scores[going], left[going] = lost / total, False
+        with_gone += products_EE[going]
+    return left.nonzero().squeeze(-1), scores
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by."""
+
+    pool: ExpertPool
+    stay: Tensor
+    scores: Tensor
+    sums: ExpertSums | None = field(default=None, repr=False)
+
+    @property
+    def gates_gone(self) -> float:
+        """The share of all gates that lay on those which go."""
+        assert self.sums is not None
+        gates = self.sums.gates
+        return 1 - float(gates[self.stay].sum() / gates.sum().clamp_min(1e-300))
+
+    def errors_without(self, share: float) -> tuple[float, float]:
+        """The relative squared errors of the mixture's output without this share of experts: those with the least
+        scores, and as many at random."""
+        assert self.sums is not None
+        gone = int(self.pool.old * share)
+        return self.sums.error_without(largest(self.scores, self.pool.old - gone)), self.sums.error_at_random(gone)
+
+
+def some_experts(pool: ExpertPool) -> ExpertChoice:
+    """As many experts as will stay, the first of each group, to try with."""
+    in_groups = torch.arange(pool.old).view(pool.groups, -1)
+    return ExpertChoice(pool, in_groups[:, : pool.new // pool.groups].flatten(), torch.empty(0))
+
+
+def other_order(pool: ExpertPool) -> dict[tuple[str, int], Tensor]:
+    """What `select` takes, for the same experts in another order within each group: a mixture is none the wiser."""
+    order = torch.arange(pool.old).view(pool.groups, -1)
+    return pool.cuts(order[:, torch.arange(order.shape[1]).roll(1)].flatten())
+
+
+def experts(
+    data: CalibrationData, pools: Mapping[str, Sequence[ExpertPool]], criterion: Criterion
+) -> dict[str, list[ExpertChoice]]:
+    """Block -> what stays of the experts of each of its ``pools``. One pass over the model as it is now."""
+    choices: dict[str, list[ExpertChoice]] = {}
+
+    def visit(task: BlockTask, inputs: Inputs, run: Run) -> None:
+        of_layer = {pool.taker.name: pool for pool in pools.get(task.name, ())}
+        if not of_layer:
+            inputs.advance()
+            return
+        sums = _sums(of_layer, task, inputs, run)
+        choices[task.name] = [_choice(pool, sums[name], criterion) for name, pool in of_layer.items()]
+
+    visit_blocks(data, "choose experts", visit)
+    return choices
+
+
+def _sums(pools: Mapping[str, ExpertPool], task: BlockTask, inputs: Inputs, run: Run) -> dict[str, ExpertSums]:
+    """Layer name -> sums over all calls of all processes."""
+    sums = {name: ExpertSums.of(pool.old) for name, pool in pools.items()}
+    takers = [plan for plan in task.layer_plans if plan.name in pools]
+
+    def see(layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        rows, index_Tk, gates = (real_rows(x, token_mask) for x in inputs)
+        adapter: Any = layer.adapter
+        outputs = None
+        for route in adapter.routes(layer.owner, (rows, index_Tk, gates), None):
+            of_expert = adapter.output(layer.owner, route.expert, route.rows).float()
+            if outputs is None:
+                outputs = of_expert.new_zeros(index_Tk.numel(), of_expert.shape[-1])
+            outputs.index_copy_(0, route.slots, of_expert)
+        if outputs is not None:
+            gates_Tk = gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)
+            sums[layer.name].add(outputs.view(*index_Tk.shape, -1), index_Tk, gates_Tk.float())
+
+    nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
+    inputs.collect(takers, see, nothing, go_on=inputs.blockwise)
+    run.processes.all_reduce("experts", [each for of_layer in sums.values() for each in vars(of_layer).values()])
+    for name, of_layer in sums.items():
+        if not of_layer.tokens.any():
+            raise ValueError(without_data(name))
+        if not torch.isfinite(of_layer.products).all():
+            raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
+    return sums
+
+
+def _choice(pool: ExpertPool, sums: ExpertSums, criterion: Criterion) -> ExpertChoice:
+    fixed = criterion.experts.get(pool.taker.name)
+    if fixed is not None:
+        return ExpertChoice(pool, torch.tensor(list(fixed)), torch.zeros(0), sums)
+    if criterion.name == "output":
+        return ExpertChoice(pool, *kept_by_output(sums.products, pool.groups, pool.new), sums)
+    scores = sums.scores(criterion.name)
+    in_groups = scores.view(pool.groups, -1)
+    of_group = [largest(each, pool.new // pool.groups) for each in in_groups]
+    stay = torch.cat([each + place * in_groups.shape[1] for place, each in enumerate(of_group)])
+    return ExpertChoice(pool, stay, scores, sums)
