@@ -88,19 +88,15 @@ def shrink(
     What goes:
       mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
       blocks: how many blocks, or which: ``[17, 18]``.
-      experts: of every mixture of experts, as a share, which is rounded down, or a number. A token is worked on by as
-        many as before.
+      experts: of every mixture, as a share (rounded down) or a number. A token is worked on by as many as before.
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
       budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
         of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
     How:
-      criterion: of channels: "gram" (default), whose loss is least when the others make up for them; "norm", the norm
-        of their values; "minitron", ModelOpt's score. Of experts: "reap" (default), the mean over an expert's tokens of
-        gate times norm of what it puts out; "reap_sum", its sum; "frequency", how many tokens; "gate", the sum of
-        gates; "activation", the mean norm; "output", the error of the mixture's output, expert by expert.
-      blocks_by: "kl", one after the other, by the KL divergence without each; "influence", those that turn hidden
-        states least, by one pass.
+      criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum",
+        "frequency", "gate", "activation" or "output". docs/shrink.md and docs/experts.md say what each is.
+      blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
       refit: values of the layers that take the channels, in closed form.
       multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
         that moves the width by no more than 2 % of it, else 8.
@@ -128,8 +124,7 @@ def shrink(
             facts |= {"the sizes": "; ".join(map(said_of, sizes)), "how it is chosen what goes": str(how)}
             processes.check_same(facts, "give all of them the same model and the same options")
         report = Report.begin((), [STALE], settings_of_run(config, asked, refit=refit))
-        run = Run(plain, plan, config, InMemory(), processes, report)
-        shrink_to_one(run, sizes, how, budget)
+        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, how, budget)
         processes.barrier()
     return model
 
@@ -333,7 +328,7 @@ class _Cut:
         elif not sizes.named:
             stay = choose.blocks(judge, depth, gone, data.run, shrunk)
         shrunk.kept["blocks"] = {depth.stack.name: [*stay]}
-        if _Cut(replace(sizes, width={}), model, {}, stay=stay).differs(data):
+        if _Cut(replace(sizes, width={}, experts={}), model, {}, stay=stay).differs(data):
             problem = f"this {type(model).__name__} computes something else with the blocks {[*stay]} alone"
             raise ValueError(f"{problem} than with the others skipped: blocks know their places, or read from others")
         gone_names = {*depth.stack.names} - {depth.stack.names[place] for place in stay}
@@ -489,18 +484,11 @@ def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
         shrunk.errors[name] = [sums.error_without(choice.stay)]
         if silent := (sums.tokens == 0).nonzero().flatten().tolist():
             report.notes.append(f"{name!r}: no token reached experts {silent}: the data decides that they go")
-    gone = fmean(choice.gates_gone for choice in chosen)
-    report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
-    scored = [choice for choice in chosen if len(choice.scores)]
-    if scored:
-        errors = {share: [choice.errors_without(share) for choice in scored] for share in SHARES}
-        means = {
-            share: (fmean(own for own, _ in each), fmean(other for _, other in each)) for share, each in errors.items()
-        }
-        said = ", ".join(f"{share:.1%}: {own:.4f} (at random {other:.4f})" for share, (own, other) in means.items())
-        report.notes.append(
-            f"relative error of the mixtures' outputs, as is, by the share of experts that goes: {said}"
-        )
+    report.notes.append(f"{fmean(choice.gates_gone for choice in chosen):.1%} of all gates lay on the experts that go")
+    if all(len(choice.scores) for choice in chosen):
+        for share in SHARES:
+            errors = [choice.errors_without(share) for choice in chosen]
+            shrunk.shares[f"{share:.1%}"] = [fmean(each) for each in zip(*errors)]
 
 
 def _first_call(data: CalibrationData) -> Any:

@@ -165,7 +165,7 @@ def test_shared_experts_depend_on_the_width_of_experts():
 LOADER = {"data_loader": [torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(0))] * 3}
 REFUSED = {
     "nothing": ({}, "none of them"),
-    "two ways": ({"mlp": 0.25, "to": {"intermediate_size": 8}}, "shrink takes mlp= and blocks=, or to="),
+    "two ways": ({"mlp": 0.25, "to": {"intermediate_size": 8}}, "shrink takes blocks= with mlp= or experts=, or to="),
     "all": ({"mlp": 1.0}, "mlp=1.0: give what goes, as a share"),
     "too little": ({"mlp": 0.01}, "makes 48 of 48 channels"),
     "no share": ({"mlp": "2:4"}, "give what goes, as a share"),

@@ -309,21 +309,22 @@ def _expert_pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], gr
 def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], int]) -> tuple[str, int, int]:
     """(the name of the number of experts in the config, the number, ``new_of`` of it).
 
-    Raises ValueError, with the reasons, if no number is that of all mixtures.
+    Raises ValueError, with the reasons, if no number is that of all mixtures, and what ``new_of`` raises.
     """
     counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter is DOWN}
     reasons: list[str] = []
     for name, old in numbers_in(model.config).items():
-        if old is not None and old in counts:
+        if old is not None and old in counts - {1}:
+            new = new_of(old)
             try:
-                pools = expert_pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
+                pools = expert_pools_in(model, twin_of(model, {name: new}), blocks)
                 if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
                     raise ValueError(f"other mixtures have {min(others)} experts")
             except ValueError as error:
                 reasons.append(f"{name}: {error}")
             else:
-                return name, old, new_of(old)
-    why = "; ".join(reasons) or "it has none of transformers' experts interface"
+                return name, old, new
+    why = "; ".join(reasons) or "it has no mixtures of several experts of transformers' experts interface"
     raise ValueError(f"this {type(model).__name__} has no number of experts that can be smaller: {why}")
 
 

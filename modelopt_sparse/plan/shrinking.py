@@ -319,16 +319,16 @@ def kept_in(kept: Any) -> Mapping[str, Any]:
 def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
     """``mlp``, ``experts`` and ``blocks`` of a choice."""
     gone: dict[str, int | None] = {"mlp": None, "experts": None}
-    for what, dim in (("mlp", -1), ("experts", 0)):
+    for what, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
         sizes = {plan.name: plan.shape[dim] for plan in planned.layers}
         counts = set()
         for name, indices in choice.get(what, {}).items():
             old = sizes.get(name, 0)
             if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
-                raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {what}, each once")
+                raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
             counts.add(old - len(indices))
         if len(counts) > 1:
-            raise ValueError(f"kept= has different numbers of {what}: all blocks must have one")
+            raise ValueError(f"kept= has different numbers of {unit}: all blocks must have as many")
         gone[what] = next(iter(counts), None)
     counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
     of_stacks = choice.get("blocks", {})

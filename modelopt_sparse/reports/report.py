@@ -139,12 +139,14 @@ class Shrunk:
     """What a model was made smaller by.
 
     sizes: name in the config -> [before, after].
-    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer of
-      a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
+    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer
+      of a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
     scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
     tokens: layer of experts -> the calibration tokens that were routed to each.
     errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts [as
       is], of the mixture's output on all batches, where tokens get nothing in the place of experts that go.
+    shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
+      the means over mixtures.
     tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
       influence.
     kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
@@ -157,6 +159,7 @@ class Shrunk:
     scores: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
+    shares: dict[str, list[float]] = field(default_factory=dict)
     tried: list[dict[str, float]] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     costs: dict[str, list[float]] = field(default_factory=dict)
@@ -169,6 +172,9 @@ class Shrunk:
         if self.kl:
             steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
             said.append(f"KL from the model before, on calibration batches held back, in nats: {steps}")
+        if self.shares:
+            errors = ", ".join(f"{share} {own:.4f} ({random:.4f})" for share, (own, random) in self.shares.items())
+            said.append(f"error of the mixtures' outputs without a share of the experts (at random): {errors}")
         return "; ".join(said)
 
 

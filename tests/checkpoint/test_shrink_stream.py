@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "gate and up in one, half precision": ("Phi3", {"mlp": 12, "reconstruct": 1}, torch.bfloat16),
     "lists in the config": ("Gemma2", {"blocks": 1, "reconstruct": FISHER}, torch.float32),
     "names that differ on disk": ("Mixtral", {"blocks": [1], "reconstruct": 1}, torch.float32),
+    "experts, tuned": ("Mixtral", {"experts": 1, "blocks": [1], "reconstruct": 1}, torch.bfloat16),
+    "experts and heads": ("DeepseekV3", {"experts": 0.25, "criterion": "output"}, torch.float32),
     "two stacks": (T5, {"to": {"num_decoder_layers": 2, "d_ff": 40}, "reconstruct": 1}, torch.float32),
     "by the norm, as they are": (LLAMA, {"mlp": 0.5, "criterion": "norm", "refit": False}, torch.bfloat16),
 }
@@ -57,7 +59,7 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, case):
     whole = mts.report(in_memory(source, tmp_path / "whole", options)).shrunk
     assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "streamed", "whole"]
-    for what in ("sizes", "criterion", "kept", "scores", "errors", "tried"):
+    for what in ("sizes", "criterion", "kept", "scores", "tokens", "errors", "shares", "tried"):
         assert getattr(report.shrunk, what) == getattr(whole, what), what
     assert report.shrunk.costs == {what: whole.costs[what] for what in ("parameters", "bytes")}
     assert report.shrunk.kl == {}
@@ -171,6 +173,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where 
     "while it tunes": (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "while it cuts": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "_write", 3, 2),
     "after a block that goes": (LLAMA, {"blocks": [1], "reconstruct": 1}, smaller, "reconstruct", 2, 2),
+    "with fewer experts": ("Mixtral", {"experts": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "with names that differ on disk": ("Mixtral", {"blocks": [0], "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "at the end": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "outside", 1, 3),
 }

@@ -484,7 +484,7 @@ def sparsified(model: nn.Module, batch: Batch) -> Outcome:
     except ValueError as error:
         if "cannot be factorized" not in str(error):
             raise
-    _strengthen(model)
+    strengthen(model)
     return _sparsified(model, batch)
 
 
@@ -514,7 +514,7 @@ def _sparsified(model: nn.Module, batch: Batch) -> Outcome:
 
 
 @torch.no_grad()
-def _strengthen(model: nn.Module) -> None:
+def strengthen(model: nn.Module) -> None:
     """Draw weights anew so that what comes out of a layer is about as large as what goes in, and also what is zero."""
     torch.manual_seed(0)
     for layer in model.modules():

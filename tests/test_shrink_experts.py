@@ -1,0 +1,310 @@
+"""`shrink(experts=)`: fewer experts in every mixture, of all types of models that have some, against oracles."""
+
+import copy
+import json
+import re
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import modelopt_sparse as mts
+from modelopt_sparse.accuracy.experts import ExpertSums, kept_by_output
+from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.plan.shrinking import EXPERT_CRITERIA
+from tests.helpers import assert_bits, assert_same_state, state_of
+from tests.models.every_type import batch_of, strengthen, tiny_model
+from tests.models.expert_models import EXPERTS, MODELS, build
+from tests.models.routed import without_experts
+from tests.models.type_exceptions import VERSION
+
+QUICK = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "longcat_flash")
+SLOW = (
+    "afmoe", "aria", "aria_text", "axk2", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+    "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm5_next", "glm5_next_text", "glm_moe_dsa", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2", "inkling2_text",
+    "inkling_mm_model", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum",
+    "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4",
+    "mistral_large4", "mistral_large4_text", "muse_spark_text", "olmoe", "openai_privacy_filter", "phimoe",
+    "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
+    "qwen3_vl_moe_text", "solar_open", "step3p7", "unlimited_ocr", "zaya",
+)  # fmt: skip
+GROUPED = ("axk1", "bailing_hybrid", "beam", "deepseek_v32")  # tiny ones have 2 groups of 2 experts
+REFUSED = {
+    **dict.fromkeys(GROUPED, "2 groups need a multiple of 2, of at least 4"),
+    **dict.fromkeys(
+        ("jetmoe", "llama4", "vitpose", "llama"), "has no number of experts that can be smaller: it has no"
+    ),
+    "deepseek_v4": "computes something else with its experts in another order",  # tables name experts by number
+    "hunyuan_v1_moe": "has no number of experts that can be smaller",
+}
+
+
+def given(model: nn.Module) -> dict[str, Any]:
+    batch = batch_of(model)
+    return {"data_loader": [batch, batch], "progress": False}
+
+
+def output(model: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad():
+        return flat_tensors(model(**batch))[0]
+
+
+only_of_version = pytest.mark.skipif(
+    not transformers.__version__.startswith(f"{VERSION}."), reason=f"model types are those of transformers {VERSION}"
+)
+
+
+@only_of_version
+@pytest.mark.filterwarnings("ignore")  # what the models themselves say
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_smaller_mixture_is_the_whole_one_that_never_chooses_the_others(tmp_path, name):
+    """Before and after stock transformers has written and read it."""
+    model: Any = tiny_model(name)
+    strengthen(model)
+    whole, batch = copy.deepcopy(model), batch_of(model)
+    mts.shrink(model, experts=0.25, **given(model))
+    shrunk: Any = mts.report(model).shrunk
+    assert {(old, new) for old, new in shrunk.sizes.values()} - {(1, 0)} == {(4, 3)}
+    small = output(model, batch)
+    with without_experts(whole, model, shrunk.kept["experts"]):
+        wanted = output(whole, batch)
+    change = (wanted - output(whole, batch)).abs().max()
+    assert change > 0
+    assert (small - wanted).abs().max() <= 1e-4 * change
+    model.save_pretrained(tmp_path)
+    assert_bits(output(type(model).from_pretrained(tmp_path).eval(), batch), small)
+
+
+@only_of_version
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in REFUSED])
+def test_what_has_no_experts_that_can_go_is_refused_untouched(name):
+    model: Any = tiny_model(name)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+        mts.shrink(model, experts=0.25, **given(model))
+    assert_same_state(model, before)
+
+
+def test_groups_keep_as_many_experts_each():
+    """Of 2 groups of 4 experts 3 stay in each, and the small model is the whole one without the others."""
+    make = build("Glm4MoeForCausalLM", "Glm4MoeConfig", **GROUPED_GLM)
+    model, whole = make(), make()
+    batches = [{"input_ids": torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(i))} for i in (0, 1)]
+    mts.shrink(model, experts=2, criterion="frequency", data_loader=batches, progress=False)
+    shrunk: Any = mts.report(model).shrunk
+    for kept in shrunk.kept["experts"].values():
+        assert [sum(start <= expert < start + 4 for expert in kept) for start in (0, 4)] == [3, 3]
+    with without_experts(whole, model, shrunk.kept["experts"]):
+        wanted = output(whole, batches[0])
+    torch.testing.assert_close(output(model, batches[0]), wanted)
+    for gone in (1, 4):
+        with pytest.raises(ValueError, match=r"as many experts must stay in each group|which takes 3: keep more"):
+            mts.plan_shrink(make(), experts=gone)
+
+
+GROUPED_GLM = {
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+
+
+# criteria -------------------------------------------------------------------------------------------------------------
+
+
+def routed_tokens(model: nn.Module, batches: list[dict[str, Tensor]], real: list[Tensor]) -> dict[str, list[Any]]:
+    """Layer -> (the experts chosen, their gates, what each puts out) of each real token, in float64, one by one."""
+    seen: dict[str, list[Any]] = {}
+
+    def look(module: Any, args: tuple, name: str, mask: list[Tensor]) -> None:
+        hidden, index, gates = args
+        for token in mask[0].flatten().nonzero().flatten().tolist():
+            outputs = []
+            for expert in index[token].tolist():
+                gate, up = (module.gate_up_proj[expert].double() @ hidden[token].double()).chunk(2)
+                outputs.append(module.down_proj[expert].double() @ (torch.nn.functional.silu(gate) * up))
+            seen.setdefault(name, []).append((index[token].tolist(), gates[token].double(), torch.stack(outputs)))
+
+    mask: list[Tensor] = [torch.empty(0)]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args, name=name: look(module, args, f"{name}.down_proj", mask))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    with torch.no_grad():
+        for batch, mask[0] in zip(batches, real):
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("criterion", EXPERT_CRITERIA)
+def test_criteria_are_sums_over_routed_tokens(criterion):
+    """Each as published, token by token; padding counts for nothing. The mean of gate times norm is REAP's."""
+    model: Any = MODELS["qwen3_moe"]()
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 50, (2, 9), generator=generator)} for _ in range(2)]
+    real = [torch.ones(2, 9, dtype=torch.bool), torch.ones(2, 9, dtype=torch.bool)]
+    real[1][1, 5:] = False
+    batches[1]["attention_mask"] = real[1].long()
+    tokens = routed_tokens(model, batches, real)
+    mts.shrink(model, experts=1, criterion=criterion, data_loader=batches, progress=False)
+    shrunk: Any = mts.report(model).shrunk
+    for name, of_layer in tokens.items():
+        own: dict[int, list[tuple[float, float]]] = {expert: [] for expert in range(EXPERTS)}
+        for experts, gates, outputs in of_layer:
+            for expert, gate, made in zip(experts, gates, outputs, strict=True):
+                own[expert].append((float(gate), float(made.norm())))
+        wanted = [SCORES[criterion](pairs) if criterion in SCORES else 0.0 for pairs in own.values()]
+        errors = [error_without([expert], of_layer) for expert in range(EXPERTS)]
+        if criterion == "output":
+            wanted = [errors[expert] if errors[expert] == min(errors) else torch.inf for expert in range(EXPERTS)]
+        torch.testing.assert_close(
+            torch.tensor(shrunk.scores[name]), torch.tensor(wanted, dtype=torch.float32), rtol=2e-3, atol=1e-6
+        )
+        gone = wanted.index(min(wanted))
+        assert shrunk.kept["experts"][name] == [expert for expert in range(EXPERTS) if expert != gone]
+        assert shrunk.tokens[name] == [len(pairs) for pairs in own.values()]
+        assert shrunk.errors[name] == pytest.approx([errors[gone]], rel=1e-3)
+
+
+SCORES: dict[str, Any] = {
+    "frequency": len,
+    "gate": lambda pairs: sum(gate for gate, _ in pairs),
+    "activation": lambda pairs: sum(norm for _, norm in pairs) / len(pairs),
+    "reap": lambda pairs: sum(gate * norm for gate, norm in pairs) / len(pairs),
+    "reap_sum": lambda pairs: sum(gate * norm for gate, norm in pairs),
+}
+
+
+def error_without(gone: Any, tokens: list[Any]) -> float:
+    lost = whole = 0.0
+    for experts, gates, outputs in tokens:
+        gated = gates[:, None] * outputs
+        lost += float(gated[[place for place, expert in enumerate(experts) if expert in gone]].sum(0).square().sum())
+        whole += float(gated.sum(0).square().sum())
+    return lost / whole
+
+
+def made_up(experts: int = 6) -> tuple[ExpertSums, list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens, sums = [], ExpertSums.of(experts)
+    for _ in range(40):
+        chosen = torch.randperm(experts, generator=generator)[:3]
+        gates = torch.rand(3, generator=generator, dtype=torch.float64)
+        tokens.append((chosen.tolist(), gates, torch.randn(3, 5, generator=generator, dtype=torch.float64)))
+    chosen, gates, outputs = (torch.stack([torch.as_tensor(each[i]) for each in tokens]) for i in range(3))
+    sums.add(outputs, chosen, gates)
+    return sums, tokens
+
+
+def test_errors_without_experts_are_those_of_their_outputs():
+    """Of any choice; the mean over all choices of as many is told without trying them."""
+    sums, tokens = made_up()
+    for count in (1, 2, 5):
+        errors = [error_without(gone, tokens) for gone in combinations(range(6), count)]
+        own = [
+            sums.error_without(torch.tensor([expert for expert in range(6) if expert not in gone]))
+            for gone in combinations(range(6), count)
+        ]
+        assert own == pytest.approx(errors)
+        assert sums.error_at_random(count) == pytest.approx(sum(errors) / len(errors))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_output_criterion_takes_what_adds_least_each_time(groups):
+    sums, tokens = made_up()
+    gone: list[int] = []
+    scores = {}
+    for _ in range(2):
+        full = {expert // (6 // groups) for expert in gone} if groups == 2 else set()
+        others = [each for each in range(6) if each not in gone and each // (6 // groups) not in full]
+        errors = {expert: error_without([*gone, expert], tokens) for expert in others}
+        gone.append(min(errors, key=lambda expert: errors[expert]))
+        scores[gone[-1]] = errors[gone[-1]]
+    stay, found = kept_by_output(sums.products, groups, 4)
+    assert stay.tolist() == sorted({*range(6)} - {*gone})
+    assert [found[expert].item() for expert in scores] == pytest.approx([*scores.values()])
+
+
+# options --------------------------------------------------------------------------------------------------------------
+
+
+def mixtral_data() -> list[Tensor]:
+    return [torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def test_what_a_report_kept_is_taken_back(tmp_path):
+    """From the report, and from sparsity.json."""
+    model = mts.shrink(MODELS["mixtral"](), experts="25%", data_loader=mixtral_data(), progress=False)
+    shrunk: Any = mts.report(model).shrunk
+    mts.save(model, tmp_path)
+    written = json.loads((tmp_path / "sparsity.json").read_text())["report"]["shrunk"]
+    assert written["kept"] == shrunk.kept
+    for kept in (shrunk, written):
+        again = mts.shrink(MODELS["mixtral"](), kept=kept, data_loader=mixtral_data()[:2], progress=False)
+        assert_same_state(again, state_of(model))
+        assert mts.report(again).shrunk.criterion == "given"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_experts_and_blocks_go_together_and_are_tuned():
+    model: Any = MODELS["mixtral"]()
+    mts.shrink(model, experts=1, blocks=1, data_loader=mixtral_data(), reconstruct=1, progress=False)
+    shrunk: Any = mts.report(model).shrunk
+    assert shrunk.sizes == {"num_local_experts": [4, 3], "num_hidden_layers": [2, 1]}
+    assert len(model.model.layers) == 1
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 3
+    assert shrunk.kl.keys() == {"as is", "reconstructed"}
+
+
+def test_experts_that_no_token_reached_are_named_and_go_first():
+    model: Any = MODELS["glm4_moe"]()
+    model.model.layers[1].mlp.gate.e_score_correction_bias[2] = -10
+    mts.shrink(model, experts=1, data_loader=mixtral_data(), progress=False)
+    report: Any = mts.report(model)
+    (name,) = report.shrunk.tokens
+    assert report.shrunk.tokens[name][2] == 0
+    assert report.shrunk.kept["experts"] == {name: [0, 1, 3]}
+    assert f"{name!r}: no token reached experts [2]: the data decides that they go" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"experts": 0.1}, "experts=0.1 takes 0 of 4 experts away"),
+        ({"experts": 4}, "experts=4 takes 4 of 4 experts away"),
+        ({"experts": 3}, "num_local_experts=1 leaves 1 experts for a token, which takes 2: keep more"),
+        ({"experts": "x"}, "experts='x': give what goes, as a share"),
+        ({"experts": 1, "mlp": 0.5}, "shrink takes blocks= with mlp= or experts=, or to="),
+        ({"experts": 1, "criterion": "gram"}, "criterion"),
+        ({"mlp": 0.5}, "holds experts: give experts= or blocks="),
+        ({"kept": {"experts": {"nowhere": [0, 1]}}}, "give ascending indices of its 0 experts"),
+    ],
+)
+def test_wrong_options_are_refused_untouched(options, problem):
+    model = MODELS["mixtral"]()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        mts.shrink(model, data_loader=mixtral_data(), progress=False, **options)
+    assert_same_state(model, before)
+
+
+def test_experts_that_are_no_equals_are_refused():
+    """What a mixture puts out depends on the numbers of its experts."""
+    model: Any = MODELS["mixtral"]()
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_hook(lambda module, args, made: made * (1 + args[1].float().mean()))
+    with pytest.raises(ValueError, match="something else with its experts in another order"):
+        mts.shrink(model, experts=1, data_loader=mixtral_data(), progress=False)
+
+
+def test_the_plan_tells_numbers_and_heads_that_go():
+    plan = mts.plan_shrink(MODELS["glm4_moe"](), to={"n_routed_experts": 3})
+    assert plan.changes["n_routed_experts"] == (4, 3)
+    assert plan.changes["num_nextn_predict_layers"] == (1, 0)
+    assert "num_nextn_predict_layers becomes 0" in str(plan)
