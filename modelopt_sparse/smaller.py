@@ -33,7 +33,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select
+from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select, write_aliases
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -432,6 +432,8 @@ class _Cut:
         if self.sizes.depth is not None and self.stay is not None:
             self.sizes.depth.drop(model, self.stay)
         cut(model, twin, {})
+        for name in self.sizes.experts:
+            write_aliases(model.config, name)
 
     def cut_clone(self, model: Any) -> Any:
         """A smaller model beside this one, with the values that it has."""

@@ -252,6 +252,21 @@ def test_what_a_report_kept_is_taken_back(tmp_path):
         assert mts.report(again).shrunk.criterion == "given"  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_the_written_config_holds_the_number_under_every_name(tmp_path):
+    """Qwen3-MoE's is "num_local_experts" for transformers, and "num_experts" for engines; shrunk twice as well."""
+    model: Any = MODELS["qwen3_moe"]()
+    mts.save(model, tmp_path / "dense")
+    for left in (3, 2):
+        mts.shrink(model, experts=1, data_loader=mixtral_data(), progress=False)
+        model.save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["num_experts"] == written["num_local_experts"] == left
+    streamed = tmp_path / "streamed"
+    mts.shrink_checkpoint(tmp_path / "dense", streamed, experts=1, data_loader=mixtral_data(), progress=False)
+    written = json.loads((streamed / "config.json").read_text())
+    assert written["num_experts"] == written["num_local_experts"] == 3
+
+
 def test_experts_and_blocks_go_together_and_are_tuned():
     model: Any = MODELS["mixtral"]()
     mts.shrink(model, experts=1, blocks=1, data_loader=mixtral_data(), reconstruct=1, progress=False)

@@ -1,7 +1,8 @@
-"""What a smaller model loses: channels off by several choices, refit and repaired, and a block off.
+"""What a smaller model loses: channels or experts off by several choices, refit and repaired, and a block off.
 
     python examples/benchmarks/shrink.py                       # about an hour on one busy core
     python examples/benchmarks/shrink.py --model models/opt --sizes 25% 50% --rows norm "gram, refit"
+    python examples/benchmarks/shrink.py --model models/softmax --sizes "25% experts" "50% experts"  # train_mixtures.py
 
 Perplexity and KL(dense || smaller) are those of the first 100 windows of 512 tokens of the held-out text; each draw has
 128 windows of the calibration text of its own. CPU seconds are those of the process. "minitron" is ModelOpt's score,
@@ -33,9 +34,28 @@ ROWS: dict[str, dict[str, Any]] = {
     "gram, refit": {},
     "gram, refit, repaired": REPAIR,
 }
-SIZES: dict[str, dict[str, Any]] = {"25%": {"mlp": 0.25}, "50%": {"mlp": 0.5}, "block": {"blocks": 1}}
+CHANNELS: dict[str, dict[str, Any]] = {"25%": {"mlp": 0.25}, "50%": {"mlp": 0.5}, "block": {"blocks": 1}}
+EXPERTS: dict[str, dict[str, Any]] = {"25% experts": {"experts": 0.25}, "50% experts": {"experts": 0.5}}
+SIZES = {**CHANNELS, **EXPERTS}
 TITLES = {"25%": "25 % of the channels", "50%": "50 % of the channels", "block": "1 block"}
+CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output", "random")
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    **{criterion: {"criterion": criterion} for criterion in CRITERIA},
+    **{f"{each}, repaired": {"criterion": each, "reconstruct": 4} for each in ("reap", "output", "random")},
+}
+BASES = ("norm", "as is", "reap")  # the rows that others are shares of
 BLOCK: dict[str, dict[str, Any]] = {"as is": {}, "reconstructed": {"reconstruct": REPAIR["reconstruct"]}}
+
+
+def at_random(dense: Any, asked: dict[str, Any], draw: int) -> dict[str, Any]:
+    """Options of `shrink` for experts drawn at random."""
+    generator = torch.Generator().manual_seed(draw)
+    kept = {}
+    for name, parameter in dense.named_parameters():
+        if name.endswith(".experts.down_proj"):
+            stay = len(parameter) - int(len(parameter) * asked["experts"])
+            kept[name] = sorted(torch.randperm(len(parameter), generator=generator)[:stay].tolist())
+    return {"kept": {"experts": kept}, "experts": None, "criterion": None}
 
 
 def main() -> None:
@@ -44,7 +64,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=128, help="windows of 512 tokens in a draw (%(default)s)")
     parser.add_argument("--heldout", type=int, default=100, help="windows of 512 tokens (%(default)s)")
     parser.add_argument("--model", type=Path, default=TESTBED / "tiny-llama", help="folder (the testbed's)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="what goes (all)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(CHANNELS), help="what goes (all but experts)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="ways (all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (%(default)s)")
     options = parser.parse_args()
@@ -56,27 +76,33 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.processor() or platform.machine()}, {options.threads} threads, {options.draws} draws\n\n"
-        "| off | by | KL | share of norm's | perplexity | CPU seconds |\n| --- | --- | ---: | ---: | ---: | ---: |"
+        "| off | by | KL | share | perplexity | CPU seconds |\n| --- | --- | ---: | ---: | ---: | ---: |"
     )
-    ways = {size: BLOCK if size == "block" else {way: ROWS[way] for way in options.rows} for size in options.sizes}
+    ways = {size: {way: ROWS[way] for way in options.rows} for size in options.sizes}
+    ways |= {size: BLOCK if size == "block" else OF_EXPERTS for size in {"block", *EXPERTS} & {*options.sizes}}
     runs = [(size, way, {**SIZES[size], **more}) for size, of_size in ways.items() for way, more in of_size.items()]
     base: dict[str, float] = {}
+    found: list[Any] = []
     for size, way, asked in runs:
         found, seconds = [], []
         for draw in range(options.draws):
             model, began = copy.deepcopy(dense), time.process_time()
-            mts.shrink(model, data_loader=list(windows[draw].split(8)), progress=False, **asked)
+            how = {**asked, **at_random(dense, asked, draw)} if asked.get("criterion") == "random" else asked
+            mts.shrink(model, data_loader=list(windows[draw].split(8)), progress=False, **how)
             seconds.append(time.process_time() - began)
             found.append(
                 mts.evaluate(model, heldout.flatten(), seq_len=heldout.shape[1], reference=dense, progress=False)
             )
         kl = mean(each.kl for each in found)
-        if way in ("norm", "as is"):
+        if way in BASES:
             base[size] = kl
         share = f"{kl / base[size]:.2f}" if size in base else ""
         spread = f"{kl:.3f} ({min(each.kl for each in found):.3f} to {max(each.kl for each in found):.3f})"
         perplexity = mean(each.perplexity for each in found)
-        print(f"| {TITLES[size]} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |", flush=True)
+        print(
+            f"| {TITLES.get(size, size)} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |",
+            flush=True,
+        )
     print(f"\nThe dense model has a perplexity of {found[0].reference_perplexity:.3f}.")
 
 

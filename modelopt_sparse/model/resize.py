@@ -33,6 +33,9 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
     """A model of the same class on the meta device, with these ``changes`` in its config, as `from_pretrained` would
     build it. Raises ValueError with the class's own reason if it takes no such config."""
     config = copy.deepcopy(model.config)
+    for _, part in _parts(config):
+        for alias in part.attribute_map.keys() & vars(part).keys():  # of `write_aliases`
+            del vars(part)[alias]
     for name, value in changes.items():
         path, _, key = name.rpartition(".")
         setattr(attrgetter(path)(config) if path else config, key, value)
@@ -54,6 +57,16 @@ def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreT
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _parts(value, full_name(path, name))
+
+
+def write_aliases(config: PreTrainedConfig, name: str) -> None:
+    """Let the config that is written hold a number under its aliases as well: engines look for "num_experts" in files
+    where transformers writes "num_local_experts" alone."""
+    path, _, key = name.rpartition(".")
+    part = attrgetter(path)(config) if path else config
+    for alias, of in part.attribute_map.items():
+        if of == key:
+            vars(part)[alias] = getattr(part, key)
 
 
 def numbers_in(config: PreTrainedConfig) -> dict[str, int | None]:

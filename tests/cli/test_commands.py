@@ -398,8 +398,8 @@ FLAGS = {
     "sparsify": f"model --out {PLANNED} --eval --stream --spill --overwrite --html --progress --no-progress --quiet",
     "plan": f"model {PLANNED} --training --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
-    "shrink": "model --out --mlp --blocks --to --budget --criterion --quality --data --num-samples --seq-len "
-    "--batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
+    "shrink": "model --out --mlp --blocks --experts --to --budget --criterion --quality --data --num-samples "
+    "--seq-len --batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
     "--progress --no-progress --json",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
     "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
