@@ -192,12 +192,14 @@ def error_without(gone: Any, tokens: list[Any]) -> float:
 
 
 def made_up(experts: int = 6) -> tuple[ExpertSums, list[Any]]:
+    """Of which the first three put out little."""
     generator = torch.Generator().manual_seed(0)
     tokens, sums = [], ExpertSums.of(experts)
     for _ in range(40):
         chosen = torch.randperm(experts, generator=generator)[:3]
         gates = torch.rand(3, generator=generator, dtype=torch.float64)
-        tokens.append((chosen.tolist(), gates, torch.randn(3, 5, generator=generator, dtype=torch.float64)))
+        outputs = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+        tokens.append((chosen.tolist(), gates, outputs * (0.1 + 0.9 * (chosen >= 3))[:, None]))
     chosen, gates, outputs = (torch.stack([torch.as_tensor(each[i]) for each in tokens]) for i in range(3))
     sums.add(outputs, chosen, gates)
     return sums, tokens

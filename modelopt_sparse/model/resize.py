@@ -33,9 +33,6 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
     """A model of the same class on the meta device, with these ``changes`` in its config, as `from_pretrained` would
     build it. Raises ValueError with the class's own reason if it takes no such config."""
     config = copy.deepcopy(model.config)
-    for _, part in _parts(config):
-        for alias in part.attribute_map.keys() & vars(part).keys():  # of `write_aliases`
-            del vars(part)[alias]
     for name, value in changes.items():
         path, _, key = name.rpartition(".")
         setattr(attrgetter(path)(config) if path else config, key, value)
