@@ -12,8 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.experts import ExpertSums, kept_by_output
+from modelopt_sparse.accuracy.experts import ExpertChoice, ExpertSums, kept_by_output
 from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.resize import ExpertPool
 from modelopt_sparse.plan.shrinking import EXPERT_CRITERIA
 from tests.helpers import assert_bits, assert_same_state, state_of
 from tests.models.every_type import batch_of, strengthen, tiny_model
@@ -163,7 +164,8 @@ def test_criteria_are_sums_over_routed_tokens(criterion):
         wanted = [SCORES[criterion](pairs) if criterion in SCORES else 0.0 for pairs in own.values()]
         errors = [error_without([expert], of_layer) for expert in range(EXPERTS)]
         if criterion == "output":
-            wanted = [errors[expert] if errors[expert] == min(errors) else torch.inf for expert in range(EXPERTS)]
+            first = errors.index(min(errors))
+            wanted = [error_without({first, expert}, of_layer) for expert in range(EXPERTS)]
         torch.testing.assert_close(
             torch.tensor(shrunk.scores[name]), torch.tensor(wanted, dtype=torch.float32), rtol=2e-3, atol=1e-6
         )
@@ -231,7 +233,24 @@ def test_the_output_criterion_takes_what_adds_least_each_time(groups):
         scores[gone[-1]] = errors[gone[-1]]
     stay, found = kept_by_output(sums.products, groups, 4)
     assert stay.tolist() == sorted({*range(6)} - {*gone})
+    scores |= {expert: error_without([*gone, expert], tokens) for expert in stay.tolist()}  # if it went next
     assert [found[expert].item() for expert in scores] == pytest.approx([*scores.values()])
+
+
+@pytest.mark.parametrize("criterion", EXPERT_CRITERIA)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_shares_lose_is_told_whatever_goes(criterion, groups):
+    """Of each share the error of the choice of as many by the same criterion, however many experts are to go."""
+    sums, tokens = made_up(8)
+    told = []
+    for new in (6, 4):
+        pool: Any = ExpertPool(None, 8, new, (), groups)  # pyright: ignore[reportArgumentType]
+        choice = ExpertChoice(pool, *sums.kept_by(criterion, groups, new), criterion, sums)
+        told.append([choice.errors_without(share) for share in (0.25, 0.5)])
+        assert told[-1][(6, 4).index(new)][0] == pytest.approx(
+            error_without({*range(8)} - {*choice.stay.tolist()}, tokens)
+        )
+    assert told[0] == told[1]
 
 
 # options --------------------------------------------------------------------------------------------------------------
@@ -252,6 +271,34 @@ def test_what_a_report_kept_is_taken_back(tmp_path):
         again = mts.shrink(MODELS["mixtral"](), kept=kept, data_loader=mixtral_data()[:2], progress=False)
         assert_same_state(again, state_of(model))
         assert mts.report(again).shrunk.criterion == "given"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_choice_that_does_not_fit_is_refused_untouched():
+    """One layer of two, the first matrices in place of the last, and uneven groups, which would be another model."""
+    one, first = {f"model.layers.0.mlp.experts.{name}_proj": [0, 1, 2] for name in ("down", "gate_up")}.items()
+    glm = build("Glm4MoeForCausalLM", "Glm4MoeConfig", **GROUPED_GLM)
+    uneven = ("model.layers.1.mlp.experts.down_proj", [0, 1, 2, 3, 4, 5])
+    missing = "is missing, or is no such layer: give an entry for each layer that is cut, and no other"
+    groups = "as many experts must stay in each of 2 groups"
+    for make, choice, problem in (
+        (MODELS["mixtral"], one, missing),
+        (MODELS["mixtral"], first, missing),
+        (glm, uneven, groups),
+    ):
+        model = make()
+        before = state_of(model)
+        with pytest.raises(ValueError, match=problem):
+            mts.shrink(model, kept={"experts": dict([choice])}, data_loader=mixtral_data(), progress=False)
+        assert_same_state(model, before)
+
+
+def test_reports_are_written_in_json(tmp_path):
+    """Whatever the experts are chosen by: JSON has no infinity."""
+    for criterion in EXPERT_CRITERIA:
+        model = MODELS["mixtral"]()
+        mts.shrink(model, experts=1, criterion=criterion, data_loader=mixtral_data(), progress=False)
+        mts.save(model, tmp_path, overwrite=True)
+        json.loads((tmp_path / "sparsity.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_the_written_config_holds_the_number_under_every_name(tmp_path):
@@ -287,7 +334,7 @@ def test_experts_that_no_token_reached_are_named_and_go_first():
     (name,) = report.shrunk.tokens
     assert report.shrunk.tokens[name][2] == 0
     assert report.shrunk.kept["experts"] == {name: [0, 1, 3]}
-    assert f"{name!r}: no token reached experts [2]: the data decides that they go" in report.notes
+    assert f"{name!r}: no token reached experts [2]: the data does not tell what they are for" in report.notes
 
 
 @pytest.mark.parametrize(
@@ -309,6 +356,14 @@ def test_wrong_options_are_refused_untouched(options, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         mts.shrink(model, data_loader=mixtral_data(), progress=False, **options)
     assert_same_state(model, before)
+
+
+def test_rounding_of_half_precision_is_no_other_model():
+    """One of 16 experts changes as little as the order in which bfloat16 adds them up."""
+    sizes = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 24, "norm_topk_prob": False}
+    model = build("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)().bfloat16()
+    mts.shrink(model, experts=1, data_loader=mixtral_data(), progress=False)
+    assert model.config.num_experts == 15
 
 
 def test_experts_that_are_no_equals_are_refused():

@@ -69,11 +69,9 @@ class ExpertSums:
 
         "frequency": its tokens. "gate": the sum of its gates. "activation": the mean norm of what it puts out. "reap":
         the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999, equation 9). "reap_sum": the sum of the
-        same. "output": see `kept_by_output`. Experts that no token reached have 0.
+        same. Experts that no token reached have 0.
         """
         per_token = self.tokens.clamp_min(1)
-        if criterion == "output":
-            return kept_by_output(self.products, 1, 0)[1]
         return {
             "frequency": self.tokens,
             "gate": self.gates,
@@ -81,6 +79,15 @@ class ExpertSums:
             "reap": self.gated_norms / per_token,
             "reap_sum": self.gated_norms,
         }[criterion]
+
+    def kept_by(self, criterion: str, groups: int, count: int) -> tuple[Tensor, Tensor]:
+        """(the ``count`` experts that stay, as many in each of ``groups``, ascending; a score for each)."""
+        if criterion == "output":
+            return kept_by_output(self.products, groups, count)
+        scores = self.scores(criterion)
+        in_groups = scores.view(groups, -1)
+        of_group = [largest(each, count // groups) for each in in_groups]
+        return torch.cat([each + place * in_groups.shape[1] for place, each in enumerate(of_group)]), scores
 
     def error_without(self, stay: Tensor) -> float:
         """The relative squared error of the mixture's output without the other experts, where tokens that were routed
@@ -101,13 +108,14 @@ def kept_by_output(products_EE: Tensor, groups: int, count: int) -> tuple[Tensor
     """(the ``count`` experts that stay, as many in each of ``groups``; a score for each, larger = keep).
 
     Greedy: each time the expert goes that adds least to the squared error of the mixture's output, with the routes and
-    gates of the whole mixture. Scores are that error, relative, at the time that an expert goes.
+    gates of the whole mixture. Scores are that error, relative, once an expert goes; of those that stay, if it went
+    next.
     """
     experts = len(products_EE)
     in_group = torch.arange(experts) // (experts // groups)
     left = torch.ones(experts, dtype=torch.bool)
-    scores, with_gone, lost = torch.full((experts,), float("inf"), dtype=torch.float64), torch.zeros(experts), 0.0
-    with_gone, total = with_gone.double(), float(products_EE.sum().clamp_min(1e-300))
+    scores, with_gone = torch.zeros(2, experts, dtype=torch.float64)
+    lost, total = 0.0, float(products_EE.sum().clamp_min(1e-300))
     for _ in range(experts - count):
         full = torch.bincount(in_group[left], minlength=groups) > count // groups
         added = products_EE.diagonal() + 2 * with_gone
@@ -115,16 +123,19 @@ def kept_by_output(products_EE: Tensor, groups: int, count: int) -> tuple[Tensor
         lost += float(added[going])
         scores[going], left[going] = lost / total, False
         with_gone += products_EE[going]
+    scores[left] = (lost + products_EE.diagonal() + 2 * with_gone)[left] / total
     return left.nonzero().squeeze(-1), scores
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by."""
+    """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by: a score for each, by a
+    ``criterion``; without scores they were given."""
 
     pool: ExpertPool
     stay: Tensor
     scores: Tensor
+    criterion: str = ""
     sums: ExpertSums | None = field(default=None, repr=False)
 
     @property
@@ -135,11 +146,13 @@ class ExpertChoice:
         return 1 - float(gates[self.stay].sum() / gates.sum().clamp_min(1e-300))
 
     def errors_without(self, share: float) -> tuple[float, float]:
-        """The relative squared errors of the mixture's output without this share of experts: those with the least
-        scores, and as many at random."""
+        """The relative squared errors of the mixture's output without this share of the experts of each group: those
+        that this criterion would take, and as many at random."""
         assert self.sums is not None
-        gone = int(self.pool.old * share)
-        return self.sums.error_without(largest(self.scores, self.pool.old - gone)), self.sums.error_at_random(gone)
+        groups = self.pool.groups
+        gone = int(self.pool.old // groups * share) * groups
+        stay, _ = self.sums.kept_by(self.criterion, groups, self.pool.old - gone)
+        return self.sums.error_without(stay), self.sums.error_at_random(gone)
 
 
 def some_experts(pool: ExpertPool) -> ExpertChoice:
@@ -152,6 +165,11 @@ def other_order(pool: ExpertPool) -> dict[tuple[str, int], Tensor]:
     """What `select` takes, for the same experts in another order within each group: a mixture is none the wiser."""
     order = torch.arange(pool.old).view(pool.groups, -1)
     return pool.cuts(order[:, torch.arange(order.shape[1]).roll(1)].flatten())
+
+
+def mixed_up(pool: ExpertPool) -> dict[tuple[str, int], Tensor]:
+    """The same, for the last matrices alone: those of another expert each."""
+    return {key: order for key, order in other_order(pool).items() if pool.taker.name.endswith(f".{key[0]}")}
 
 
 def experts(
@@ -204,11 +222,6 @@ def _sums(pools: Mapping[str, ExpertPool], task: BlockTask, inputs: Inputs, run:
 def _choice(pool: ExpertPool, sums: ExpertSums, criterion: Criterion) -> ExpertChoice:
     fixed = criterion.experts.get(pool.taker.name)
     if fixed is not None:
-        return ExpertChoice(pool, torch.tensor(list(fixed)), torch.zeros(0), sums)
-    if criterion.name == "output":
-        return ExpertChoice(pool, *kept_by_output(sums.products, pool.groups, pool.new), sums)
-    scores = sums.scores(criterion.name)
-    in_groups = scores.view(pool.groups, -1)
-    of_group = [largest(each, pool.new // pool.groups) for each in in_groups]
-    stay = torch.cat([each + place * in_groups.shape[1] for place, each in enumerate(of_group)])
-    return ExpertChoice(pool, stay, scores, sums)
+        return ExpertChoice(pool, torch.tensor(list(fixed)), torch.zeros(0), sums=sums)
+    stay, scores = sums.kept_by(criterion.name, pool.groups, pool.new)
+    return ExpertChoice(pool, stay, scores, criterion.name, sums)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -189,6 +190,8 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
         if new % asked.tensor_parallel:
             raise ValueError(f"{name}={new} does not divide by tensor_parallel={asked.tensor_parallel}: give a share")
     sizes.narrow(model, sizes.stay)
+    if asked.kept is not None:
+        _check_kept(kept_in(asked.kept), model, planned, sizes)
     return [sizes]
 
 
@@ -336,6 +339,28 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
         raise ValueError(f"kept= names blocks of {sorted(of_stacks)[0]!r}, which is no stack of this model")
     blocks = [place for name, stay in of_stacks.items() for place in range(counts[name]) if place not in stay]
     return {**gone, "blocks": blocks or None}
+
+
+def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan, sizes: Sizes) -> None:
+    """Raise ValueError if a choice does not name just the layers that are cut in blocks that stay, or if it leaves
+    more experts of one group than of another."""
+    blocks, narrow, depth = layers_by_block(planned), sizes.narrow(model), sizes.depth
+    if depth is not None:
+        gone = {name for place, name in enumerate(depth.stack.names) if place not in sizes.stay}
+    else:
+        gone = set[str]()
+    channels = pools_in(model, narrow, blocks) if sizes.width else {}
+    mixtures = expert_pools_in(model, narrow, blocks, sizes.groups) if sizes.experts else {}
+    for what, pools in (("mlp", channels), ("experts", mixtures)):
+        takers = {pool.taker.name for name, of_block in pools.items() if name not in gone for pool in of_block}
+        if different := sorted(takers ^ choice.get(what, {}).keys()):
+            advice = "an entry for each layer that is cut, and no other"
+            raise ValueError(f"kept= of {what!r}: {different[0]!r} is missing, or is no such layer: give {advice}")
+    for pool in (pool for of_block in mixtures.values() for pool in of_block):
+        stay = choice["experts"].get(pool.taker.name, ())
+        in_groups = Counter(expert // (pool.old // pool.groups) for expert in stay)
+        if stay and (len(in_groups) < pool.groups or len({*in_groups.values()}) > 1):
+            raise ValueError(f"kept= of {pool.taker.name!r}: as many experts must stay in each of {pool.groups} groups")
 
 
 # a budget -------------------------------------------------------------------------------------------------------------
