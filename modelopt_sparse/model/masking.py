@@ -406,11 +406,14 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     before = dict(stand_in.__dict__)
     try:
         return self.base.forward(stand_in, *args, **kwargs)
-    finally:  # plain attributes that it has set on the stand-in, or deleted
+    finally:  # plain attributes that it has set on the stand-in, or deleted; compiled checkpoints allow no other write
         after = stand_in.__dict__
-        self.__dict__.update({name: value for name, value in after.items() if before.get(name, before) is not value})
-        for name in before.keys() - after.keys():
-            self.__dict__.pop(name, None)
+        for name, value in after.items():
+            if before.get(name, before) is not value:
+                self.__dict__[name] = value
+        for name in before:
+            if name not in after:
+                self.__dict__.pop(name, None)
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
