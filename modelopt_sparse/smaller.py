@@ -99,7 +99,7 @@ def shrink(
       criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum",
         "frequency", "gate", "activation" or "output". docs/shrink.md and docs/experts.md say what each is.
       blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
-      refit: values of the layers that take the channels, in closed form.
+      refit: values of the layers that take channels, in closed form; there are none for experts.
       multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
         that moves the width by no more than 2 % of it, else 8.
       tensor_parallel: on how many devices each MLP will be split: the part of each is such a multiple.
@@ -125,7 +125,7 @@ def shrink(
             facts = common_to_processes(plain, plan, config)
             facts |= {"the sizes": "; ".join(map(said_of, sizes)), "how it is chosen what goes": str(how)}
             processes.check_same(facts, "give all of them the same model and the same options")
-        report = Report.begin((), [STALE], settings_of_run(config, asked, refit=refit))
+        report = Report.begin((), [STALE], settings_of_run(config, asked, refit=how.refit))
         shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, how, budget)
         processes.barrier()
     return model
@@ -142,7 +142,7 @@ def criterion_of(
     check_flag("refit", refit)
     choice = {} if asked.kept is None else kept_in(asked.kept)
     fixed = choice.get("mlp", {}), blocks_by, choice.get("experts", {})
-    return Criterion("given" if choice else criterion, refit, *fixed)
+    return Criterion("given" if choice else criterion, refit and not sizes.experts, *fixed)
 
 
 def shrink_to_one(

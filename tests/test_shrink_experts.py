@@ -326,6 +326,7 @@ def test_experts_and_blocks_go_together_and_are_tuned():
     assert len(model.model.layers) == 1
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 3
     assert shrunk.kl.keys() == {"as is", "reconstructed"}
+    assert mts.report(model).settings["refit"] is False
 
 
 def test_experts_that_no_token_reached_are_named_and_go_first():

@@ -68,7 +68,7 @@ class ExpertSums:
         """The importance of each expert, larger = keep, ``[E]``.
 
         "frequency": its tokens. "gate": the sum of its gates. "activation": the mean norm of what it puts out. "reap":
-        the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999, equation 9). "reap_sum": the sum of the
+        the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999). "reap_sum": the sum of the
         same. Experts that no token reached have 0.
         """
         per_token = self.tokens.clamp_min(1)
