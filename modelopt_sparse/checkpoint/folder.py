@@ -38,6 +38,7 @@ ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as 
 OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # what a save may have written
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
+IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
 
@@ -165,8 +166,9 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def make_durable(folder: Path) -> None:
     """Write the files of a folder that is complete through to the disk."""
     mode = (folder / DESCRIPTION).stat().st_mode
-    for path in folder.iterdir():
-        path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
         sync(path)
 
 
@@ -196,12 +198,12 @@ def renamed_if_absent(finished: Path, folder: Path) -> bool:
 
 
 def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
-    """Move the files ``names`` of a finished folder into one that exists, and remove that one's old weight files.
+    """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files.
 
     The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
     half old and half new is not read as a model. It may be called again after it was interrupted.
     """
-    to_move = sorted(name for name in names if (finished / name).is_file())
+    to_move = sorted(name for name in names if (finished / name).exists())
     for name in reversed(ENTRIES):
         if name in to_move:
             (folder / name).unlink(missing_ok=True)
@@ -209,6 +211,8 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
         if OLD_WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
         (finished / name).replace(folder / name)
 
 
@@ -468,3 +472,14 @@ def weight_reader(folder: Path) -> tuple[set[str], Read]:
             raise ValueError(f"{str(folder / name)!r} {problem}: get the file again") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
+
+
+def rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
+    """What to do about names of a folder whose model `training.sparse_ift` has rewritten; "" for all others.
+
+    Layers of a model with the names ``known`` are there as several.
+    """
+    paths = {path for name in stored for path in IFT_MEMBER.findall(name)}
+    if not paths & {name.rpartition(".")[0] for name in known}:
+        return ""
+    return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"

@@ -16,6 +16,7 @@ from transformers.utils.hub import snapshot_download  # transformers brings the 
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
+    IFT_MEMBER,
     MASKS,
     SOURCE,
     WEIGHTS,
@@ -26,6 +27,7 @@ from modelopt_sparse.checkpoint.folder import (
     damaged_files,
     read_description,
     read_masks,
+    rewritten,
     sources_of,
     staged,
     weight_files,
@@ -52,7 +54,6 @@ from modelopt_sparse.reports.report import REPLACED, Report, attach_report, atta
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 SHOWN = 20  # how many problems an error names
 
 # writing --------------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     if any(map(IFT_MEMBER.match, stored_names := weight_reader(folder)[0])):
         fresh = empty_model(folder, **remote)
-        _refuse(head, [rewritten] if (rewritten := _rewritten(stored_names, fresh.state_dict())) else [])
+        _refuse(head, [said] if (said := rewritten(stored_names, fresh.state_dict())) else [])
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
     problems += unloaded(info)
@@ -394,8 +395,8 @@ def _reader(
     except ValueError as error:
         problems.append(str(error))
         return None
-    if rewritten := _rewritten(names, (name for alike in known for name in alike)):
-        problems.append(rewritten)
+    if said := rewritten(names, (name for alike in known for name in alike)):
+        problems[:] = [said]  # the reason of all others
         return None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(map(names.isdisjoint, known)):
@@ -409,17 +410,6 @@ def _reader(
         elif not torch.equal(mask, other):  # Trainer saves masks of plain modules with the weights
             problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
     return lambda name: read(description.aliases.get(name, name))
-
-
-def _rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
-    """What to do about names of a folder whose model `training.sparse_ift` has rewritten; "" for all others.
-
-    Layers of a model with the names ``known`` are there as several.
-    """
-    paths = {path for name in stored for path in IFT_MEMBER.findall(name)}
-    if not paths & {name.rpartition(".")[0] for name in known}:
-        return ""
-    return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from modelopt_sparse.calibration.data import Call, load_calls, take_in
 from modelopt_sparse.calibration.run import Run
@@ -380,11 +381,18 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     place = source.resolve()
     homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
     copied, left = [], []
-    for path in sorted(path for path in source.iterdir() if path.is_file() and not (folder / path.name).exists()):
+    for path in sorted(path for path in source.iterdir() if not (folder / path.name).exists()):
         if path.name.startswith("."):
             left.append(f"{path.name} (hidden)")
         elif not any(path.resolve().is_relative_to(home) for home in homes):
             left.append(f"{path.name} (a link that leaves the folder)")
+        elif path.is_dir() and path.name != CHAT_TEMPLATE_DIR:
+            left.append(f"{path.name} (a folder)")
+        elif path.is_dir():  # of a tokenizer with several
+            (folder / path.name).mkdir()
+            for template in sorted(path.glob("*.jinja")):
+                shutil.copyfile(template, folder / path.name / template.name)
+            copied.append(path.name)
         elif NOT_COPIED.search(path.name):
             ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
             left += [] if ours else [f"{path.name} (weights of another format)"]

@@ -15,6 +15,7 @@ from modelopt_sparse.checkpoint.folder import (
     damaged_files,
     read_description,
     read_masks,
+    rewritten,
     weight_reader,
 )
 from modelopt_sparse.checkpoint.workfolder import STARTED
@@ -229,6 +230,8 @@ def _open(
             raise ValueError(f"{str(folder)!r} has damaged masks: {'; '.join(problems)}")
     model = empty_model(folder, trust_remote_code=trust_remote_code)
     names, from_file = weight_reader(folder)
+    if said := rewritten(names, model.state_dict()):
+        raise ValueError(f"{str(folder)!r}: {said}, and verify that")
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None:
         return model, lambda layer: _codes(layer, names, from_file, quantization), masks, record

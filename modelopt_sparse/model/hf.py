@@ -51,8 +51,10 @@ def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
     except NotImplementedError:
         return
     size = getattr(embedding, "num_embeddings", None)
-    if isinstance(size, int) and tokens.numel() and (largest := int(tokens.max())) >= size:
-        problem = f"the text holds the token id {largest}, this {type(model).__name__} has {size} tokens"
+    least, largest = (int(tokens.min()), int(tokens.max())) if tokens.numel() else (0, 0)
+    if isinstance(size, int) and (least < 0 or largest >= size):
+        wrong = least if least < 0 else largest
+        problem = f"the text holds the token id {wrong}, this {type(model).__name__} has {size} tokens"
         raise ValueError(f"{problem}: give the tokenizer that belongs to the model")
 
 

@@ -4,6 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from modelopt_sparse.training.updates import (
 from modelopt_sparse.values import check_choice, check_number, check_whole, shown
 
 DISTRIBUTIONS = ("uniform", "erk")
+NAMED = 80  # characters of the names of an entry that a Group shows
 DESCRIBED = ("sparsity", "pattern", "scope", "init_method", "distribution", "include", "exclude", "seed")
 
 
@@ -280,11 +282,13 @@ class Group(Sparsity):
         if isinstance(algorithm, Group):
             raise ValueError("a Group in a Group: put its entries into the outer one, with extend")
         if algorithm is not None and not isinstance(algorithm, SparsityAlgorithm):
-            raise TypeError(f"{include!r}: {algorithm!r} is no sparsity algorithm")
+            raise TypeError(f"{shown(include)}: {algorithm!r} is no sparsity algorithm")
         if algorithm is not None and algorithm.include != Filter():
-            raise ValueError(f"{include!r}: the group says which parameters; leave include out of its algorithms")
+            raise ValueError(f"{shown(include)}: the group says which parameters; leave include out of its algorithms")
         if any(algorithm is other for _, other in self._groups if other is not None):
-            raise ValueError(f"{include!r}: this {type(algorithm).__name__} is in the group already: make another one")
+            raise ValueError(
+                f"{shown(include)}: this {type(algorithm).__name__} is in the group already: make another one"
+            )
         self._groups.append((parse_filter(include), algorithm))
 
     def extend(self, other: "Group") -> None:
@@ -293,7 +297,8 @@ class Group(Sparsity):
             self.add(include, algorithm)
 
     def __repr__(self) -> str:
-        return f"Group({', '.join(f'{include}: {algorithm}' for include, algorithm in self._groups)})"
+        entries = [f"{shorten(str(include), NAMED, placeholder=' ...')}: {each}" for include, each in self._groups]
+        return f"Group({', '.join(entries)})"
 
     def __getitem__(self, index: int) -> SparsityAlgorithm | None:
         return self._groups[index][1]

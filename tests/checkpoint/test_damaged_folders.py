@@ -482,7 +482,12 @@ def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
     refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
     with pytest.raises(ValueError, match=re.escape(advice)):
         mts.load(tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(f"{advice}, and verify that")):
+        mts.verify(tmp_path / "out")
     assert "newly initialized" not in "".join(capfd.readouterr())
+    with pytest.raises(ValueError, match="rewritten by sparse_ift") as failed:
+        mts.restore(tiny_llama(), tmp_path / "out")
+    assert "fits no parameter" not in str(failed.value)
     mts.restore(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
 
 

@@ -185,6 +185,18 @@ def test_companions_travel_with_the_model(tmp_path):
     assert again.chat_template == tokenizer.chat_template
 
 
+def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):
+    """They lie in a folder of their own, which anybody may read who may read the others."""
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    for name in ("tool_use", "rag"):
+        tokenizer.chat_template = {"default": "{{ messages }}", name: "{{ tools }}"}
+        mts.save(sparse("llama"), tmp_path / "out", companions=[tokenizer], overwrite=True)
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    (folder,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert folder.stat().st_mode & 0o111
+    assert (folder / "rag.jinja").stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
+
+
 def test_sharded_folders_restore_load_and_verify(tmp_path):
     model = sparse("llama")
     mts.save(model, tmp_path / "out", max_shard_size="20KB")

@@ -198,6 +198,7 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     source = saved(tmp_path / "dense", lambda: tiny_llama(vocab_size=len(tokenizer)))
     tokenizer.save_pretrained(source)
     (source / "LICENSE").write_text("free\n")
+    (source / "onnx").mkdir()
     (tmp_path / "id_rsa").write_text("secret")
     for name in ("old.bin", "old.H5", ".env"):
         (source / name).write_bytes(b"weights of another format, or a secret")
@@ -208,7 +209,7 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     assert report.notes == [
         "copied from the source: LICENSE, README.md, tokenizer.json, tokenizer_config.json",
         "left behind: .env (hidden), NOTICE (a link that leaves the folder), old.H5 (weights of another format), "
-        "old.bin (weights of another format)",
+        "old.bin (weights of another format), onnx (a folder)",
     ]
     assert mts.report(tmp_path / "streamed").notes == report.notes
     assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "wanda", num_samples=6, **text))
@@ -238,7 +239,15 @@ FAMILIES: dict[str, Callable[[], list[Any]]] = {
         )
     ],
     "chat": lambda: [AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")],
+    "chats": lambda: [with_two_templates()],
 }
+
+
+def with_two_templates() -> Any:
+    """A tokenizer whose second template lies in a folder of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    return tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -254,8 +263,12 @@ def test_tokenizers_and_processors_travel(tmp_path, family):
         assert [note.partition(":")[0] for note in notes] == ["copied from the source"]
         type(companion).from_pretrained(folder).save_pretrained(tmp_path / "again")
         type(companion).from_pretrained(source).save_pretrained(tmp_path / "before")
-    before, again = ({p.name: p.read_bytes() for p in (tmp_path / x).iterdir()} for x in ("before", "again"))
+    before, again = (
+        {path.name: path.read_bytes() for path in (tmp_path / x).rglob("*") if path.is_file()}
+        for x in ("before", "again")
+    )
     assert before == again
+    assert ("tool_use.jinja" in before) == (family == "chats")
 
 
 @pytest.mark.slow

@@ -233,6 +233,7 @@ def test_shrink_writes_what_the_api_makes(run, work, tmp_path):
         assert smaller.config.intermediate_size == model.config.intermediate_size
         assert_same_state(smaller, state_of(model))
         assert AutoTokenizer.from_pretrained(tmp_path / name)("a b") == text["tokenizer"]("a b")
+    assert "give --mlp 0.25 (a quarter" in run("shrink", work / "llama").err
     assert run("shrink", work / "llama", "--mlp", "25%").err.endswith("(or --plan, to see the sizes)\n")
     assert run("shrink", work / "llama", "--mlp", "25%", "--spill").err.endswith("--spill goes with --stream\n")
 

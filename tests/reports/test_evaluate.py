@@ -150,6 +150,7 @@ def test_no_gradients_are_kept():
         ({"seq_len": 1}, "seq_len=1, batch_size=None: at least 2 tokens predict one"),
         ({"seq_len": 65, "tokens": torch.ones(70, dtype=torch.long)}, "takes at most 64 tokens"),
         ({"batch_size": 0}, "batch_size=0: at least"),
+        ({"tokens": -text()}, r"the text holds the token id -9\d, this LlamaForCausalLM has 97 tokens"),
         ({"reference": tiny_llama(vocab_size=101)}, "the reference has a vocabulary of 101, the model one of 97"),
     ],
 )

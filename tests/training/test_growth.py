@@ -332,8 +332,10 @@ def test_sparse_ift_of_a_model_on_meta_and_a_rule_that_is_none():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
     assert len(repr(ift).splitlines()) <= 20
-    with pytest.raises(ValueError, match="rule is a function of the level: rule=lambda level: Static"):
-        training.sparse_ift(tiny_llama(), 0.5, rule=training.Static(0.5))
+    for rule in (training.Static(0.5), 0.5):
+        with pytest.raises(ValueError, match="rule is a function of the level: rule=lambda level: Static"):
+            training.sparse_ift(tiny_llama(), 0.5, rule=rule)  # pyright: ignore[reportArgumentType]
+    assert len(repr(training.sparse_ift(tiny_llama(), 0.5).sparsity)) < 400
 
 
 def test_nan_for_pruned_weights_names_finalize():

@@ -226,8 +226,9 @@ def _with_rule(
 ) -> SparseIFT:
     """The new model with its sparsity, and the plan with the live weights that this leaves. ``sparse``: the names of
     the sparse parameters of each layer."""
-    if isinstance(rule, Sparsity):
-        raise ValueError(f"rule is a function of the level: rule=lambda level: {type(rule).__name__}(level, ...)")
+    if not callable(rule) or isinstance(rule, Sparsity):
+        name = type(rule).__name__ if isinstance(rule, Sparsity) else "Static"
+        raise ValueError(f"rule is a function of the level: rule=lambda level: {name}(level, ...)")
     group, levels = Group(), {name: layer.level for layer in plan.layers for name in sparse[layer.name]}
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
