@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from modelopt_sparse.reports.report import Report, library_versions
 
@@ -38,6 +39,7 @@ ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as 
 OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # what a save may have written
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
+TOKENIZER = "tokenizer_config.json"
 IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
@@ -208,11 +210,17 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
         if name in to_move:
             (folder / name).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if OLD_WEIGHTS.fullmatch(path.name) and path.name not in names:
+        if path.name in names:
+            continue
+        if OLD_WEIGHTS.fullmatch(path.name):
             path.unlink()
+        elif path.name == CHAT_TEMPLATE_DIR and TOKENIZER in names and not path.is_symlink():
+            shutil.rmtree(path)  # templates of the tokenizer that is replaced
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
-        if (folder / name).is_dir():
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
+        elif (finished / name).is_dir():
+            (folder / name).unlink(missing_ok=True)
         (finished / name).replace(folder / name)
 
 

@@ -380,24 +380,24 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     """
     place = source.resolve()
     homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
+    templates = source / CHAT_TEMPLATE_DIR  # of a tokenizer with several
     copied, left = [], []
-    for path in sorted(path for path in source.iterdir() if not (folder / path.name).exists()):
+    for path in sorted(each for parent in (source, templates) if parent.is_dir() for each in parent.iterdir()):
+        name = str(path.relative_to(source))
+        if (folder / name).exists() or path == templates:
+            continue
         if path.name.startswith("."):
-            left.append(f"{path.name} (hidden)")
+            left.append(f"{name} (hidden)")
         elif not any(path.resolve().is_relative_to(home) for home in homes):
-            left.append(f"{path.name} (a link that leaves the folder)")
-        elif path.is_dir() and path.name != CHAT_TEMPLATE_DIR:
-            left.append(f"{path.name} (a folder)")
-        elif path.is_dir():  # of a tokenizer with several
-            (folder / path.name).mkdir()
-            for template in sorted(path.glob("*.jinja")):
-                shutil.copyfile(template, folder / path.name / template.name)
-            copied.append(path.name)
+            left.append(f"{name} (a link that leaves the folder)")
+        elif path.is_dir():
+            left.append(f"{name} (a folder)")
         elif NOT_COPIED.search(path.name):
             ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
-            left += [] if ours else [f"{path.name} (weights of another format)"]
+            left += [] if ours else [f"{name} (weights of another format)"]
         else:
-            shutil.copyfile(path, folder / path.name)
-            copied.append(path.name)
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+            copied.append(name)
     said = {"copied from the source": copied, "left behind": left}
     return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]

@@ -195,6 +195,9 @@ def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):
     (folder,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folder.stat().st_mode & 0o111
     assert (folder / "rag.jinja").stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
+    tokenizer.chat_template = "{{ messages }}"
+    mts.save(sparse("llama"), tmp_path / "out", companions=[tokenizer], overwrite=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
 
 
 def test_sharded_folders_restore_load_and_verify(tmp_path):

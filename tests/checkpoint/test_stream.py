@@ -199,6 +199,11 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     tokenizer.save_pretrained(source)
     (source / "LICENSE").write_text("free\n")
     (source / "onnx").mkdir()
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "rag.jinja").symlink_to("../../id_rsa")
+    (templates / ".env.jinja").write_text("secret")
     (tmp_path / "id_rsa").write_text("secret")
     for name in ("old.bin", "old.H5", ".env"):
         (source / name).write_bytes(b"weights of another format, or a secret")
@@ -207,8 +212,11 @@ def test_text_and_what_travels_with_a_model(tmp_path):
     text = {"data": [(TESTBED / "calibration.txt").read_text()[:3000]], "tokenizer": tokenizer, "seq_len": 32}
     report = streamed(source, tmp_path / "streamed", "wanda", num_samples=6, **text)
     assert report.notes == [
-        "copied from the source: LICENSE, README.md, tokenizer.json, tokenizer_config.json",
-        "left behind: .env (hidden), NOTICE (a link that leaves the folder), old.H5 (weights of another format), "
+        "copied from the source: LICENSE, README.md, additional_chat_templates/tool_use.jinja, tokenizer.json, "
+        "tokenizer_config.json",
+        "left behind: .env (hidden), NOTICE (a link that leaves the folder), "
+        "additional_chat_templates/.env.jinja (hidden), "
+        "additional_chat_templates/rag.jinja (a link that leaves the folder), old.H5 (weights of another format), "
         "old.bin (weights of another format), onnx (a folder)",
     ]
     assert mts.report(tmp_path / "streamed").notes == report.notes

@@ -480,6 +480,7 @@ def press(event, args):  # Ctrl-C, when the third block's record is about to be 
     if event == "os.rename" and str(args[1]).endswith("block-00002.json"):
         os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
 sys.addaudithook(press)
 main()
 """
