@@ -113,9 +113,9 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs, and of numbers of
-    experts, which are routed in so many ``groups``. depth: blocks, of which those at the places ``stay`` will; unless
-    they are ``named`` so many, and data chooses them."""
+    """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs; of the number of
+    experts, which are routed in so many ``groups``, and of heads that predict further tokens, which become none. depth:
+    blocks, of which those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them."""
 
     width: Mapping[str, tuple[int, int]]
     experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
