@@ -217,7 +217,7 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:
         refuse_offloaded(model, plan.blocks, "reconstruct")
-    if config.budget is not None:
+    if config.budget is not None and not config.budget.optional:
         refuse_offloaded(model, [model], "budget")
     if config.distill is not None:
         refuse_offloaded(model, [model], "distill")

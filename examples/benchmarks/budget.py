@@ -80,7 +80,7 @@ def main() -> None:
         for recipe in given.recipes.split(","):
             how = {"quality": recipe} if recipe in ("fast", "balanced", "best") else {"method": recipe}
             for level in given.levels.split(","):
-                plain = bench.run(draw, pattern=f"{level}%", **how)
+                plain = bench.run(draw, pattern=f"{level}%", budget=None, **how)
                 own = bench.run(draw, budget=f"{level}% zeros", **how)
                 print(row(draw, recipe, f"{level}%", plain, own), flush=True)
         for share in ("16.7", "33.3") if given.hardware else ():

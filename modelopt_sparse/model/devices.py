@@ -289,14 +289,19 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
                 raise ValueError(f"{name!r} {problem}: use enforce=False, or offload_buffers=False")
 
 
-def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str) -> None:
-    """Raise ValueError if accelerate offloads weights of one of the blocks, so that an ``option`` could neither tune
-    them nor see their gradients."""
+def offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> str | None:
+    """The name of a module inside the blocks whose weights accelerate offloads, so that nothing can tune them or see
+    their gradients."""
     inside = {module for block in blocks for module in block.modules()}
-    for path, module in model.named_modules():
-        if module in inside and offloading_hook(module) is not None:
-            problem = f"{option} needs gradients of weights, and accelerate offloads those of {path!r} between calls"
-            raise ValueError(f"{problem}: load the model without a device_map and give device=, or leave {option} out")
+    paths = (path for path, module in model.named_modules() if module in inside and offloading_hook(module) is not None)
+    return next(paths, None)
+
+
+def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str) -> None:
+    """Raise ValueError if accelerate offloads weights of one of the blocks."""
+    if (path := offloaded(model, blocks)) is not None:
+        problem = f"{option} needs gradients of weights, and accelerate offloads those of {path!r} between calls"
+        raise ValueError(f"{problem}: load the model without a device_map and give device=, or leave {option} out")
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:

@@ -8,14 +8,14 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from modelopt_sparse.methods.patterns import Pattern, parse_pattern
+from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.reports.fold import nearest
 
 # what the user asks for -----------------------------------------------------------------------------------------------
@@ -23,8 +23,8 @@ from modelopt_sparse.reports.fold import nearest
 
 UNITS = {"zeros": 1, "bytes": 1, "flops": 1, "ms": 10**6, "kl": 1}  # unit -> how many one is, of those that are counted
 NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
-DENSE = "dense"
-LEVELS = (DENSE, *(f"{level}%" for level in range(20, 85, 5)))
+DENSE, AUTO = "dense", "auto"
+LEVELS, HIGHEST = (DENSE, *(f"{level}%" for level in range(20, 85, 5))), 0.8
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,12 @@ class Limit:
 
 
 class Budget(tuple[Limit, ...]):
-    """What `parse_budget` makes of the option: one limit, or two."""
+    """What `parse_budget` makes of the option: one limit, or two.
+
+    optional: it came from "auto". Where losses cannot be measured, the layers get the pattern instead.
+    """
+
+    optional: bool = False
 
     def __str__(self) -> str:
         return ", ".join(map(str, self))
@@ -61,6 +66,14 @@ def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
     if not isinstance(value, Mapping) or not 1 <= len(value) <= 2:
         raise TypeError(f"budget={value!r}: give one string, such as '35% zeros', or a mapping of one or two units")
     return Budget(_limit(f"{amount} {unit}", units) for unit, amount in value.items())
+
+
+def zeros_of(pattern: Unstructured) -> tuple[Budget, tuple[Pattern | None, ...]]:
+    """An optional budget of as many zeros as a pattern has, and its choices, which begin with the pattern."""
+    budget = Budget([Limit("zeros", Fraction(str(pattern.sparsity)), of_dense=True)])
+    budget.optional = True
+    levels = (replace(pattern, sparsity=each.sparsity) for each in map(parse_pattern, LEVELS[1:]))
+    return budget, (pattern, None, *levels)
 
 
 def _limit(text: str, units: Collection[str]) -> Limit:

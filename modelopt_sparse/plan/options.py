@@ -11,11 +11,21 @@ from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
 from modelopt_sparse.methods.base import Method
-from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
-from modelopt_sparse.plan.budget import DENSE, LEVELS, Budget, parse_budget, parse_choices, parse_timings
+from modelopt_sparse.plan.budget import (
+    AUTO,
+    DENSE,
+    HIGHEST,
+    LEVELS,
+    Budget,
+    parse_budget,
+    parse_choices,
+    parse_timings,
+    zeros_of,
+)
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.values import check_number, check_options, is_whole, shown
@@ -29,23 +39,23 @@ class Quality:
 
     method: name of the method.
     options: options of `SparsifyConfig`, for any pattern.
-    permutes: whether N:M patterns get ``permute``.
+    shares: whether N:M patterns get ``permute``, and levels a budget of as many zeros.
     """
 
     method: str
     options: Mapping[str, Any]
-    permutes: bool = True
+    shares: bool = True
 
     def options_for(self, patterns: Iterable[Pattern | None]) -> dict[str, Any]:
         """The options for layers with one of these patterns; without any only those for all patterns."""
-        permutes = self.permutes and any(isinstance(pattern, NM) for pattern in patterns)
-        return {**self.options, **({"permute": True} if permutes else {})}
+        permutes = self.shares and any(isinstance(pattern, NM) for pattern in patterns)
+        return {**self.options, **({"permute": True} if permutes else {}), **({"budget": AUTO} if self.shares else {})}
 
 
 BALANCED = {"epochs": 4, "masks": "auto"}
 BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
-    "fast": Quality("sparsegpt", {"polish": 3}, permutes=False),
+    "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
     "balanced": Quality("alps", {"reconstruct": BALANCED}),
     "best": Quality("alps", BEST),
     "max": Quality("alps", {**BEST, "distill": True}),
@@ -232,7 +242,9 @@ class SparsifyConfig:
       allocation: "uniform" or "owl": how the zeros of an unstructured pattern are shared out over the layers.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
         lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an
-        amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``.
+        amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``. "auto", which ``quality`` sets: the
+        zeros of an unstructured ``pattern``, or that pattern in every layer where losses cannot be measured; the report
+        says why.
       choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
         ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
         one with nothing but a ``pattern`` fixes that.
@@ -310,12 +322,24 @@ class SparsifyConfig:
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
+        if self.budget is not None and (self.budget == AUTO or self.budget.optional):
+            self._share_zeros()
         if self.budget is not None and self.choices is None:
             named = isinstance(self.pattern, NM) and "pattern" in self.__dict__["_passed"]
             object.__setattr__(self, "choices", (None, self.pattern) if named else parse_choices(LEVELS))
         _check_types(self)
         if (problem := next(_problems(self), None)) is not None:
             raise ValueError(problem)
+
+    def _share_zeros(self) -> None:
+        """What the budget "auto" stands for: as many zeros as the pattern has, or None where it is no level between
+        those that layers may have, or where something else says where zeros go."""
+        budget, pattern, of_rules = None, self.pattern, {name for rule in self.rules for name in rule.options or ()}
+        elsewhere = self.masks is not None or self.allocation != "uniform" or of_rules & {"pattern", "choices"}
+        if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < HIGHEST and not elsewhere:
+            budget, levels = zeros_of(pattern)
+            object.__setattr__(self, "choices", tuple(dict.fromkeys((pattern, *(self.choices or levels)))))
+        object.__setattr__(self, "budget", budget)
 
     @classmethod
     def make(
@@ -465,7 +489,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
     "distill": lambda value: _parse_tuning("distill", Distill, value),
     "allocation": _allocation,
-    "budget": parse_budget,
+    "budget": lambda value: value if value == AUTO else parse_budget(value),
     "choices": lambda value: None if value is None else parse_choices(value),
     "timings": parse_timings,
     "losses": lambda value: None if value is None else Path(value),
@@ -540,7 +564,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
     if units and config.allocation != "uniform":
         yield f"budget and allocation={config.allocation!r} both say where zeros go: leave one of them out"
-    if units and loop:
+    if config.budget is not None and loop and not config.budget.optional:
         yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
     if "bytes" in units and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"

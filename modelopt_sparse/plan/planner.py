@@ -290,7 +290,7 @@ def _check_planned(
         if home and home in homes:
             problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
             raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
-        if config.budget is not None and layer_plan.within_mask:
+        if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             problem = f"layer {layer_plan.name!r} carries a mask whose zeros stay, and a budget is for a dense model"
             raise ValueError(f"{problem}: give replace=True, which drops the mask, or exclude it")
         if config.timings is not None and layer_plan.name not in config.timings:

@@ -36,6 +36,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
+from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.hf import text_config_of
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -330,12 +331,20 @@ def planned(plan: Plan, chosen: Chosen) -> Plan:
 def budgeted(data: CalibrationData) -> CalibrationData:
     """Data whose run has the plan that ``config.budget`` leads to, of all processes; the report says what it costs.
 
-    A run that goes on after it was stopped takes the plan that it began with.
+    A run that goes on after it was stopped takes the plan that it began with. Where losses cannot be measured, an
+    optional budget leaves the plan as it is.
     """
     run, began = data.run, time.perf_counter()
     said = run.storage.recall()
     if said is None:
-        data, said = decided(data)
+        try:
+            data, said = decided(data)
+        except NoLosses as why:
+            if run.config.budget is None or not run.config.budget.optional:
+                raise
+            run.report.settings.update(budget=None, choices=None)
+            run.report.notes.append(f"{run.plan.layers[0].pattern} in every layer, not shared out by losses: {why}")
+            return data
         said["seconds"] = round(time.perf_counter() - began, 3)
         run.processes.check_same({"the plan of the budget": str(said["layers"])}, "report this")
         run.storage.keep(said)
@@ -343,6 +352,10 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     run.report.skipped = plan.skipped
     run.report.budgeted(said)
     return replace(data, run=replace(run, plan=plan))
+
+
+class NoLosses(ValueError):
+    """What layers lose cannot be measured."""
 
 
 TRIES = 4  # plans that are measured for a budget of kl
@@ -404,14 +417,20 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
     """The losses of all choices, measured, or read from the file that ``losses`` names; and the data, which knows the
     metrics that come from the same gradients."""
     run, file = data.run, data.run.config.losses
+    if data.calls is None:
+        raise NoLosses("a forward_loop calls the model in its own way")
+    if any(each.within_mask for each in run.plan.layers):
+        raise NoLosses("layers carry masks, whose zeros stay")
+    if offloaded(run.model, [run.model]) is not None:
+        raise NoLosses("accelerate offloads weights, which leave no gradients then")
     if file is not None and file.exists():
         losses = _read(file, run.plan)
     else:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
-            problem = f"budget: the output of a {type(run.model).__name__} has no logits, which losses are measured by"
-            raise ValueError(f"{problem}: give allocation='owl', or rules")
+            problem = f"the output of a {type(run.model).__name__} has no logits, which losses are measured by"
+            raise NoLosses(f"{problem}: give allocation='owl', or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}

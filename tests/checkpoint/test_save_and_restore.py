@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import save
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import MODELS, PRUNED, describe, outputs, scrambled, sparse
 from tests.helpers import TESTBED, assert_bits, assert_same_state, run_python, state_of, tiny_llama, token_batches
@@ -268,3 +269,12 @@ def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_pa
         for layer in report.layers:
             assert (layer.pattern, layer.zeros / layer.size, layer.error) == ("2:4", zeros, None)
             assert layer.notes == [f"its mask was replaced since, by one of {shown}"]
+
+
+def test_a_hub_name_is_downloaded(saved, monkeypatch):
+    """As a name that is no folder here; the hub's client gives its folder in the cache."""
+    folder, asked = saved("llama"), []
+    monkeypatch.setattr(save, "snapshot_download", lambda name, revision: asked.append((name, revision)) or str(folder))
+    model = mts.load("org/name", revision="main")
+    assert asked == [("org/name", "main")]
+    assert_same_state(model, state_of(mts.load(folder)))

@@ -8,6 +8,7 @@ import pytest
 
 import modelopt_sparse as mts
 from modelopt_sparse.plan.budget import choose, parse_budget, parse_choices
+from modelopt_sparse.plan.planner import resolve
 from tests.helpers import tiny_llama, token_batches
 
 PARSED = {
@@ -102,6 +103,37 @@ def test_quality_permutes_where_a_choice_is_n_m(options, permutes):
     assert plan.layers[0].recipe == "alps+reconstruct"
     config = mts.SparsifyConfig.make(plan.layers[0].method, quality="balanced", budget="9% zeros", **options)
     assert config.permute == permutes
+
+
+AUTO = {
+    "level": ({"pattern": 0.55}, "55% zeros"),
+    "of rows": ({"pattern": "55% per row"}, "55% zeros"),
+    "some layers stay dense": ({"pattern": 0.55, "rules": {"*.down_proj": None}}, "55% zeros"),
+    "N:M": ({"pattern": "2:4"}, "None"),
+    "no pattern": ({}, "None"),
+    "as many zeros as layers may have": ({"pattern": 0.8}, "None"),
+    "no zeros": ({"pattern": 0.0}, "None"),
+    "levels of rules": ({"pattern": 0.55, "rules": {"*.down_proj": {"pattern": 0.2}}}, "None"),
+    "owl": ({"pattern": 0.55, "allocation": "owl"}, "None"),
+    "switched off": ({"pattern": 0.55, "budget": None}, "None"),
+    "another": ({"pattern": 0.55, "budget": "60% flops"}, "60% flops"),
+    "fast": ({"pattern": 0.55, "quality": "fast"}, "None"),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_quality_shares_out_the_zeros_of_a_level(case):
+    """Where nothing else says where zeros go; the layers' own pattern is the first choice."""
+    options, budget = AUTO[case]
+    method, config = resolve(None, None, {"quality": "balanced", **options})
+    assert str(config.budget) == budget
+    if budget == "55% zeros":
+        of_rows = " per row" if case == "of rows" else ""
+        levels = [f"{level}%{of_rows}" for level in (55, *(each for each in range(20, 85, 5) if each != 55))]
+        assert [str(each) for each in config.choices] == [levels[0], "None", *levels[1:]]
+        assert mts.make_plan(tiny_llama(), "sparsegpt", config).layers[0].pattern.sparsity == 0.55
+        assert mts.SparsifyConfig.make(method, config).budget.optional
+        assert str(mts.SparsifyConfig.make(method, config, pattern=0.3).budget) == "30% zeros"
 
 
 # the choice -----------------------------------------------------------------------------------------------------------

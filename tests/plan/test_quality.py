@@ -50,6 +50,7 @@ def test_without_quality_a_method_is_the_published_algorithm_and_nothing_more():
 def test_quality_chooses_method_and_options(quality, pattern):
     chosen = QUALITIES[quality]
     options = chosen.options_for([parse_pattern(pattern)])
+    assert options.pop("budget", None) == (None if quality == "fast" else "auto")  # see test_budget.py
     if "reconstruct" in options:
         options["reconstruct"] = Reconstruct(**options["reconstruct"])
     if "distill" in options:

@@ -223,6 +223,38 @@ def test_a_model_that_accelerate_offloads_is_refused():
     assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
 
 
+WHY = {
+    "a forward_loop calls": (tiny_llama, {"forward_loop": lambda model: [model(b) for b in DATA["data_loader"]]}),
+    "the output of a LlamaModel has no logits": (lambda: LlamaModel(tiny_llama().config), {}),
+    "layers carry masks, whose zeros stay": (lambda: mts.sparsify(tiny_llama(), "magnitude", pattern=0.1), {}),
+    "accelerate offloads weights": (lambda: cpu_offload(tiny_llama(), torch.device("cpu")), {}),
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_where_losses_cannot_be_measured_an_optional_budget_is_the_pattern(why):
+    make, more = WHY[why]
+    options = {**({} if more else {"data_loader": DATA["data_loader"]}), **more, "pattern": 0.5, "progress": False}
+    model, plain = make(), make()
+    mts.sparsify(model, "sparsegpt", budget="auto", **options)
+    mts.sparsify(plain, "sparsegpt", **options)
+    for (name, mask), (_, other) in zip(mts.named_masks(model), mts.named_masks(plain), strict=True):
+        assert torch.equal(mask, other), name
+    report = mts.report(model)
+    assert any(
+        note.startswith(f"50% per matrix in every layer, not shared out by losses: {why}") for note in report.notes
+    )
+    assert report.settings["budget"] is None
+
+
+def test_quality_with_a_level_takes_a_budget_of_its_zeros():
+    model = mts.sparsify(tiny_llama(), quality="balanced", pattern=0.5, reconstruct=1, **DATA)
+    report = mts.report(model)
+    assert report.settings["budget"]["asked"] == "50% zeros"
+    assert report.sparsity == pytest.approx(0.5, abs=1e-3)
+    assert len({layer.pattern for layer in report.layers}) > 1
+
+
 def test_errors_say_what_to_give():
     rows = {"data_loader": [torch.randn(16, 8)], "progress": False}
     model = Classifier(bad=True)
