@@ -69,11 +69,11 @@ def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
 
 
 def zeros_of(pattern: Unstructured) -> tuple[Budget, tuple[Pattern | None, ...]]:
-    """An optional budget of as many zeros as a pattern has, and its choices, which begin with the pattern."""
+    """An optional budget of as many zeros as a pattern has, and LEVELS with its scope."""
     budget = Budget([Limit("zeros", Fraction(str(pattern.sparsity)), of_dense=True)])
     budget.optional = True
     levels = (replace(pattern, sparsity=each.sparsity) for each in map(parse_pattern, LEVELS[1:]))
-    return budget, (pattern, None, *levels)
+    return budget, (None, *levels)
 
 
 def _limit(text: str, units: Collection[str]) -> Limit:

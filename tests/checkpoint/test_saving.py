@@ -27,10 +27,11 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     """One file over shards and back: nothing of the old model is read again, other people's files stay."""
     first, second = sparse("llama"), mts.sparsify(tiny_llama(), "magnitude", pattern="1:4")
     out = tmp_path / "out"
+    out.mkdir()
+    for name in MINE:
+        (out / name).write_text("mine")
     for model, options in ((first, {}), (second, {"max_shard_size": "20KB"}), (first, {})):
         mts.save(model, out, overwrite=True, **options)
-        for name in MINE:
-            (out / name).write_text("mine")
         assert len(list(out.glob("model-0*"))) == 0 or options
         assert (out / "model.safetensors").exists() == (not options)
         assert (out / "model.safetensors.index.json").exists() == bool(options)
