@@ -6,7 +6,9 @@
 
 Perplexity and KL(dense || smaller) are those of the first 100 windows of 512 tokens of the held-out text; each draw has
 128 windows of the calibration text of its own. CPU seconds are those of the process. "minitron" is ModelOpt's score,
-computed here: the mean of |x| over each window, squared, summed up.
+computed here: the mean of |x| over each window, squared, summed up. Torch-Pruning's rows see no data, and need
+`pip install --no-deps torch-pruning==1.6.1`. "its example" takes the same share of heads and of the hidden size too, as
+its example for language models does: on the embedded model and on the Qwen3 that did not end in ten minutes.
 """
 
 import argparse
@@ -34,6 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gram, refit": {},
     "gram, refit, repaired": REPAIR,
 }
+PEERS = {"Torch-Pruning, MLP": {"mlp_alone": True}, "Torch-Pruning, its example": {"mlp_alone": False}}
 CHANNELS: dict[str, dict[str, Any]] = {"25%": {"mlp": 0.25}, "50%": {"mlp": 0.5}, "block": {"blocks": 1}}
 EXPERTS: dict[str, dict[str, Any]] = {"25% experts": {"experts": 0.25}, "50% experts": {"experts": 0.5}}
 SIZES = {**CHANNELS, **EXPERTS}
@@ -58,6 +61,42 @@ def at_random(dense: Any, asked: dict[str, Any], draw: int) -> dict[str, Any]:
     return {"kept": {"experts": kept}, "experts": None, "criterion": None}
 
 
+def torch_pruning(model: Any, share: float, *, mlp_alone: bool) -> None:
+    """What Torch-Pruning makes of a model, in place, with the options of its example for language models."""
+    import torch_pruning as tp
+
+    model.config.use_cache = False  # it traces outputs
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    config = model.config
+    counts = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
+    counts["v_proj"] = counts["k_proj"]
+    heads = {each: counts[end] for name, each in linears.items() if (end := name.rpartition(".")[2]) in counts}
+    of_mlp = ("gate_proj", "up_proj", "fc1")
+    rest = [each for name, each in linears.items() if not name.endswith(of_mlp)]
+    more: dict[str, Any] = {"ignored_layers": rest if mlp_alone else [model.lm_head]}
+    if not mlp_alone:
+        more |= {"num_heads": heads, "prune_num_heads": True, "prune_head_dims": False, "head_pruning_ratio": share}
+    pruner = tp.pruner.BasePruner(
+        model,
+        torch.zeros(1, 8, dtype=torch.long),
+        tp.importance.GroupMagnitudeImportance(p=2, group_reduction="mean"),
+        pruning_ratio=share,
+        round_to=4,
+        output_transform=lambda output: output.logits,
+        **more,
+    )
+    for group in pruner.step(interactive=True):
+        group.prune()
+    for attention in (each for name, each in model.named_modules() if name.endswith("self_attn") and not mlp_alone):
+        attention.num_heads = attention.q_proj.out_features // attention.head_dim
+        attention.num_key_value_groups = attention.q_proj.out_features // attention.k_proj.out_features
+    config.use_cache = True
+
+
+def size_of(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=3, help="of calibration windows (%(default)s)")
@@ -65,7 +104,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=100, help="windows of 512 tokens (%(default)s)")
     parser.add_argument("--model", type=Path, default=TESTBED / "tiny-llama", help="folder (the testbed's)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(CHANNELS), help="what goes (all but experts)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="ways (all)")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PEERS], default=list(ROWS), help="ways (all of ours)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -76,9 +115,10 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.processor() or platform.machine()}, {options.threads} threads, {options.draws} draws\n\n"
-        "| off | by | KL | share | perplexity | CPU seconds |\n| --- | --- | ---: | ---: | ---: | ---: |"
+        "| off | by | KL | share | perplexity | parameters | CPU seconds |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
     )
-    ways = {size: {way: ROWS[way] for way in options.rows} for size in options.sizes}
+    ways = {size: {way: {**ROWS, **PEERS}[way] for way in options.rows} for size in options.sizes}
     ways |= {size: BLOCK if size == "block" else OF_EXPERTS for size in {"block", *EXPERTS} & {*options.sizes}}
     runs = [(size, way, {**SIZES[size], **more}) for size, of_size in ways.items() for way, more in of_size.items()]
     base: dict[str, float] = {}
@@ -88,7 +128,10 @@ def main() -> None:
         for draw in range(options.draws):
             model, began = copy.deepcopy(dense), time.process_time()
             how = {**asked, **at_random(dense, asked, draw)} if asked.get("criterion") == "random" else asked
-            mts.shrink(model, data_loader=list(windows[draw].split(8)), progress=False, **how)
+            if way in PEERS:
+                torch_pruning(model, asked["mlp"], mlp_alone=asked["mlp_alone"])
+            else:
+                mts.shrink(model, data_loader=list(windows[draw].split(8)), progress=False, **how)
             seconds.append(time.process_time() - began)
             found.append(
                 mts.evaluate(model, heldout.flatten(), seq_len=heldout.shape[1], reference=dense, progress=False)
@@ -98,11 +141,9 @@ def main() -> None:
             base[size] = kl
         share = f"{kl / base[size]:.2f}" if size in base else ""
         spread = f"{kl:.3f} ({min(each.kl for each in found):.3f} to {max(each.kl for each in found):.3f})"
-        perplexity = mean(each.perplexity for each in found)
-        print(
-            f"| {TITLES.get(size, size)} | {way} | {spread} | {share} | {perplexity:.3f} | {mean(seconds):.0f} |",
-            flush=True,
-        )
+        perplexity, left = mean(each.perplexity for each in found), size_of(model) / size_of(dense)
+        cells = TITLES.get(size, size), way, spread, share, f"{perplexity:.3f}", f"{left:.1%}", f"{mean(seconds):.0f}"
+        print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\nThe dense model has a perplexity of {found[0].reference_perplexity:.3f}.")
 
 
