@@ -39,7 +39,7 @@ from .reports.evaluate import TaskScores as TaskScores
 from .reports.evaluate import evaluate as evaluate
 from .reports.evaluate import evaluate_tasks as evaluate_tasks
 from .reports.report import Report as Report
-from .reports.report import Shrunk as Shrunk
+from .reports.values import Shrunk as Shrunk
 from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense

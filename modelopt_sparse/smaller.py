@@ -55,7 +55,8 @@ from modelopt_sparse.plan.shrinking import (
     sizes_for,
 )
 from modelopt_sparse.reports.progress import Progress
-from modelopt_sparse.reports.report import Report, Shrunk, attach_report
+from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import check_choice, check_flag
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare

@@ -31,7 +31,7 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.resize import Depth, Pool
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
-from modelopt_sparse.reports.report import Shrunk
+from modelopt_sparse.reports.values import Shrunk
 
 SAMPLES = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge

@@ -30,7 +30,7 @@ from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.progress import Progress
-from modelopt_sparse.reports.report import Distilled
+from modelopt_sparse.reports.values import Distilled
 
 FULL_RATE = 1.0  # the KL divergence in nats, before it, from which on the whole learning rate is taken
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs

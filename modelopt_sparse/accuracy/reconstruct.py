@@ -28,7 +28,7 @@ from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.reports.report import BlockReport
+from modelopt_sparse.reports.values import BlockReport
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.reports.fold import first_few
-from modelopt_sparse.reports.report import BlockReport, LayerReport, Report
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import BlockReport, LayerReport
 
 ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time

@@ -30,7 +30,7 @@ from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rule
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
-from modelopt_sparse.reports.report import Skipped
+from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 
 

@@ -37,7 +37,7 @@ from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
-from modelopt_sparse.reports.report import Shrunk
+from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default

@@ -23,12 +23,15 @@ from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from modelopt_sparse.reports.report import ERROR_FROM, LayerReport, Report, errors_from, notes_of
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport
+
+if TYPE_CHECKING:
+    from modelopt_sparse.reports.report import Report
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -41,7 +44,7 @@ CELLS = (96, 192)  # rows and columns of a map of a whole mask
 SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross", "triangle-down", "star", "pentagon", "hexagon")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
-Runs = Sequence[tuple[str, Report]]  # each with its title
+Runs = Sequence[tuple[str, "Report"]]  # each with its title
 Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 
@@ -50,10 +53,10 @@ Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 def write_page(
     path: str | Path,
-    report: Report,
+    report: "Report",
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: Report | None,
+    compare: "Report | None",
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -165,7 +168,7 @@ def _packed(key: str, text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: Report) -> tuple[str, str]:
+def _one_run(report: "Report") -> tuple[str, str]:
     """What was done and what it cost; and notes, settings and versions."""
     cards = "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
@@ -205,7 +208,7 @@ def _said(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def cost_of(report: Report) -> dict[str, tuple[str, str]]:
+def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     pruned, total = report.weights
@@ -250,11 +253,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _circumstances(report: Report) -> str:
+def _circumstances(report: "Report") -> str:
     """Notes, settings, data and versions, of earlier runs as well."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(report))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report.all_notes())
     parts = {
-        "What errors were measured with": {f"error from {short}": text for short, text in errors_from(report).items()},
+        "What errors were measured with": {f"error from {short}": text for short, text in report.errors_from().items()},
         "Settings": report.settings,
         "Calibration data": report.calibration,
         "Versions": report.versions,
@@ -277,7 +280,7 @@ def _circumstances(report: Report) -> str:
 Cell = Callable[[Any], str | float | None]  # of a row of a table
 
 
-def _tables(report: Report) -> list[Table]:
+def _tables(report: "Report") -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     scores: dict[str, Cell] = {
         **_fields("task", "metric"),
@@ -371,7 +374,7 @@ def _shape(row: Any) -> str:
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
+def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure]:
     """The figures of one run, in the page's order, without those that have no data.
 
     masks: bool masks to draw, by parameter name.
@@ -405,7 +408,7 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def drawn_masks(report: Report, names: Iterable[str]) -> list[str]:
+def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
     """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -479,7 +482,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("experts", "Tokens of experts", caption, lines, _blocks(points), "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: Report) -> Figure | None:
+def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure | None:
     """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}

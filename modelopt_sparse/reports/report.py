@@ -1,7 +1,4 @@
-"""What a run did and measured: a row for each layer, each tuned block and each weight that stays dense.
-
-`Report` holds these rows. It prints them as a table, gives them to machines as JSON, and draws them in an HTML page.
-"""
+"""`Report`: what a run did and measured, in the rows of `values.py`; as a table, as JSON, and as an HTML page."""
 
 import math
 import platform
@@ -22,160 +19,18 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, paragraph, rows_of
+from modelopt_sparse.reports.values import (
+    DISTILLED,
+    ERROR_FROM,
+    RECONSTRUCTED,
+    BlockReport,
+    Distilled,
+    LayerReport,
+    Shrunk,
+    Skipped,
+)
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
-PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
-REPLACED = "its mask was replaced since"  # a note of a layer
-# what the error of a layer was measured with -> what its row says, and how exact that is
-ERROR_FROM = {
-    "gram": ("X", "exact, for X as calibration saw it"),
-    "square_sums": ("norms of X", "the same with the channels of X taken as uncorrelated"),
-    "weights": ("W alone", "X taken as white, for no data was used"),
-}
-
-
-# rows -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON takes."""
-        return {**vars(self), "shape": list(self.shape)}
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One part of a layer's recipe (the method, or what followed it): the error after it, and the time it took."""
-
-    step: str
-    error: float | None
-    seconds: float
-
-    @classmethod
-    def of(cls, step: str, error: float, seconds: float) -> "StepReport":
-        """``error``: NaN or inf if none was measured."""
-        return cls(step, error if math.isfinite(error) else None, round(seconds, 4))
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One pruned layer.
-
-    error: the relative squared error of its output after the last of ``steps``, measured with ``error_from``; None if
-      the method measures none. Reconstruction comes later, and has an error of its own for each block.
-    expert_tokens: the tokens that were routed to each expert of a mixture; empty for all other layers.
-    """
-
-    name: str
-    parameter: str
-    type: str
-    shape: list[int]
-    recipe: str
-    pattern: str
-    options: Mapping[str, Any]
-    zeros: int
-    size: int
-    error: float | None
-    error_from: str
-    tokens: int
-    seconds: float
-    notes: list[str]
-    steps: list[StepReport] = field(default_factory=list)
-    expert_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def errors(self) -> list[float]:
-        """The errors that were measured, in the order of the steps."""
-        errors = [step.error for step in self.steps] or [self.error]
-        return [error for error in errors if error is not None]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
-        return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """One tuned block, or part of it.
-
-    error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
-    epoch: the epoch whose values were chosen; 0: those from before.
-    """
-
-    name: str
-    error_before: float
-    error_after: float
-    epoch: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """The distillation of the whole model.
-
-    kl_before, kl_after: the mean KL divergence from the dense model's predictions, in nats, on the calibration batches
-      that were held back.
-    epoch: the epoch whose values were chosen; 0: those from before.
-    """
-
-    kl_before: float
-    kl_after: float
-    epoch: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Shrunk:
-    """What a model was made smaller by.
-
-    sizes: name in the config -> [before, after].
-    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer
-      of a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
-    scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
-    tokens: layer of experts -> the calibration tokens that were routed to each.
-    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts [as
-      is], of the mixture's output on all batches, where tokens get nothing in the place of experts that go.
-    shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
-      the means over mixtures.
-    tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
-      influence.
-    kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
-    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
-    """
-
-    sizes: dict[str, list[int]]
-    criterion: str
-    kept: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    scores: dict[str, list[float]] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    errors: dict[str, list[float]] = field(default_factory=dict)
-    shares: dict[str, list[float]] = field(default_factory=dict)
-    tried: list[dict[str, float]] = field(default_factory=list)
-    kl: dict[str, float] = field(default_factory=dict)
-    costs: dict[str, list[float]] = field(default_factory=dict)
-
-    def summary(self) -> str:
-        """What went, what it cost, and how far the predictions have moved."""
-        sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
-        said = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
-        said += [f"{what} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for what, (old, new) in self.costs.items()]
-        if self.kl:
-            steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
-            said.append(f"KL from the model before, on calibration batches held back, in nats: {steps}")
-        if self.shares:
-            errors = ", ".join(f"{share} {own:.4f} ({random:.4f})" for share, (own, random) in self.shares.items())
-            said.append(f"error of the mixtures' outputs without a share of the experts (at random): {errors}")
-        return "; ".join(said)
 
 
 # the report -----------------------------------------------------------------------------------------------------------
@@ -263,6 +118,15 @@ class Report(Printed):
         """(weights of the pruned layers, weights of all matrices)."""
         pruned = sum(layer.size for layer in self.layers)
         return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
+
+    def all_notes(self) -> list[str]:
+        """The notes of earlier runs, and those of the last one."""
+        return [note for run in self.earlier for note in run["notes"]] + self.notes
+
+    def errors_from(self) -> dict[str, str]:
+        """What the errors of layers were measured with, and how exact that is."""
+        measured = {layer.error_from for layer in self.layers if layer.errors}
+        return dict(words for key, words in ERROR_FROM.items() if key in measured)
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
@@ -362,8 +226,8 @@ class Report(Printed):
             parts.append(say("; ".join([said, *tuned.notes])))
         if reasons:
             parts.append(by_reason("stays dense", reasons, names, all_rows=all_rows))
-        parts.append("\n".join(say(f"note: {note}") for note in notes_of(self)))
-        how = "; ".join(f"from {short}: {text}" for short, text in errors_from(self).items())
+        parts.append("\n".join(say(f"note: {note}") for note in self.all_notes()))
+        how = "; ".join(f"from {short}: {text}" for short, text in self.errors_from().items())
         legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {how}."] if how else []
         if self.blocks:
             legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
@@ -391,17 +255,6 @@ class Report(Printed):
         said.append(" and ".join(spent))
         what = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
         return f"{', '.join(said)}{': ' if what else ''}{what}."
-
-
-def notes_of(report: Report) -> list[str]:
-    """The notes of earlier runs, and those of the last one."""
-    return [note for run in report.earlier for note in run["notes"]] + report.notes
-
-
-def errors_from(report: Report) -> dict[str, str]:
-    """What the errors of layers were measured with, and how exact that is."""
-    measured = {layer.error_from for layer in report.layers if layer.errors}
-    return dict(words for key, words in ERROR_FROM.items() if key in measured)
 
 
 def _columns(layers: Sequence[LayerReport]) -> list[Column]:

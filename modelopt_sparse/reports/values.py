@@ -1,5 +1,156 @@
-"""Where a model that `torch.save` wrote before 0.2 looks for the classes of its report."""
+"""Rows of a report: a layer, a tuned block, a weight that stays dense, the distillation, what a model was shrunk by."""
 
-from modelopt_sparse.reports.report import BlockReport, Distilled, LayerReport, Skipped, StepReport
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["BlockReport", "Distilled", "LayerReport", "Skipped", "StepReport"]
+PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
+REPLACED = "its mask was replaced since"  # a note of a layer
+# what the error of a layer was measured with -> what its row says, and how exact that is
+ERROR_FROM = {
+    "gram": ("X", "exact, for X as calibration saw it"),
+    "square_sums": ("norms of X", "the same with the channels of X taken as uncorrelated"),
+    "weights": ("W alone", "X taken as white, for no data was used"),
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON takes."""
+        return {**vars(self), "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One part of a layer's recipe (the method, or what followed it): the error after it, and the time it took."""
+
+    step: str
+    error: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, step: str, error: float, seconds: float) -> "StepReport":
+        """``error``: NaN or inf if none was measured."""
+        return cls(step, error if math.isfinite(error) else None, round(seconds, 4))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One pruned layer.
+
+    error: the relative squared error of its output after the last of ``steps``, measured with ``error_from``; None if
+      the method measures none. Reconstruction comes later, and has an error of its own for each block.
+    expert_tokens: the tokens that were routed to each expert of a mixture; empty for all other layers.
+    """
+
+    name: str
+    parameter: str
+    type: str
+    shape: list[int]
+    recipe: str
+    pattern: str
+    options: Mapping[str, Any]
+    zeros: int
+    size: int
+    error: float | None
+    error_from: str
+    tokens: int
+    seconds: float
+    notes: list[str]
+    steps: list[StepReport] = field(default_factory=list)
+    expert_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[float]:
+        """The errors that were measured, in the order of the steps."""
+        errors = [step.error for step in self.steps] or [self.error]
+        return [error for error in errors if error is not None]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerReport":
+        return cls(**{**data, "steps": [StepReport(**step) for step in data.get("steps", ())]})
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One tuned block, or part of it.
+
+    error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
+    epoch: the epoch whose values were chosen; 0: those from before.
+    """
+
+    name: str
+    error_before: float
+    error_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The distillation of the whole model.
+
+    kl_before, kl_after: the mean KL divergence from the dense model's predictions, in nats, on the calibration batches
+      that were held back.
+    epoch: the epoch whose values were chosen; 0: those from before.
+    """
+
+    kl_before: float
+    kl_after: float
+    epoch: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What a model was made smaller by.
+
+    sizes: name in the config -> [before, after].
+    kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer
+      of a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
+    scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
+    tokens: layer of experts -> the calibration tokens that were routed to each.
+    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts [as
+      is], of the mixture's output on all batches, where tokens get nothing in the place of experts that go.
+    shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
+      the means over mixtures.
+    tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
+      influence.
+    kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
+    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
+    """
+
+    sizes: dict[str, list[int]]
+    criterion: str
+    kept: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    errors: dict[str, list[float]] = field(default_factory=dict)
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    tried: list[dict[str, float]] = field(default_factory=list)
+    kl: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, list[float]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """What went, what it cost, and how far the predictions have moved."""
+        sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
+        said = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
+        said += [f"{what} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for what, (old, new) in self.costs.items()]
+        if self.kl:
+            steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
+            said.append(f"KL from the model before, on calibration batches held back, in nats: {steps}")
+        if self.shares:
+            errors = ", ".join(f"{share} {own:.4f} ({random:.4f})" for share, (own, random) in self.shares.items())
+            said.append(f"error of the mixtures' outputs without a share of the experts (at random): {errors}")
+        return "; ".join(said)

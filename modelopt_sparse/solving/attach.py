@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.report import PERMUTED, LayerReport
+from modelopt_sparse.reports.values import PERMUTED, LayerReport
 from modelopt_sparse.solving.solve import Solved, errors_name_layer
 
 # what became of experts with fewer tokens than min_tokens, by the option ``experts``

@@ -24,7 +24,7 @@ from modelopt_sparse.methods.refine import REFINE_DAMPING, refine
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.report import StepReport
+from modelopt_sparse.reports.values import StepReport
 
 
 @contextmanager

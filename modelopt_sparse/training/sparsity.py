@@ -17,7 +17,8 @@ from modelopt_sparse.distributed import first_difference
 from modelopt_sparse.model.layers import refuse_packed
 from modelopt_sparse.model.masking import let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
-from modelopt_sparse.reports.report import LayerReport, Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from modelopt_sparse.reports.report import LayerReport, Report, StepReport
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import LayerReport, StepReport
 
 
 def unpacked(page: Path, key: str) -> str:

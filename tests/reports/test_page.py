@@ -12,7 +12,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
-from modelopt_sparse.reports.report import BlockReport, Distilled, Report, Skipped
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import BlockReport, Distilled, Skipped
 from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, layer, tables, unpacked, visible
 
