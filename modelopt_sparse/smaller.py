@@ -186,7 +186,7 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
     run, report = data.run, data.run.report
     model: Any = run.model
     assert data.calls is not None
-    batches = BatchNumbers.of(run.processes, len(data.calls), data.own_among(range(len(data.calls))))
+    batches = BatchNumbers.of_calls(data)
     if batches.tuned_on < 1:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
     data, before = replace(data, dense=run_dense(data)), costs(model)

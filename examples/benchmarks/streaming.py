@@ -1,19 +1,29 @@
-"""Time and memory of making a checkpoint sparse by streaming, against its depth.
+"""Time and memory of making a checkpoint sparse by streaming, against its depth and the number of processes.
 
 Makes bfloat16 Llama checkpoints of random weights, all of one width, as many blocks deep as fill ``--sizes`` gigabytes,
-makes each sparse in a process of its own, and prints the curve: seconds and the peak of anonymous memory (RssAnon of
-/proc, sampled from outside) beyond what importing the libraries and the model's class takes, beside what the plan says
-it will be at most. Linux only.
+makes each sparse in new processes, and prints the curve: seconds and the peak of anonymous memory (RssAnon of /proc,
+sampled from outside, of the largest process) beyond what importing the libraries and the model's class takes, beside
+what the plan says it will be at most. Linux only.
+
+CPU seconds are those along the critical path: each process notes its own at every exchange with the others, and the
+largest of each stretch are added up, so that waiting in turn does not count as sharing.
+
+    python examples/benchmarks/streaming.py --sizes 0.1 --width 768 --batches 16 --length 256 --threads 1 \\
+        --processes 1,2 --method quality=balanced
 """
 
 import argparse
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE
 
 import torch
 from safetensors.torch import save_file
@@ -22,21 +32,37 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import modelopt_sparse as mts
 
 WORKER = """
-import json, sys
+import json, sys, time
 import torch, transformers
 job = json.loads(sys.argv[1])
 import modelopt_sparse as mts
+from modelopt_sparse.distributed import Processes, launched_group
 from transformers import LlamaForCausalLM
 torch.set_num_threads(job["threads"])
+exchanges = []
+
+class Noted(Processes):
+    def all_gather(self, what, value=None):
+        exchanges.append(time.process_time())
+        return super().all_gather(what, value)
+
+import modelopt_sparse.checkpoint.stream as stream
+stream.Processes = Noted
 print("imported", flush=True)
 sys.stdin.readline()
 generator = torch.Generator().manual_seed(0)
 shape = (job["batch"], job["length"])
 data = [torch.randint(job["vocabulary"], shape, generator=generator) for _ in range(job["batches"])]
-options = {} if job["method"] == "magnitude" else {"data_loader": data}
-mts.sparsify_checkpoint(
-    job["source"], job["target"], job["method"], pattern="2:4", spill=job["spill"], progress=False, **options
-)
+options = {"pattern": "2:4", "spill": job["spill"], "progress": False}
+options |= {} if job["method"] == "magnitude" else {"data_loader": data}
+name, _, quality = job["method"].partition("=")
+with launched_group():
+    exchanges.append(time.process_time())
+    mts.sparsify_checkpoint(
+        job["source"], job["target"], None if quality else name, **({"quality": quality} if quality else {}), **options
+    )
+    exchanges.append(time.process_time())
+print(json.dumps(exchanges), flush=True)
 """
 VOCABULARY = 4096
 BAR = 40
@@ -110,7 +136,9 @@ def estimate(job: dict, made: LlamaConfig) -> float:
     with torch.device("meta"):
         model = LlamaForCausalLM(made).to(torch.bfloat16)
     data = {"num_samples": job["batches"] * job["batch"], "seq_len": job["length"], "batch_size": job["batch"]}
-    held = dict(mts.make_plan(model, job["method"], pattern="2:4", **data).streamed["host"])
+    name, _, quality = job["method"].partition("=")
+    how = {"quality": quality} if quality else {"method": name}
+    held = dict(mts.make_plan(model, pattern="2:4", **how, **data).streamed["host"])
     if job["spill"]:
         held.pop("activations", None)
     return sum(held.values()) / 2**20
@@ -126,34 +154,47 @@ def memory(process: int) -> dict[str, float]:
     return {name: int(value.split()[0]) / 1024 for name, value in found}
 
 
-def measure(job: dict) -> dict[str, float]:
-    """Run the job in a new process -> its seconds, and its peaks, sampled every 10 ms, beyond its imports."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as worker:
-        assert worker.stdout is not None
-        assert worker.stdin is not None
+def measure(job: dict, count: int) -> dict[str, float]:
+    """Run the job in new processes -> its seconds, and the peaks of the largest, sampled every 10 ms, beyond its
+    imports."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    workers = []
+    for rank in range(count):
+        torchrun = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", WORKER, json.dumps(job)]
+        environment = {**os.environ, **(torchrun if count > 1 else {})}
+        workers.append(subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment))
+    for worker in workers:
         worker.stdout.readline()
-        imports = memory(worker.pid)
-        peak = dict(imports)
-        began = time.perf_counter()
+    imports = [memory(worker.pid) for worker in workers]
+    peaks = [dict(each) for each in imports]
+    began = time.perf_counter()
+    for worker in workers:
         worker.stdin.write("go\n")
         worker.stdin.flush()
-        while worker.poll() is None:
+    while any(worker.poll() is None for worker in workers):
+        for worker, peak in zip(workers, peaks):
             for name, value in memory(worker.pid).items():
                 peak[name] = max(peak[name], value)
-            time.sleep(0.01)
-        seconds = time.perf_counter() - began
-    if worker.returncode:
-        raise SystemExit(f"the run of {job['source']} failed with exit code {worker.returncode}")
-    return {"seconds": seconds, "imports": imports["RssAnon"], **{k: peak[k] - imports[k] for k in imports}}
+        time.sleep(0.01)
+    seconds = time.perf_counter() - began
+    if any(worker.returncode for worker in workers):
+        raise SystemExit(f"the run of {job['source']} failed with exit codes {[each.returncode for each in workers]}")
+    exchanges = [json.loads(worker.stdout.read()) for worker in workers]
+    stretches = [[b - a for a, b in pairwise(each)] for each in exchanges]
+    path = sum(map(max, zip(*stretches, strict=True)))
+    beyond = {name: max(peak[name] - own[name] for peak, own in zip(peaks, imports)) for name in imports[0]}
+    return {"seconds": seconds, "path": path, "imports": max(own["RssAnon"] for own in imports), **beyond}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1,2,4", help="gigabytes of the checkpoints (default: 1,2,4)")
     parser.add_argument("--width", type=int, default=2048, help="hidden size of all of them (default: 2048)")
-    parser.add_argument("--method", default="sparsegpt")
+    parser.add_argument("--processes", default="1", help="numbers of processes (default: 1)")
+    parser.add_argument("--method", default="sparsegpt", help="or quality=balanced")
     parser.add_argument("--batches", type=int, default=4, help="calibration batches (default: 4)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window (default: 512)")
@@ -168,17 +209,19 @@ def main() -> None:
             blocks = make_checkpoint(source, size, given.width)
             stored = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
             job = {key: getattr(given, key) for key in ("method", "batches", "batch", "length", "threads", "spill")}
-            found = measure({**job, "source": str(source), "target": str(target), "vocabulary": VOCABULARY})
-            rows.append({"GB": stored, "blocks": blocks, "plan": estimate(job, config(given.width, blocks)), **found})
-            mts.verify(target, "2:4")
+            about = {"GB": stored, "blocks": blocks, "plan": estimate(job, config(given.width, blocks))}
+            for count in map(int, given.processes.split(",")):
+                places = {"source": str(source), "target": str(target), "vocabulary": VOCABULARY}
+                rows.append({**about, "processes": count, **measure({**job, **places}, count)})
+                mts.verify(target, "2:4")
+                shutil.rmtree(target)
             shutil.rmtree(source)
-            shutil.rmtree(target)
-    print("| GB | blocks | seconds | seconds per block | peak RssAnon, MiB | plan says at most, MiB | peak RSS, MiB |")
+    print("| GB | blocks | processes | seconds | CPU seconds, critical path | peak RssAnon, MiB | plan, MiB |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
         print(
-            f"| {row['GB']:.2f} | {row['blocks']} | {row['seconds']:.1f} | {row['seconds'] / row['blocks']:.2f} | "
-            f"{row['RssAnon']:.0f} | {row['plan']:.0f} | {row['VmRSS']:.0f} |"
+            f"| {row['GB']:.2f} | {row['blocks']} | {row['processes']} | {row['seconds']:.1f} | {row['path']:.1f} | "
+            f"{row['RssAnon']:.0f} | {row['plan']:.0f} |"
         )
     imports = max(row["imports"] for row in rows)
     print(f"\nMemory is beyond that of importing the libraries ({imports:.0f} MiB of RssAnon).")

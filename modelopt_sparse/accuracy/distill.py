@@ -132,7 +132,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
-    batches = BatchNumbers.of(run.processes, len(teacher.answers), teacher.data.own_among(range(len(teacher.answers))))
+    batches = BatchNumbers.of_calls(teacher.data)
     began = time.perf_counter()
 
     def loss(place: int) -> Tensor:
@@ -151,7 +151,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     with (
         only_these_require_grad(model, chosen),
         blocks_recomputed(run),
-        Progress("distill", "step", options.epochs * batches.tuned_on, show=run.config.progress) as bar,
+        Progress("distill", "step", options.epochs * len(batches.steps), show=run.config.progress) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, moments=moments)

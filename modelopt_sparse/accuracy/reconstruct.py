@@ -85,7 +85,7 @@ def reconstruct(
     outputs = outputs_of(block.layer_plans)
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
-        batches = BatchNumbers.of(run.processes, len(token_masks), inputs.own)
+        batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
         rest = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
         try:
             for part in tuned:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
@@ -23,32 +24,46 @@ from modelopt_sparse.reports.progress import Progress
 
 @dataclass(frozen=True)
 class BatchNumbers:
-    """The batches of all processes: the first of every rank, the second of every rank, and so on. Text that the model
-    has written stands first.
+    """The batches of all processes, or their units: the first of every rank, the second of every rank, and so on. Text
+    that the model has written stands first.
 
-    ranks: which process has each batch. own: number -> the place among this process's batches.
+    ranks: which process has each. own: number -> the place among this process's.
+    steps: the numbers of each step of the optimizer: a batch, or the units that it is cut into, which processes share.
     held_back: the last ones, which are the user's, and only judge.
     """
 
     processes: Processes
     ranks: list[int]
     own: dict[int, int]
+    steps: list[list[int]]
     held_back: range
 
     @classmethod
-    def of(cls, processes: Processes, batches: int, written: int) -> "BatchNumbers":
-        """``batches``: how many this process has; ``written``: how many of them the model has written."""
-        counts, written_counts = zip(*processes.all_gather("the batches to tune by", (batches, written)))
-        places = [(rank, i) for i in range(max(counts)) for rank, count in enumerate(counts) if i < count]
+    def of_calls(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "BatchNumbers":
+        """Of this process's calls with these ``numbers``; None: of all."""
+        numbers = range(len(data.calls or ())) if numbers is None else numbers
+        return cls.of(data.run.processes, data.steps(numbers), data.own_among(numbers))
+
+    @classmethod
+    def of(cls, processes: Processes, steps: Sequence[int | None], written: int) -> "BatchNumbers":
+        """``steps``: of each that this process has, None for a batch; ``written``: how many of them the model has
+        written."""
+        of_ranks = processes.all_gather("the batches to tune by", ([*steps], written))
+        most = max(len(of_rank) for of_rank, _ in of_ranks)
+        places = [(rank, i) for i in range(most) for rank, (of_rank, _) in enumerate(of_ranks) if i < len(of_rank)]
         own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
-        count = len(places)
-        return cls(
-            processes, [rank for rank, _ in places], own, range(count - judging(count - sum(written_counts)), count)
-        )
+        together: dict[Any, list[int]] = {}
+        for number, (rank, place) in enumerate(places):
+            step = of_ranks[rank][0][place]
+            together.setdefault(places[number] if step is None else step, []).append(number)
+        own_text = sum(count for _, count in of_ranks)
+        judges = judging(sum(numbers[0] >= own_text for numbers in together.values()))
+        *tuned, begin = [*together.values()][: len(together) - judges + 1]
+        return cls(processes, [rank for rank, _ in places], own, tuned, range(begin[0], len(places)))
 
     @property
     def tuned_on(self) -> int:
-        """How many batches, the first ones, are tuned on."""
+        """How many numbers, the first ones, are tuned on."""
         return self.held_back.start
 
     def judged(self, measure: Callable[[int], tuple[float, float]]) -> float:
@@ -314,11 +329,11 @@ def tune(
     """
     best, best_epoch, notes = before, 0, []
     first = best_values = weights.copy()
-    order, step, steps = torch.Generator().manual_seed(seed), 0, epochs * batches.tuned_on
+    order, step, steps = torch.Generator().manual_seed(seed), 0, epochs * len(batches.steps)
     try:
         for epoch in range(1, epochs + 1):
-            for number in torch.randperm(batches.tuned_on, generator=order).tolist():
-                _take_step(weights, batches, number, loss, step, steps)
+            for place in torch.randperm(len(batches.steps), generator=order).tolist():
+                _take_step(weights, batches, batches.steps[place], loss, step, steps)
                 step += 1
                 if bar is not None:
                     bar.update()
@@ -336,15 +351,27 @@ def tune(
 
 
 def _take_step(
-    weights: TunedWeights, batches: BatchNumbers, number: int, loss: Callable[[int], Tensor], step: int, steps: int
+    weights: TunedWeights,
+    batches: BatchNumbers,
+    numbers: Sequence[int],
+    loss: Callable[[int], Tensor],
+    step: int,
+    steps: int,
 ) -> None:
-    """One batch. Alone, and where masks stay, a process takes each weight's step as soon as its gradient is there, in
-    the backward pass, and drops the gradient: all of them together would take as much memory as the model."""
+    """One step, by the sum of the gradients of its units in their order, which any number of processes adds alike. By a
+    batch alone, and where masks stay, a process takes each weight's step as soon as its gradient is there, in the
+    backward pass, and drops the gradient: all of them together would take as much memory as the model."""
+    alone = batches.processes.size == 1
 
     def move(weight: TunedWeight, gradient: Tensor | None) -> None:
         weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
 
-    early = batches.processes.size == 1 and all(weight.movable is None for weight in weights.each)
+    def gradients_of(number: int) -> list[Tensor | None]:
+        with torch.enable_grad():
+            loss(batches.own[number]).backward()
+        return [weight.taken_gradient() for weight in weights.each]
+
+    early = alone and len(numbers) == 1 and all(weight.movable is None for weight in weights.each)
     with ExitStack() as hooks:
         for weight in weights.each if early else ():
             hooks.enter_context(
@@ -352,14 +379,17 @@ def _take_step(
                     lambda _, weight=weight: move(weight, weight.taken_gradient())
                 )
             )
-        if number in batches.own:
-            with torch.enable_grad():
-                loss(batches.own[number]).backward()
-    if not early:
-        own = [weight.taken_gradient() for weight in weights.each]
-        gradients = batches.shared(number, own, [weight.values for weight in weights.each])
-        for weight, gradient in zip(weights.each, gradients):
-            move(weight, gradient)
+        # alone, one unit at a time: the gradients of a unit are as large as the weights
+        held = {number: gradients_of(number) for number in numbers if number in batches.own and (early or not alone)}
+    if early:
+        return
+    total: list[Tensor | None] = [None] * len(weights.each)
+    for number in numbers:
+        of_unit = gradients_of(number) if alone else held.pop(number, total)
+        of_unit = batches.shared(number, of_unit, [weight.values for weight in weights.each])
+        total = [b if a is None else a if b is None else a.add_(b) for a, b in zip(total, of_unit)]
+    for weight, gradient in zip(weights.each, total):
+        move(weight, gradient)
 
 
 def learning_rates(

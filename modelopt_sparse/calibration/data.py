@@ -3,8 +3,8 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,18 @@ from modelopt_sparse.reports.fold import first_few
 
 
 IMAGES = 8  # of a batch, if nobody says how many
+UNITS = 8  # that a batch is cut into where processes share it, as far as it has so many windows
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: ``model(*args, **kwargs)``."""
+    """One call of the model: ``model(*args, **kwargs)``. ``step``: the number of the batch that it is a unit of; None:
+    it is a batch."""
 
     args: tuple
     kwargs: dict[str, Any]
+    step: int | None = None
 
 
 def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
@@ -58,20 +61,27 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     if not calls:
         problem = "data_loader gives no batch: it is empty, or a generator that has already been used up"
         raise ValueError(f"{problem}: give a list or a DataLoader, or make the generator anew")
-    cut = config.tunes and config.data is None
-    return [step for call in calls for step in _steps(call)] if cut else calls
+    if not config.tunes or config.data is not None:
+        return calls
+    return [step for call in calls for step in cut(call, lambda _, length: STEP_TOKENS // max(length, 1))]
 
 
-def _steps(call: Call) -> list[Call]:
-    """A batch of nothing but tokens, cut into ones of about STEP_TOKENS; any other as it is, for which of its tensors
-    have a row for each sample is not known."""
+def units(calls: Iterable[Call], first: int = 0) -> list[Call]:
+    """Batches in units, which processes share, so that any number of them runs the same; steps count from ``first``."""
+    numbered = enumerate(calls, first)
+    return [replace(unit, step=n) for n, call in numbered for unit in cut(call, lambda rows, _: -(-rows // UNITS))]
+
+
+def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
+    """A batch of nothing but tokens in parts of ``size(rows, length)`` rows; any other as it is, for which of its
+    tensors have a row for each sample is not known."""
     tensors = flat_tensors((call.args, call.kwargs))
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return [call]
     rows, length = tensors[0].shape
-    size = max(1, STEP_TOKENS // max(length, 1))
-    begins = range(0, max(rows, 1), size)
-    return [Call(*map_tensors(lambda x, at=at: x[at : at + size], (call.args, call.kwargs))) for at in begins]
+    each = max(1, size(rows, length))
+    begins = range(0, max(rows, 1), each)
+    return [Call(*map_tensors(lambda x, at=at: x[at : at + each], (call.args, call.kwargs))) for at in begins]
 
 
 def _as_call(batch: Any, config: SparsifyConfig) -> Call:

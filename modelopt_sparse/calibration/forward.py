@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, source_of, take_in
+from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, source_of, take_in, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.padding import INSTEAD, PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -209,11 +209,17 @@ class CalibrationData:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
         elif calls is None:
             calls = load_calls(run.config, run.model)
-        own = _own(calls, run)
+        own, processes = _own(calls, run), run.processes
+        shared, sha256 = run.config.split_data and processes.size > 1, None
+        if run.config.split_data and run.config.tunes and (shared or run.config.deterministic):
+            sha256 = _digest([*own, *calls])
+            calls, own = units(calls, len(own)), units(own)
         calls = [*own, *calls]
-        if run.config.split_data and run.processes.size > 1:
-            return cls(run, *_share(calls, run), len(own))
-        return cls(run, calls, own=len(own))
+        if shared:
+            sha256 = sha256 or _digest(calls)
+            _check_share(calls, sha256, run)
+            calls = calls[processes.rank :: processes.size]
+        return cls(run, calls, sha256, len(own))
 
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
         """The user's calls with these numbers alone."""
@@ -224,6 +230,10 @@ class CalibrationData:
     @cached_property
     def sides(self) -> dict[nn.Module, Side]:
         return sides_of(self.run.model)
+
+    def steps(self, numbers: Iterable[int]) -> list[int | None]:
+        """The steps of this process's calls with these ``numbers``."""
+        return [None if self.calls is None else self.calls[number].step for number in numbers]
 
     def own_among(self, numbers: Iterable[int]) -> int:
         """How many of this process's calls with these ``numbers`` hold text that the model has written itself."""
@@ -292,7 +302,8 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
-        batch = f"calibration batch {number * run.processes.size + run.processes.rank}, {shapes}"
+        batch = number * run.processes.size + run.processes.rank if call.step is None else call.step
+        batch = f"calibration batch {batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(
             f"{problem}. Give batches that model(**batch) takes, or a collect_func that makes them"
@@ -323,19 +334,21 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     return own
 
 
-def _share(calls: list[Call], run: Run) -> tuple[list[Call], str]:
-    """Every n-th batch of data that is the same in all n processes, and the hash of all of it."""
+def _digest(calls: Iterable[Call]) -> str:
     digest = hashlib.sha256()
     for call in calls:
         take_in(digest, call.args, call.kwargs)
-    processes, sha256 = run.processes, digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
+    """Raise ValueError unless all processes have the same data, and enough of it to share."""
     facts = {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": sha256}
     advice = "give all of them the same batches in the same order (a shuffling DataLoader needs one seed)"
-    processes.check_same(facts, f"{advice}; or split_data=False, if what each of them gives is its share")
-    if len(calls) < processes.size:
-        problem = f"{processes.size} processes share out the calibration batches, and there are only {len(calls)}"
+    run.processes.check_same(facts, f"{advice}; or split_data=False, if what each of them gives is its share")
+    if len(calls) < run.processes.size:
+        problem = f"{run.processes.size} processes share out the calibration batches, and there are only {len(calls)}"
         raise ValueError(f"{problem}: give smaller batches, more data, or start fewer processes")
-    return calls[processes.rank :: processes.size], sha256
 
 
 # what forwards run in -------------------------------------------------------------------------------------------------

@@ -199,11 +199,6 @@ class AtBlock(Inputs):
     def masks(self) -> list[TokenMasks]:
         return [call.numbered.masks for call in self.calls]
 
-    @property
-    def own(self) -> int:
-        """How many of the calls hold text that the model has written itself."""
-        return self.data.own_among(call.numbered.number for call in self.calls)
-
     def on_device(self) -> AbstractContextManager[Any]:
         return on_execution_device(self.data.run, [self.block], outputs_stay=self._outputs_stay)
 

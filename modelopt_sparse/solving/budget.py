@@ -139,13 +139,13 @@ def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> f
 def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
     """The mean KL(dense || plan) per token of each plan on the batches held back, of all processes, before any repair,
     with solutions of dense inputs."""
-    run, calls, weights = data.run, data.calls or [], {}
+    run, weights = data.run, {}
     wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
     for layer_plan, _, weight in solutions(data, wanted):
         layer = layer_plan.layer
         held = layer.unmatrix(weight).to(layer.values.device, layer.values.dtype)
         weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
-    batches = BatchNumbers.of(run.processes, len(calls), data.own_among(range(len(calls))))
+    batches = BatchNumbers.of_calls(data)
 
     @cache
     def measured(place: int) -> list[tuple[float, float]]:

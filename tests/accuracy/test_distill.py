@@ -15,6 +15,7 @@ from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
+from modelopt_sparse.calibration.data import Call, units
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
@@ -161,7 +162,7 @@ def test_the_values_of_the_best_epoch_are_kept(judged, best):
         at_the_end.append(parameter.detach().clone())
         return judged[len(at_the_end) - 2]
 
-    batches = tuning.BatchNumbers.of(Processes(), 4, 0)
+    batches = tuning.BatchNumbers.of(Processes(), [None] * 4, 0)
     found = tuning.tune(weights, batches, 3, 0, lambda _: parameter.square().sum(), judge, 1.0)
     assert found[:2] == ([1.0, *judged][best], best)
     assert torch.equal(parameter, at_the_end[best])
@@ -441,3 +442,32 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
     assert stated / 2 < live.peak < 1.1 * stated
     whole = sum(layer.size for layer in plan.layers) * (12 if moments == "float32" else 8)
     assert live.peak < whole, "no state of pruned weights is held"
+
+
+# units of a batch -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
+    """In their order: 1e8 + 1 - 1e8 is 0 in float32, and 1 in another order."""
+    batches = tuning.BatchNumbers.of(Processes(), [0, 0, 0, None, 1, 2, 2], 0)
+    assert (batches.steps, batches.held_back) == ([[0, 1, 2], [3], [4]], range(5, 7))
+    slopes, taken = [1e8, 1.0, -1e8, 3.0, 4.0], []
+    step = tuning.TunedWeight.step
+
+    def noted(weight, gradient, *args, **options):
+        taken.append(float(gradient[0, 0]))
+        step(weight, gradient, *args, **options)
+
+    monkeypatch.setattr(tuning.TunedWeight, "step", noted)
+    weights = TunedWeights({(parameter := nn.Parameter(torch.ones(2, 3))): None}, {parameter: 2}, 0.01)
+    tuning.tune(weights, batches, 2, 0, lambda place: parameter.flatten()[0] * slopes[place], lambda: 1.0, 1.0)
+    assert len(taken) == 6
+    assert sorted(taken[:3]) == sorted(taken[3:]) == [0.0, 3.0, 4.0]
+
+
+def test_units_are_rows_of_a_batch_and_know_their_step():
+    first, second = (Call((torch.arange(rows * 3).view(rows, 3),), {}) for rows in (10, 2))
+    mixed = Call((torch.zeros(4, 3), torch.zeros(4, 2, 3)), {})
+    found = units([first, second, mixed], first=5)
+    assert [(len(each.args[0]), each.step) for each in found] == [(2, 5)] * 5 + [(1, 6)] * 2 + [(4, 7)]
+    assert torch.equal(torch.cat([each.args[0] for each in found[:5]]), first.args[0])
