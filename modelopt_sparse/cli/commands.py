@@ -321,6 +321,8 @@ def plan(
     training_recipe: Path | None = Option(
         None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
     ),
+    processes: int = Option(1, help="Also what each of so many processes takes and sends, where they stream MODEL."),
+    nodes: int = Option(1, help="With --processes: on how many machines."),
     dtype: Dtype = "auto",
     dequantize: Dequantize = False,
     revision: Revision = None,
@@ -331,6 +333,7 @@ def plan(
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
     from modelopt_sparse.cli.inputs import NamedModel, settings_of
+    from modelopt_sparse.plan.memory import SharedOut
 
     settings = settings_of(**flags, check_device=False)  # the device may be another machine's
     source = NamedModel(model, dtype, revision, trust_remote_code)
@@ -340,12 +343,25 @@ def plan(
         settings["tokenizer"] = source.tokenizer
     empty, quantized = source.empty(dequantize)
     if training_recipe is not None:
-        planned: Any = mts.training.configure(training_recipe).plan(empty)
+        typer.echo(_shown(mts.training.configure(training_recipe).plan(empty), all_rows, as_json))
+        return
+    if processes != 1:
+        settings["deterministic"] = True  # as streaming by several processes is
+    planned = mts.make_plan(empty, settings.pop("method"), settings)
+    if quantized is not None:
+        planned = replace(planned, notes=(*planned.notes, str(quantized)))
+    if processes == 1:
+        typer.echo(_shown(planned, all_rows, as_json))
+        return
+    shared = SharedOut.of(planned, processes, nodes)
+    if as_json:
+        _print_json({**planned.as_dict(), "processes": shared.as_dict()})
     else:
-        planned = mts.make_plan(empty, settings.pop("method"), settings)
-        if quantized is not None:
-            planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
+        typer.echo(f"{planned.text(all_rows=all_rows)}\n\n{shared.text(all_rows=all_rows)}")
+
+
+def _shown(planned: Any, all_rows: bool, as_json: bool) -> str:
+    return planned.to_json() if as_json else planned.text(all_rows=all_rows)
 
 
 @command

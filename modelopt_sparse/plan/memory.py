@@ -2,7 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +13,9 @@ from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
-from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.fold import Printed, paragraph, table
+from modelopt_sparse.values import check_whole
 
 HOST = "host"  # the place that is the CPU's memory
 BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 for its statistics
@@ -137,6 +141,75 @@ def activation_copies(config: SparsifyConfig) -> int:
     if config.reconstruct is None:
         return 2
     return 3 if config.reconstruct.target == "sparse" else 4
+
+
+# several processes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedOut(Printed):
+    """What a plan takes where several processes stream it together, at most.
+
+    each: place -> part -> bytes of one process. Of the host, "outside of the blocks" and half of "one block twice" are
+      pages of files, which the processes of a machine have in common.
+    sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; each solution goes from
+      the process that has it to all others.
+    costliest: the layer of a block that takes the largest ``share`` of its solver's operations. One process solves it.
+    """
+
+    processes: int
+    nodes: int
+    each: dict[str, dict[str, int]]
+    sent: dict[str, int]
+    layers: int
+    costliest: str
+    share: float
+
+    @classmethod
+    def of(cls, plan: Plan, processes: int, nodes: int) -> "SharedOut":
+        """``plan`` is made with ``deterministic``, as a streaming run of several processes is."""
+        check_whole("processes", processes, 2)
+        check_whole("nodes", nodes)
+        if not plan.streamed or processes % nodes:
+            problem = f"{processes} processes on {nodes} machines: give as many to each"
+            raise ValueError(
+                problem if plan.streamed else "a model without blocks is not streamed: leave processes out"
+            )
+        split = {"activations", "routed_tokens_of_one_block"}
+        each = {
+            place: {part: -(-size // processes) if part in split else size for part, size in parts.items()}
+            for place, parts in plan.streamed.items()
+        }
+        blocks: dict[str | None, list[LayerPlan]] = defaultdict(list)
+        for layer_plan in plan.layers:
+            blocks[layer_plan.block].append(layer_plan)
+        block = max(blocks.values(), key=lambda of_block: sum(each.size for each in of_block))
+        costs = {each.name: each.size * each.shape[-1] + each.matrices * each.shape[-1] ** 3 / 3 for each in block}
+        costliest, others = max(costs, key=costs.__getitem__), processes - 1
+        totals = sum(8 * each.matrices * each.shape[-1] ** 2 for each in block if _needs(each) == "gram")
+        values = sum(each.size * (each.layer.parameter.element_size() + 1) for each in block)
+        sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
+        return cls(processes, nodes, each, sent, len(block), costliest, costs[costliest] / sum(costs.values()))
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def text(self, *, all_rows: bool = False) -> str:
+        count, width, rows = self.processes // self.nodes, 14, []
+        for place, parts in self.each.items():
+            for part, size in {**parts, "in all": sum(parts.values())}.items():
+                mib = (f"{each / 2**20:,.1f}".rjust(width) for each in (size, count * size))
+                rows.append((place, part.replace("_", " "), *mib))
+                place = ""  # said once
+        heads = ("MiB of each", f"of {count} there")
+        head = f"{self.processes} processes, at most", "", *(title.rjust(width) for title in heads)
+        sent = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.sent.items())
+        says = (
+            f"Each process sends at most this for a block: {sent}. Runs over the data are shared out. Of the "
+            f"{self.layers} layers of a block, one process solves {self.costliest}, which is {self.share:.0%} "
+            "of the solver's operations: more processes do not make that faster."
+        )
+        return f"{table(head, rows)}\n\n{paragraph(says, all_rows=all_rows)}"
 
 
 # parts ----------------------------------------------------------------------------------------------------------------

@@ -438,16 +438,16 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_prints_a_curve(tmp_path):
-    """Of two depths: 0.3 GB more of weights take nowhere near as much memory more. (They did when freed memory was not
+    """Of two depths: 0.14 GB more of weights take nowhere near as much memory more. (They did when freed memory was not
     given back.)"""
     ran = run_python(
-        *("examples/benchmarks/streaming.py", "--sizes", "0.1,0.4", "--width", 1024, "--method", "magnitude"),
+        *("examples/benchmarks/streaming.py", "--sizes", "0.07,0.21", "--width", 1024, "--method", "magnitude"),
         *("--threads", 1, "--work", tmp_path),
     )
     assert ran.returncode == 0, ran.stderr
     rows = [[float(x) for x in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:4]]
-    (small, _, _, _, low, _, _), (large, blocks, _, _, high, _, _) = rows
-    assert (round(small, 1), round(large, 1)) == (0.1, 0.4)
+    (small, _, _, _, _, low, _), (large, blocks, _, _, _, high, _) = rows
+    assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
     assert blocks > 4
     assert high - low < 0.4 * (large - small) * 1e9 / 2**20
     assert ran.stdout.count("#") > 40
@@ -463,5 +463,5 @@ def test_the_plan_states_what_streaming_holds(tmp_path):
         *("--length", 256, "--threads", 1, "--work", tmp_path),
     )
     assert ran.returncode == 0, ran.stderr
-    _, _, _, _, peak, stated, _ = (float(x) for x in ran.stdout.splitlines()[2].split("|")[1:-1])
+    _, _, _, _, _, peak, stated = (float(x) for x in ran.stdout.splitlines()[2].split("|")[1:-1])
     assert stated / 3 < peak < 1.5 * stated

@@ -1,5 +1,6 @@
 """The estimate of a run's memory: against hand computations, and against what solvers hold."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from tests.helpers import LiveBytes, tiny_llama
@@ -169,3 +171,28 @@ def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape
     with LiveBytes(weight, gram, stats.square_sums) as live:
         item.method.solve(weight, item.method.prepare(stats, item.options), item.pattern, item.options)
     assert 0 < live.peak <= plan.memory["solver_workspace"] + plan.memory["masks"]
+
+
+def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
+    """A Llama of two blocks, 32 wide with MLPs of 64: 8 processes on 2 machines, 8 windows of 64 tokens."""
+    config = {"data": ["text"], "tokenizer": object(), "num_samples": 8, "seq_len": 64, "deterministic": True}
+    model = tiny_llama(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4)
+    plan = make_plan(model, "sparsegpt", **config)
+    shared = SharedOut.of(plan, 8, 2)
+    one = plan.streamed["host"]
+    assert shared.each["host"] == {**one, "activations": one["activations"] // 8}
+    grams = 8 * (6 * 32**2 + 64**2)  # float64: q, k, v, o, gate, up; down
+    weights = 4 * 32 * 32 + 3 * 32 * 64
+    assert shared.sent == {"statistics": 2 * 7 * grams // 8, "weights and masks": 7 * 5 * weights // 8}
+    costs = [32**3 + 32**3 / 3] * 4 + [64 * 32**2 + 32**3 / 3] * 2 + [32 * 64**2 + 64**3 / 3]
+    assert shared.costliest == "model.layers.0.mlp.down_proj"
+    assert shared.share == pytest.approx(costs[-1] / sum(costs))
+    *_, in_all = (line for line in shared.text().splitlines() if "in all" in line)
+    assert in_all.split()[-1] == f"{4 * sum(shared.each['host'].values()) / 2**20:,.1f}"
+    assert json.loads(shared.to_json())["nodes"] == 2
+
+
+@pytest.mark.parametrize(("processes", "nodes"), [(1, 1), (3, 2), (2, 0)])
+def test_numbers_of_processes_that_cannot_be(processes, nodes):
+    with pytest.raises(ValueError, match=r"processes|nodes"):
+        SharedOut.of(make_plan(tiny_llama(), "sparsegpt", deterministic=True), processes, nodes)
