@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.reports.values import ERROR_FROM, LayerReport
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
 
 if TYPE_CHECKING:
     from modelopt_sparse.reports.report import Report
@@ -42,6 +42,7 @@ MAPS = 6  # masks that are drawn
 CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
 SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross", "triangle-down", "star", "pentagon", "hexagon")
+CHOSEN = ("by this criterion", "at random")  # experts that go
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 Runs = Sequence[tuple[str, "Report"]]  # each with its title
@@ -174,7 +175,8 @@ def _one_run(report: "Report") -> tuple[str, str]:
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
         for name, (value, more) in cost_of(report).items()
     )
-    return f'<p>{escape(report.summary())}</p><dl class="cards">{cards}</dl>', _circumstances(report)
+    said = "".join(f"<p>{escape(text)}</p>" for text in report.summaries())
+    return f'{said}<dl class="cards">{cards}</dl>', _circumstances(report)
 
 
 def _two_runs(runs: Runs) -> tuple[str, str]:
@@ -185,7 +187,9 @@ def _two_runs(runs: Runs) -> tuple[str, str]:
     for name in {**costs[0], **costs[1]}:
         values = [map(escape, cost.get(name, ("", ""))) for cost in costs]
         rows += _row(name, *(f'<b>{value}</b><span class="more">{more}</span>' for value, more in values))
-    summaries = "".join(f"<p><b>{escape(title)}</b>: {escape(report.summary())}</p>" for title, report in runs)
+    summaries = "".join(
+        f"<p><b>{escape(title)}</b>: {escape(' '.join(report.summaries()))}</p>" for title, report in runs
+    )
     top = f'{summaries}<section class="wide"><table class="costs">{heads}{rows}</table></section>'
     both = [{key: _said(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
     said = {key: [each.get(key, "") for each in both] for key in {**both[0], **both[1]}}
@@ -213,8 +217,17 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
-    cost = {"zeros": (f"{report.sparsity:.2%}", f"of {pruned:,} weights in pruned layers{whole}")}
-    cost["layers"] = (f"{len(layers):,} pruned", f"{len(report.skipped):,} stay dense")
+    cost = {}
+    if layers or report.shrunk is None:
+        cost["zeros"] = (f"{report.sparsity:.2%}", f"of {pruned:,} weights in pruned layers{whole}")
+        cost["layers"] = (f"{len(layers):,} pruned", f"{len(report.skipped):,} stay dense")
+    if (shrunk := report.shrunk) is not None:
+        for name, (old, new) in {**shrunk.sizes, **shrunk.costs}.items():
+            cost[name] = (f"{new / old:.1%}", f"{old:,.4g} {ARROW} {new:,.4g}")
+        if shrunk.kl:
+            (first, before), *_, (last, after) = [*shrunk.kl.items()] * 2
+            words = f"nats, {first} {ARROW} {last}, on calibration batches held back"
+            cost["KL from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None:
@@ -403,9 +416,43 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure]:
         _curve(budget),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
         _experts(layers),
+        *([] if report.shrunk is None else _shrunk(report.shrunk)),
         _mask_maps(masks, report),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
+    """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
+    bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
+    layout = {"yaxis": {"title": {"text": "KL from the model before, in nats"}, "rangemode": "tozero"}}
+    held = "On the calibration batches held back."
+    errors = [
+        (what, place_of(name)[0], error)
+        for name, of_layer in shrunk.errors.items()
+        for what, error in zip(("as is", "refit"), of_layer)
+    ]
+    output = "Relative squared error of what takes the channels, or of the mixture, without those that go."
+    lines: dict[Any, dict[str, float]] = {}
+    for name, stay in shrunk.kept.get("experts", {}).items():
+        scores, block = shrunk.scores.get(name, []), place_of(name)[0]
+        for expert in stay if scores else ():
+            lines.setdefault(expert, {})[block] = scores[expert] / max(max(scores), 1e-30)
+    blocks = [place_of(name)[0] for name in shrunk.kept.get("experts", {})]
+    empty = f"By {shrunk.criterion!r}, relative to the largest of the mixture. Empty: those that went."
+    shares, chosen = [*shrunk.shares], zip(CHOSEN, zip(*shrunk.shares.values()))
+    traces = [{**_points(who, i, shares, [*y]), "mode": "lines+markers"} for i, (who, y) in enumerate(chosen)]
+    axes = {
+        "xaxis": {"title": {"text": "of the experts off"}},
+        "yaxis": {"title": {"text": "error"}, "rangemode": "tozero"},
+    }
+    mixtures = "Relative squared error of the mixtures' outputs, the mean, as is."
+    return [
+        Figure("kl", "Divergence after each step", held, [bars], layout) if shrunk.kl else None,
+        _lines("shrunk", "Error by block", output, {"": errors}, "error", log=True),
+        _map("stay", "Scores of the experts that stay", empty, dict(sorted(lines.items())), blocks, "score", "expert"),
+        Figure("shares", "Error without a share of the experts", mixtures, traces, axes) if shares else None,
+    ]
 
 
 def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:

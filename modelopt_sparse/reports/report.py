@@ -28,6 +28,7 @@ from modelopt_sparse.reports.values import (
     LayerReport,
     Shrunk,
     Skipped,
+    StepReport,  # noqa: F401  # where a model of `torch.save` looks for it
 )
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
@@ -197,9 +198,8 @@ class Report(Printed):
         say = partial(paragraph, all_rows=all_rows)
         names = [layer.name for layer in self.layers]
         reasons = {weight.name: weight.reason for weight in self.skipped}
-        parts = [say(self.summary())] if self.layers or self.shrunk is None else []
+        parts = [*map(say, self.summaries())]
         if (shrunk := self.shrunk) is not None:
-            parts.append(say(f"{shrunk.summary()}."))
             errors = [" -> ".join(f"{error:.4f}" for error in of_layer) for of_layer in shrunk.errors.values()]
             refit = any(len(of_layer) > 1 for of_layer in shrunk.errors.values())
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
@@ -237,6 +237,11 @@ class Report(Printed):
         if self.tasks is not None:
             parts.append(str(self.tasks))
         return "\n\n".join(filter(None, parts))
+
+    def summaries(self) -> list[str]:
+        """What the page and ``text`` begin with: what was pruned, and what a model was shrunk by."""
+        pruned = [self.summary()] if self.layers or self.shrunk is None else []
+        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary()}."]
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""

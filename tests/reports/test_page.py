@@ -3,6 +3,7 @@
 import html
 import re
 import sys
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -13,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.values import BlockReport, Distilled, Skipped
+from modelopt_sparse.reports.values import BlockReport, Distilled, Shrunk, Skipped
 from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, layer, tables, unpacked, visible
 
@@ -318,3 +319,36 @@ def test_the_top_says_what_distillation_did():
     assert with_it["time"][1] == "distillation 30.0 s, solving 0.5 s"
     assert "KL by distillation" not in without
     assert without["time"] == ("0.5 s", "solving 0.5 s")
+
+
+# smaller models -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_smaller_model_shows_what_went(tmp_path):
+    names = [f"model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)]
+    report = Report()
+    report.shrunk = Shrunk(
+        sizes={"num_experts": [3, 2]},
+        criterion="reap",
+        kept={"experts": {names[0]: [0, 2], names[1]: [1, 2]}},
+        scores={names[0]: [4.0, 1.0, 2.0], names[1]: [0.0, 5.0, 5.0]},
+        errors={names[0]: [0.25], names[1]: [0.5]},
+        shares={"25.0%": [0.1, 0.2], "50.0%": [0.3, 0.4]},
+        kl={"as is": 0.5, "reconstructed": 0.125},
+        costs={"parameters": [1000.0, 750.0]},
+    )
+    page = report.to_html(tmp_path / "page.html")
+    assert "0 layers pruned" not in visible(page)
+    for text in ("num_experts 3 -&gt; 2", "<dd>66.7%</dd>", "<dd>75.0%</dd>", "0.5000 \N{RIGHTWARDS ARROW} 0.1250"):
+        assert text in visible(page)
+    found = figures(page)
+    assert list(found) == ["kl", "shrunk", "stay", "shares"]
+    assert found["kl"]["traces"][0]["y"] == [0.5, 0.125]
+    assert found["shrunk"]["traces"][0]["y"] == [0.25, 0.5]
+    assert (found["stay"]["traces"][0]["y"], found["stay"]["traces"][0]["z"]) == (
+        ["0", "1", "2"],
+        [[1.0, None], [None, 1.0], [0.5, 1.0]],
+    )
+    assert [trace["y"] for trace in found["shares"]["traces"]] == [[0.1, 0.3], [0.2, 0.4]]
+    report.shrunk = replace(report.shrunk, kl={"as is": 0.5}, scores={}, shares={}, errors={})
+    assert list(figures(report.to_html(tmp_path / "less.html"))) == ["kl"]
