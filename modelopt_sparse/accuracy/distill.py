@@ -185,7 +185,7 @@ def _without_loss(model: nn.Module, call: Call) -> Call:
     labels = call.kwargs.get("labels")
     if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
         kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]  # models that take labels have it
-    return Call(call.args, kwargs)
+    return replace(call, kwargs=kwargs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

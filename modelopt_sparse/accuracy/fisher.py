@@ -152,9 +152,11 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         nonlocal tokens
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad:
-            number = numbers[len(call_masks) - 1] * run.processes.size + run.processes.rank - data.own
-            # each call has random numbers of its own, so that any number of processes draws the same labels
-            each = drawn_loss(logits, call_masks[-1].decoder, (run.config.seed * 1_000_003 + number) % 2**63)
+            place = numbers[len(call_masks) - 1]
+            step, row = (None, 0) if data.calls is None else (data.calls[place].step, data.calls[place].row)
+            number = place * run.processes.size + run.processes.rank - data.own if step is None else step
+            # each batch has random numbers of its own, so that any number of processes draws the same labels
+            each = drawn_loss(logits, call_masks[-1].decoder, (run.config.seed * 1_000_003 + number) % 2**63, row)
             tokens += len(each)
             each.sum().backward()
         sums.add(of_call.sums, grams=range(len(blocks)))
@@ -185,10 +187,12 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     return Gradients(tokens, {block: totals[place] for block, place in places.items() if place in totals}, rows)
 
 
-def drawn_loss(logits: Tensor, token_mask: Tensor | None, seed: int) -> Tensor:
-    """-log p(y) of each real token, ``[T]``, with y drawn from the predictions."""
+def drawn_loss(logits: Tensor, token_mask: Tensor | None, seed: int, first: int = 0) -> Tensor:
+    """-log p(y) of each real token, ``[T]``, with y drawn from the predictions. ``first``: the row of the batch that
+    these logits begin with."""
     rows, generator = logits.flatten(0, -2), torch.Generator().manual_seed(seed)
-    places = torch.rand(len(rows), generator=generator, dtype=torch.float64).to(rows.device)
+    before = first * len(rows) // max(len(logits), 1)
+    places = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
     each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
     if token_mask is not None and token_mask.numel() == len(each):
         each = each[token_mask.flatten().to(each.device, torch.bool)]

@@ -138,9 +138,10 @@ def _tuned(
 
     def loss(place: int) -> Tensor:
         # scaled so that neither its gradients nor those inside of the block leave float16's range
-        return error(place) / max(energies[place], 1e-30) * part.goals[place].numel() ** 0.5
+        return error(place) / max(of_step[place], 1e-30) * sizes[place] ** 0.5
 
     energies = [float(squared(goal.float(), place)) for place, goal in enumerate(part.goals)]
+    of_step, sizes = batches.of_steps(energies), batches.of_steps([goal.numel() for goal in part.goals])
     judge = partial(batches.judged, lambda place: (float(error(place)), energies[place]))
     before = judge()
     weights.slow_down(before)

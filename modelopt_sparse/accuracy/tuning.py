@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, write_zeros
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
+
+Gradients = list[Tensor | None]  # of each weight; None: it has none
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
 
@@ -74,15 +77,61 @@ class BatchNumbers:
         total, size = (sum(shares[number][i] for number in self.held_back) for i in (0, 1))
         return total / max(size, torch.finfo(torch.float32).tiny)
 
-    def shared(self, number: int, own: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of one batch, in all processes, from the one that has it; ``like`` has their shapes."""
-        processes, rank = self.processes, self.ranks[number]
-        there = processes.all_gather("a gradient", [gradient is not None for gradient in own])[rank]
-        if rank != processes.rank:
+    def of_steps(self, own: Sequence[float]) -> list[float]:
+        """A value for each place of this process -> the sum over the units of its step, in all processes."""
+        of_ranks = self.processes.all_gather("values of units", {n: own[place] for n, place in self.own.items()})
+        values, sums = {n: value for of_rank in of_ranks for n, value in of_rank.items()}, [*own]
+        for numbers in self.steps:
+            for number in numbers:
+                if number in self.own:
+                    sums[self.own[number]] = sum(values[each] for each in numbers)
+        return sums
+
+    def added(
+        self, numbers: Sequence[int], gradients_of: Callable[[int], Gradients], like: Sequence[Tensor]
+    ) -> Gradients:
+        """The sum of the gradients of a step's units, in all processes; ``like`` has their shapes.
+
+        Added up are the sums of every other unit, and so on, whatever the number of processes: the same bits for all of
+        them. What one process has to itself is sent once.
+        """
+        parts = self._parts(numbers)
+        own = {}
+        for part in parts:
+            if self.ranks[part[0]] == self.processes.rank:
+                own[part] = _sum(part, gradients_of)
+        shared = {part: self._sent(self.ranks[part[0]], own.get(part), like) for part in parts}
+        return _sum(tuple(numbers), gradients_of, shared)
+
+    def _parts(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """The largest parts of such a sum that one process has to itself."""
+        if len({self.ranks[number] for number in numbers}) == 1:
+            return [tuple(numbers)]
+        return self._parts(numbers[0::2]) + self._parts(numbers[1::2])
+
+    def _sent(self, rank: int, own: Gradients | None, like: Sequence[Tensor]) -> Gradients:
+        """The gradients that one process has, in all of them."""
+        processes = self.processes
+        there = processes.all_gather("a gradient", own and [gradient is not None for gradient in own])[rank]
+        if own is None:
             own = [torch.empty_like(values) if has else None for values, has in zip(like, there)]
         gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
         processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
         return gradients
+
+
+def _sum(
+    numbers: tuple[int, ...],
+    gradients_of: Callable[[int], Gradients],
+    known: Mapping[tuple[int, ...], Gradients] = MappingProxyType({}),
+) -> Gradients:
+    """The sum of gradients of units: that of every other one, and that of the rest."""
+    if numbers in known:
+        return known[numbers]
+    if len(numbers) == 1:
+        return gradients_of(numbers[0])
+    halves = _sum(numbers[0::2], gradients_of, known), _sum(numbers[1::2], gradients_of, known)
+    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(*halves)]
 
 
 # values that are others during a call ---------------------------------------------------------------------------------
@@ -358,20 +407,20 @@ def _take_step(
     step: int,
     steps: int,
 ) -> None:
-    """One step, by the sum of the gradients of its units in their order, which any number of processes adds alike. By a
-    batch alone, and where masks stay, a process takes each weight's step as soon as its gradient is there, in the
-    backward pass, and drops the gradient: all of them together would take as much memory as the model."""
+    """One step, by the sum of the gradients of its units. By a batch alone, and where masks stay, a process takes each
+    weight's step as soon as its gradient is there, in the backward pass, and drops the gradient: all of them together
+    would take as much memory as the model."""
     alone = batches.processes.size == 1
 
     def move(weight: TunedWeight, gradient: Tensor | None) -> None:
         weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
 
-    def gradients_of(number: int) -> list[Tensor | None]:
+    def gradients_of(number: int) -> Gradients:
         with torch.enable_grad():
             loss(batches.own[number]).backward()
         return [weight.taken_gradient() for weight in weights.each]
 
-    early = alone and len(numbers) == 1 and all(weight.movable is None for weight in weights.each)
+    early = len(numbers) == 1 and alone and all(weight.movable is None for weight in weights.each)
     with ExitStack() as hooks:
         for weight in weights.each if early else ():
             hooks.enter_context(
@@ -379,17 +428,10 @@ def _take_step(
                     lambda _, weight=weight: move(weight, weight.taken_gradient())
                 )
             )
-        # alone, one unit at a time: the gradients of a unit are as large as the weights
-        held = {number: gradients_of(number) for number in numbers if number in batches.own and (early or not alone)}
-    if early:
-        return
-    total: list[Tensor | None] = [None] * len(weights.each)
-    for number in numbers:
-        of_unit = gradients_of(number) if alone else held.pop(number, total)
-        of_unit = batches.shared(number, of_unit, [weight.values for weight in weights.each])
-        total = [b if a is None else a if b is None else a.add_(b) for a, b in zip(total, of_unit)]
-    for weight, gradient in zip(weights.each, total):
-        move(weight, gradient)
+        gradients = batches.added(numbers, gradients_of, [weight.values for weight in weights.each])
+    for weight, gradient in zip(weights.each, gradients):
+        if not early:
+            move(weight, gradient)
 
 
 def learning_rates(

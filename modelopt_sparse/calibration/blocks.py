@@ -312,7 +312,8 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
     digest = hashlib.sha256()
     for call in calls if data.sha256 is None else ():
         take_in(digest, call.args, call.kwargs)
-    run.report.calibration.update(calls=len(calls), sha256=data.sha256 or digest.hexdigest())
+    batches = sum(call.row == 0 for call in calls)
+    run.report.calibration.update(calls=batches, sha256=data.sha256 or digest.hexdigest())
     kinds: list[Any] = []
     chosen = []
     for numbered in dense.calls:

@@ -27,12 +27,16 @@ HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: ``model(*args, **kwargs)``. ``step``: the number of the batch that it is a unit of; None:
-    it is a batch."""
+    """One call of the model: ``model(*args, **kwargs)``.
+
+    step: the number of the batch that it is a unit of, negative if the model has written it; None: it is a batch.
+    row: where in that batch its rows begin.
+    """
 
     args: tuple
     kwargs: dict[str, Any]
     step: int | None = None
+    row: int = 0
 
 
 def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
@@ -66,10 +70,14 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     return [step for call in calls for step in cut(call, lambda _, length: STEP_TOKENS // max(length, 1))]
 
 
-def units(calls: Iterable[Call], first: int = 0) -> list[Call]:
+def units(calls: Sequence[Call], first: int = 0) -> list[Call]:
     """Batches in units, which processes share, so that any number of them runs the same; steps count from ``first``."""
-    numbered = enumerate(calls, first)
-    return [replace(unit, step=n) for n, call in numbered for unit in cut(call, lambda rows, _: -(-rows // UNITS))]
+    found = []
+    for step, call in enumerate(calls, first):
+        parts = cut(call, lambda rows, _: -(-rows // UNITS))
+        begins = accumulate((samples(part.args, part.kwargs) for part in parts), initial=0)
+        found += [replace(part, step=step, row=row) for part, row in zip(parts, begins)]
+    return found
 
 
 def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:

@@ -213,7 +213,7 @@ class CalibrationData:
         shared, sha256 = run.config.split_data and processes.size > 1, None
         if run.config.split_data and run.config.tunes and (shared or run.config.deterministic):
             sha256 = _digest([*own, *calls])
-            calls, own = units(calls, len(own)), units(own)
+            calls, own = units(calls), units(own, -len(own))
         calls = [*own, *calls]
         if shared:
             sha256 = sha256 or _digest(calls)

@@ -448,10 +448,10 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
 
 
 def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
-    """In their order: 1e8 + 1 - 1e8 is 0 in float32, and 1 in another order."""
+    """Every other one first: (1e8 + 1) - 1e8 is 0 in float32, and 1e8 - 1e8 + 1 is 1."""
     batches = tuning.BatchNumbers.of(Processes(), [0, 0, 0, None, 1, 2, 2], 0)
     assert (batches.steps, batches.held_back) == ([[0, 1, 2], [3], [4]], range(5, 7))
-    slopes, taken = [1e8, 1.0, -1e8, 3.0, 4.0], []
+    slopes, taken = [1e8, -1e8, 1.0, 3.0, 4.0], []
     step = tuning.TunedWeight.step
 
     def noted(weight, gradient, *args, **options):
@@ -470,4 +470,5 @@ def test_units_are_rows_of_a_batch_and_know_their_step():
     mixed = Call((torch.zeros(4, 3), torch.zeros(4, 2, 3)), {})
     found = units([first, second, mixed], first=5)
     assert [(len(each.args[0]), each.step) for each in found] == [(2, 5)] * 5 + [(1, 6)] * 2 + [(4, 7)]
+    assert [each.row for each in found] == [0, 2, 4, 6, 8, 0, 1, 0]
     assert torch.equal(torch.cat([each.args[0] for each in found[:5]]), first.args[0])
