@@ -8,7 +8,7 @@ Perplexity and KL(dense || smaller) are those of the first 100 windows of 512 to
 128 windows of the calibration text of its own. CPU seconds are those of the process. "minitron" is ModelOpt's score,
 computed here: the mean of |x| over each window, squared, summed up. Torch-Pruning's rows see no data, and need
 `pip install --no-deps torch-pruning==1.6.1`. "its example" takes the same share of heads and of the hidden size too, as
-its example for language models does: on the embedded model and on the Qwen3 that did not end in ten minutes.
+its example for language models does: on the embedded model that did not end in ten minutes.
 """
 
 import argparse
