@@ -21,6 +21,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.model.hf import cache_name
 
 PROMPT = 128
 SIZES: dict[str, dict[str, Any]] = {
@@ -63,10 +64,11 @@ def variants(model: LlamaForCausalLM) -> dict[str, nn.Module]:
 
 def calls_of(model: Any) -> dict[str, Callable[[], object]]:
     prompt, cache = torch.randint(8192, (1, PROMPT)), DynamicCache()
-    model(input_ids=prompt, past_key_values=cache)
+    held = {cache_name(model): cache}
+    model(input_ids=prompt, **held)
 
     def token() -> None:
-        model(input_ids=prompt[:, :1], past_key_values=cache)
+        model(input_ids=prompt[:, :1], **held)
         cache.crop(-1)
 
     return {"prompt": lambda: model(input_ids=prompt, use_cache=False), "token": token}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import modelopt_sparse as mts
+from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import quantize_rows
 from modelopt_sparse.runtime.timing import TIMERS, Timer
@@ -139,12 +140,13 @@ def prefill(model: Any, tokens: int) -> Callable[[], Any]:
 def decode(model: Any, batch: int, context: int) -> Callable[[], Any]:
     """A call that takes the next token of each of ``batch`` sequences after ``context`` tokens, again and again."""
     ids = torch.ones(batch, context, dtype=torch.long, device=model.device)
-    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    name = cache_name(model)
+    cache = {name: getattr(model(input_ids=ids, use_cache=True, logits_to_keep=1), name)}
     one = ids[:, :1]
 
     def call() -> Tensor:
-        logits = model(input_ids=one, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        cache.crop(-1)
+        logits = model(input_ids=one, **cache, use_cache=True, logits_to_keep=1).logits
+        cache[name].crop(-1)
         return logits
 
     return call

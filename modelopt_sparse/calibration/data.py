@@ -72,12 +72,12 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
 
 def units(calls: Sequence[Call], first: int = 0) -> list[Call]:
     """Batches in units, which processes share, so that any number of them runs the same; steps count from ``first``."""
-    found = []
+    made = []
     for step, call in enumerate(calls, first):
         parts = cut(call, lambda rows, _: -(-rows // UNITS))
         begins = accumulate((samples(part.args, part.kwargs) for part in parts), initial=0)
-        found += [replace(part, step=step, row=row) for part, row in zip(parts, begins)]
-    return found
+        made += [replace(part, step=step, row=row) for part, row in zip(parts, begins)]
+    return made
 
 
 def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:

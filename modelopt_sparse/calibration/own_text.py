@@ -4,7 +4,6 @@ What is tuned on little data fits that data better than any other. A language mo
 1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888).
 """
 
-import inspect
 import json
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.calibration.run import Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
-from modelopt_sparse.model.hf import default_seq_len, writes_text
+from modelopt_sparse.model.hf import cache_name, default_seq_len, writes_text
 from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 
@@ -96,12 +95,12 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     begun = torch.tensor([len(prompt) for prompt in prompts], device=device)
     sizes, last = torch.full_like(begun, ids.shape[1]), torch.tensor(ends, dtype=torch.long, device=device)
     ids, uniforms = ids.to(device), uniforms.to(device)
-    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    read, cache = 0, {"past_key_values": None, "use_cache": True} if has_cache else {}
+    name = cache_name(model)
+    read, cache = 0, {} if name is None else {name: None, "use_cache": True}
     for place in range(int(begun.min()), ids.shape[1]):
         output = model(input_ids=ids[:, read:place], **cache)
-        if cache:
-            read, cache["past_key_values"] = place, output.past_key_values
+        if name is not None:
+            read, cache[name] = place, getattr(output, name)
         going_on = (begun <= place) & (place < sizes)
         ids[:, place] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, place]), ids[:, place])
         sizes = torch.where(going_on & torch.isin(ids[:, place], last), place + 1, sizes)

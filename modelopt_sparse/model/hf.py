@@ -80,6 +80,11 @@ def takes(module: nn.Module, name: str) -> bool:
         return False
 
 
+def cache_name(model: nn.Module) -> str | None:
+    """What a model calls its KV cache, as an argument and in its output: transformers changed that in 5.24."""
+    return next((name for name in ("past_key_values", "cache") if takes(model, name)), None)
+
+
 # classes --------------------------------------------------------------------------------------------------------------
 
 

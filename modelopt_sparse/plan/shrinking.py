@@ -18,7 +18,7 @@ from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import has_hook
-from modelopt_sparse.model.hf import quantization_of
+from modelopt_sparse.model.hf import cache_name, quantization_of
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.resize import (
@@ -491,7 +491,7 @@ def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, 
                 output = model(input_ids=torch.zeros(batch, length, dtype=torch.long, device="meta"), use_cache=True)
         except (RuntimeError, NotImplementedError, ValueError):  # a forward that looks at values
             return known
-        layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+        layers = getattr(getattr(output, cache_name(model) or "", None), "layers", ())
         held = [value for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         known["FLOPs of a call"] = counter.get_total_flops()
         known["bytes of keys and values"] = sum(value.numel() * value.element_size() for value in held)

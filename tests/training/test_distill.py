@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import modelopt_sparse as mts
+from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.training import distill
 from tests.helpers import ROOT, Snapshot, refused, tiny_llama
 
@@ -377,7 +378,7 @@ def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
     loss.backward()
     ((kwargs, output),) = seen
     assert kwargs.keys() == {"input_ids", "attention_mask", "use_cache"}
-    assert output.past_key_values is None
+    assert getattr(output, str(cache_name(model))) is None
     assert not output.logits.requires_grad
     assert all(p.grad is None for p in teacher.parameters())
     handle.remove()
@@ -564,5 +565,6 @@ def test_a_regression():
 def test_a_call_with_a_cache():
     model, teacher = pair()
     ids = padded()["input_ids"]
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    call_refused(model, teacher, "a call with a cache", "model.eval()", input_ids=ids, past_key_values=cache)
+    name = cache_name(model)
+    cache = {name: getattr(model(input_ids=ids, use_cache=True), name)}
+    call_refused(model, teacher, "a call with a cache", "model.eval()", input_ids=ids, **cache)
