@@ -95,12 +95,9 @@ class BatchNumbers:
         Added up are the sums of every other unit, and so on, whatever the number of processes: the same bits for all of
         them. What one process has to itself is sent once.
         """
-        parts = self._parts(numbers)
-        own = {}
-        for part in parts:
-            if self.ranks[part[0]] == self.processes.rank:
-                own[part] = _sum(part, gradients_of)
-        shared = {part: self._sent(self.ranks[part[0]], own.get(part), like) for part in parts}
+        parts = {part: self.ranks[part[0]] for part in self._parts(numbers)}
+        own = {part: _sum(part, gradients_of) for part, rank in parts.items() if rank == self.processes.rank}
+        shared = {part: self._sent(rank, own.get(part), like) for part, rank in parts.items()}
         return _sum(tuple(numbers), gradients_of, shared)
 
     def _parts(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -369,12 +366,12 @@ def tune(
     before: float,
     bar: Progress | None = None,
 ) -> tuple[float, int, list[str]]:
-    """Tune on the ``loss`` of a batch, given by its place in this process, for some epochs -> what ``judge`` says of
+    """Tune on the ``loss`` of a batch or unit, by its place in this process, for some epochs -> what ``judge`` says of
     the best values, their epoch, and notes.
 
     Never worse on the batches held back: the values from before, with what was judged ``before``, count as an epoch. An
-    interruption leaves the best values so far. Where several processes work together, each batch's gradient comes from
-    the one that has the batch, and all take the same step.
+    interruption leaves the best values so far. Where several processes work together, the gradient of each unit comes
+    from the one that has it, and all take the same step.
     """
     best, best_epoch, notes = before, 0, []
     first = best_values = weights.copy()

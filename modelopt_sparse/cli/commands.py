@@ -321,8 +321,8 @@ def plan(
     training_recipe: Path | None = Option(
         None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
     ),
-    processes: int = Option(1, help="Also what each of so many processes takes and sends, where they stream MODEL."),
-    nodes: int = Option(1, help="With --processes: on how many machines."),
+    processes: int | None = Option(None, help="Also what each of so many takes and sends, where they stream MODEL."),
+    nodes: int | None = Option(None, help="With --processes: on how many machines. Default: 1."),
     dtype: Dtype = "auto",
     dequantize: Dequantize = False,
     revision: Revision = None,
@@ -337,31 +337,30 @@ def plan(
 
     settings = settings_of(**flags, check_device=False)  # the device may be another machine's
     source = NamedModel(model, dtype, revision, trust_remote_code)
-    if training_recipe is not None and (extra := [key for key, value in settings.items() if value is not None]):
+    options = {**settings, "processes": processes, "nodes": nodes}
+    if training_recipe is not None and (extra := [key for key, value in options.items() if value is not None]):
         raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
+    if nodes is not None and processes is None:
+        raise ValueError("--nodes goes with --processes")
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer
     empty, quantized = source.empty(dequantize)
+    shared: list[SharedOut] = []
     if training_recipe is not None:
-        typer.echo(_shown(mts.training.configure(training_recipe).plan(empty), all_rows, as_json))
-        return
-    if processes != 1:
-        settings["deterministic"] = True  # as streaming by several processes is
-    planned = mts.make_plan(empty, settings.pop("method"), settings)
-    if quantized is not None:
-        planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    if processes == 1:
-        typer.echo(_shown(planned, all_rows, as_json))
-        return
-    shared = SharedOut.of(planned, processes, nodes)
-    if as_json:
-        _print_json({**planned.as_dict(), "processes": shared.as_dict()})
+        planned: Any = mts.training.configure(training_recipe).plan(empty)
     else:
-        typer.echo(f"{planned.text(all_rows=all_rows)}\n\n{shared.text(all_rows=all_rows)}")
-
-
-def _shown(planned: Any, all_rows: bool, as_json: bool) -> str:
-    return planned.to_json() if as_json else planned.text(all_rows=all_rows)
+        if processes is not None:
+            settings["deterministic"] = True  # as streaming by several processes is
+        planned = mts.make_plan(empty, settings.pop("method"), settings)
+        if quantized is not None:
+            planned = replace(planned, notes=(*planned.notes, str(quantized)))
+        if processes is not None:
+            shared = [SharedOut.of(planned, processes, 1 if nodes is None else nodes)]
+    if as_json:
+        more = {"processes": shared[0].as_dict()} if shared else {}
+        _print_json({**json.loads(planned.to_json()), **more})
+    else:
+        typer.echo("\n\n".join(each.text(all_rows=all_rows) for each in (planned, *shared)))
 
 
 @command

@@ -225,7 +225,8 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         for name, (old, new) in {**shrunk.sizes, **shrunk.costs}.items():
             cost[name] = (f"{new / old:.1%}", f"{old:,.4g} {ARROW} {new:,.4g}")
         if shrunk.kl:
-            (first, before), *_, (last, after) = [*shrunk.kl.items()] * 2
+            steps = [*shrunk.kl.items()]
+            (first, before), (last, after) = steps[0], steps[-1]
             words = f"nats, {first} {ARROW} {last}, on calibration batches held back"
             cost["KL from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
     if "training" in report.settings:

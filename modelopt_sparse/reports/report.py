@@ -28,8 +28,8 @@ from modelopt_sparse.reports.values import (
     LayerReport,
     Shrunk,
     Skipped,
-    StepReport,  # noqa: F401  # where a model of `torch.save` looks for it
 )
+from modelopt_sparse.reports.values import StepReport as StepReport  # here models of `torch.save` look for it
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
 

@@ -110,6 +110,18 @@ def test_any_number_of_processes_writes_the_same_text(monkeypatch):
     assert set(first.own) == {0, 2}
 
 
+def test_with_a_kv_cache_each_token_is_run_once():
+    """Whatever transformers calls the cache."""
+    model, widths = tiny_llama().eval(), []
+    with model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    ):
+        windows_of(model, ROWS, 1, LENGTH, seed=0)
+    first, *others = widths
+    assert set(others) == {1}
+    assert first + len(others) == LENGTH - 1  # the last token that is written is run by nobody
+
+
 def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)

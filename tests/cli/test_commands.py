@@ -207,6 +207,7 @@ def test_plan_needs_no_weights(run, work):
     shared = run("plan", work / "only-config", "--processes", 4, "--nodes", 2, "--json")
     assert json.loads(shared.out)["processes"]["nodes"] == 2
     assert run("plan", work / "only-config", "--processes", 3, "--nodes", 2).code == 2
+    assert "--nodes goes with --processes" in run("plan", work / "only-config", "--nodes", 2).err
 
 
 def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
