@@ -448,10 +448,10 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
 
 
 def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
-    """Every other one first: (1e8 + 1) - 1e8 is 0 in float32, and 1e8 - 1e8 + 1 is 1."""
-    batches = tuning.BatchNumbers.of(Processes(), [0, 0, 0, None, 1, 2, 2], 0)
-    assert (batches.steps, batches.held_back) == ([[0, 1, 2], [3], [4]], range(5, 7))
-    slopes, taken = [1e8, -1e8, 1.0, 3.0, 4.0], []
+    """Every other one first: in float32 (1e8 + 1) - 1e8 and (1 - 1e8) + 1e8 are 0, and each is 1 in another order."""
+    batches = tuning.BatchNumbers.of(Processes(), [0, 0, 0, 3, 3, 3, None, 1, 2, 2], 0)
+    assert (batches.steps, batches.held_back) == ([[0, 1, 2], [3, 4, 5], [6], [7]], range(8, 10))
+    slopes, taken = [1e8, -1e8, 1.0, 1.0, 1e8, -1e8, 3.0, 4.0], []
     step = tuning.TunedWeight.step
 
     def noted(weight, gradient, *args, **options):
@@ -461,8 +461,21 @@ def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
     monkeypatch.setattr(tuning.TunedWeight, "step", noted)
     weights = TunedWeights({(parameter := nn.Parameter(torch.ones(2, 3))): None}, {parameter: 2}, 0.01)
     tuning.tune(weights, batches, 2, 0, lambda place: parameter.flatten()[0] * slopes[place], lambda: 1.0, 1.0)
-    assert len(taken) == 6
-    assert sorted(taken[:3]) == sorted(taken[3:]) == [0.0, 3.0, 4.0]
+    assert len(taken) == 8
+    assert sorted(taken[:4]) == sorted(taken[4:]) == [0.0, 0.0, 3.0, 4.0]
+
+
+def test_a_tuned_run_that_is_to_be_shared_runs_units():
+    """One process with deterministic=True runs what several would: a window at a time; else the batches of the user."""
+    data = [torch.randint(97, (4, 16)) for _ in range(3)]
+    rows: dict[bool, set[int]] = {}
+    for deterministic in (False, True):
+        model, seen = tiny_llama(), set()
+        model.model.embed_tokens.register_forward_hook(lambda module, args, output, seen=seen: seen.add(len(output)))
+        mts.sparsify(model, "wanda", data_loader=data, reconstruct=1, deterministic=deterministic, progress=False)
+        rows[deterministic] = seen
+        assert mts.report(model).calibration["calls"] == 3
+    assert rows == {False: {4}, True: {1}}
 
 
 def test_units_are_rows_of_a_batch_and_know_their_step():
