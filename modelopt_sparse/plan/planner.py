@@ -313,6 +313,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
         notes.append("layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)")
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
+    if config.budget is not None:
+        way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
+        notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
     for layer_plan in planned:
         if names := layer_plan.layer.tied_names:
             notes.append(f"{layer_plan.name} is tied: also held by {', '.join(names)}")

@@ -131,7 +131,9 @@ def test_quality_shares_out_the_zeros_of_a_level(case):
         of_rows = " per row" if case == "of rows" else ""
         levels = [f"{level}%{of_rows}" for level in (55, *(each for each in range(20, 85, 5) if each != 55))]
         assert [str(each) for each in config.choices] == [levels[0], "None", *levels[1:]]
-        assert mts.make_plan(tiny_llama(), "sparsegpt", config).layers[0].pattern.sparsity == 0.55
+        plan = mts.make_plan(tiny_llama(), "sparsegpt", config)
+        assert plan.layers[0].pattern.sparsity == 0.55
+        assert any("budget of 55% zeros decides" in note and "budget=None keeps" in note for note in plan.notes)
         assert mts.SparsifyConfig.make(method, config).budget.optional
         assert str(mts.SparsifyConfig.make(method, config, pattern=0.3).budget) == "30% zeros"
 
