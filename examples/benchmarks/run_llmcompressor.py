@@ -1,4 +1,4 @@
-"""One run of llm-compressor's pruning: --method wanda or sparsegpt. See worker.py."""
+"""One run of llm-compressor's pruning: --method wanda or sparsegpt, or reap, which drops experts. See worker.py."""
 
 import torch
 import worker
@@ -7,6 +7,7 @@ from llmcompressor.modifiers.pruning import (  # pyright: ignore[reportMissingIm
     SparseGPTModifier,
     WandaPruningModifier,
 )
+from llmcompressor.modifiers.pruning.reap import REAPPruningModifier  # pyright: ignore[reportMissingImports]
 from torch.utils.data import DataLoader
 
 MODIFIERS = {"wanda": WandaPruningModifier, "sparsegpt": SparseGPTModifier}
@@ -18,12 +19,14 @@ def sparsify(model, batches, options):
         structure, sparsity = f"{of - kept}:{of}", 1 - kept / of  # its N of N:M counts the pruned ones
     else:
         structure, sparsity = "0:0", float(options.pattern.rstrip("%")) / 100
+    data = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
+    loader = DataLoader(data, batch_size=None)  # pyright: ignore[reportArgumentType] - a list will do
+    if options.method == "reap":
+        return oneshot(model=model, dataset=loader, recipe=REAPPruningModifier(sparsity=sparsity))
     # "lm_head" alone would not match: the name that it looks at ends with a dot
     recipe = MODIFIERS[options.method](
         sparsity=sparsity, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"]
     )
-    data = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
-    loader = DataLoader(data, batch_size=None)  # pyright: ignore[reportArgumentType] - a list will do
     return oneshot(model=model, dataset=loader, recipe=recipe)
 
 

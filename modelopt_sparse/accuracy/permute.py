@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.fisher import users_first
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs, sum_up
@@ -30,6 +31,8 @@ from modelopt_sparse.plan.plan import LayerPlan
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the
 # taker's output, and in the block's, where the residual stream's rounding weighs more
 SAME = (0.02, 0.25)
+
+ROWS = 32  # of calibration data tell the size of channels well enough
 
 Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
 
@@ -61,7 +64,9 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
         return {}
     takers = list({fold.taker.name: fold.taker for fold in folds}.values())
     collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
-    sums = sum_up(takers, inputs, collector, run)
+    # of data in a forward_loop nobody knows which is the user's
+    some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, ROWS))
+    sums = sum_up(takers, some, collector, run)
     stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never takers
 
     permuted: dict[str, str] = {}

@@ -8,7 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, take_in
+from modelopt_sparse.calibration.data import Call, cut, take_in
 from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
@@ -212,13 +212,15 @@ class _InputsOfCall:
 
 @dataclass
 class SeenBlocks:
-    """The calls of the dense model that were run, at least one of each kind, and what their blocks put out.
+    """The calls of the dense model that were run, whole or their first row, and what their blocks put out.
 
-    exact: see `is_exact`. outputs_change: whether the model writes to what a block has put out.
+    exact: see `is_exact`. pair: those of the calls that waiting is tried with.
+    outputs_change: whether the model writes to what a block has put out.
     """
 
     exact: bool
     calls: list[DenseCall] = field(default_factory=list)
+    pair: list[DenseCall] = field(default_factory=list)
     outputs_change: bool = False
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
@@ -280,14 +282,18 @@ class DenseRun:
 
 
 def run_dense(data: CalibrationData) -> DenseRun:
-    """Run the dense model on the first two calls and on one call of each further kind; on all calls if a layer has seen
-    no data up to then. Raises ValueError for layers that no data reaches, or none that is finite."""
+    """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; try, on a
+    row of two calls, whether calls can wait at its blocks.
+
+    Raises ValueError for layers that no data reaches, or none that is finite.
+    """
     run = data.run
     dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), SeenBlocks(is_exact(run)))
     if data.calls is None:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
+    _run_pair(dense)
     _agree(dense)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
@@ -298,12 +304,16 @@ def run_dense(data: CalibrationData) -> DenseRun:
 def kind_of(numbered: NumberedCall) -> list[Any]:
     """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
     and whether there is padding."""
-    call, masks = numbered.call, numbered.masks
+    call = numbered.call
     leaves: list[Any] = []
     for leaf in leaves_of((call.args, call.kwargs)):
         constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
         leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
-    return [len(call.args), list(call.kwargs), leaves, [x is None for x in (masks.encoder, masks.decoder, masks.image)]]
+    return [len(call.args), list(call.kwargs), leaves, _all_real(numbered)]
+
+
+def _all_real(numbered: NumberedCall) -> list[bool]:
+    return [mask is None for mask in (numbered.masks.encoder, numbered.masks.decoder, numbered.masks.image)]
 
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
@@ -314,29 +324,55 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
         take_in(digest, call.args, call.kwargs)
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest.hexdigest())
-    kinds: list[Any] = []
-    chosen = []
-    for numbered in dense.calls:
-        if (kind := kind_of(numbered)) not in kinds or numbered.number == 1:
-            kinds.append(kind)
-            chosen.append(numbered.number)
+    chosen = _one_of_each_kind(dense.calls)
     _run_some(dense, chosen)
     wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
     unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
-        _run_some(dense, [numbered.number for numbered in dense.calls if numbered.number not in chosen])
+        _run_some(dense, [numbered for numbered in dense.calls if all(numbered is not each for each in chosen)])
 
 
-def _run_some(dense: DenseRun, numbers: Sequence[int]) -> None:
-    left, show = iter(numbers), dense.data.run.config.progress
-    with Progress("run the dense model", "batch", len(numbers), show=show) as bar, dense.watching() as hooks:
+def _one_of_each_kind(calls: Sequence[NumberedCall]) -> list[NumberedCall]:
+    kinds: list[Any] = []
+    chosen = []
+    for numbered in calls:
+        if (kind := kind_of(numbered)) not in kinds:
+            kinds.append(kind)
+            chosen.append(numbered)
+    return chosen
+
+
+def _run_pair(dense: DenseRun) -> None:
+    """Run what waiting is tried with: a row of two calls, of different kinds if there are such."""
+    pair = [*_one_of_each_kind(dense.calls), *dense.calls[1:2]][:2]
+    known = {id(call.numbered) for call in dense.outputs.calls}
+    if dense.data.calls is not None:  # else all calls were run
+        # streamed, each run of the model reads all weights
+        stay = set() if dense.data.run.storage.resident else known
+        pair = [numbered if id(numbered) in stay else _row_of(numbered, dense.data) for numbered in pair]
+        _run_some(dense, [numbered for numbered in pair if id(numbered) not in known])
+    dense.outputs.pair = [call for call in dense.outputs.calls if any(call.numbered is each for each in pair)]
+
+
+def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
+    """A row of a call, with padding if the call has some; the call itself if it cannot be cut."""
+    rows = [NumberedCall(numbered.number, row, data.masks_of(row)) for row in cut(numbered.call, lambda *_: 1)]
+    alike = [row for row in rows if _all_real(row) == _all_real(numbered)]
+    return alike[0] if alike and len(rows) > 1 else numbered
+
+
+def _run_some(dense: DenseRun, calls: Sequence[NumberedCall]) -> None:
+    by_number, left, show = {each.number: each.call for each in calls}, iter(calls), dense.data.run.config.progress
+    assert dense.data.calls is not None
+    data = replace(dense.data, calls=[by_number.get(number, call) for number, call in enumerate(dense.data.calls)])
+    with Progress("run the dense model", "batch", len(calls), show=show) as bar, dense.watching() as hooks:
 
         def begin(masks: TokenMasks) -> None:
             hooks.begin(masks)
-            dense.begin(dense.calls[next(left)])
+            dense.begin(next(left))
             bar.update()
 
-        dense.data.run_model(begin, hooks, numbers)
+        data.run_model(begin, hooks, by_number)
 
 
 def _run_loop(dense: DenseRun) -> None:
@@ -496,9 +532,9 @@ def _why_not(
     blocks = [block for block in dense.blocks if block in home]
     run = dense.data.run
     stay = run.config.device is not None and not run.storage.spills
-    calls, count = dense.outputs.calls, len(dense.calls)
-    problem, stay = try_waiting(run, calls, stacks, blocks, count=count, outputs_stay=stay)
+    rows = sum(numbered.rows for numbered in dense.calls)
+    problem, stay = try_waiting(run, dense.outputs.pair, stacks, blocks, rows=rows, outputs_stay=stay)
     if problem is not None and stay:
-        problem, stay = try_waiting(run, calls, stacks, blocks, count=count, outputs_stay=False)
+        problem, stay = try_waiting(run, dense.outputs.pair, stacks, blocks, rows=rows, outputs_stay=False)
     dense.outputs_may_stay = stay
     return None if problem is None else (problem[0].name, problem[1])

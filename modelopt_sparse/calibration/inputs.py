@@ -2,9 +2,9 @@
 their methods need them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -224,6 +224,12 @@ class AtBlock(Inputs):
         self._segment.leave(self.block)
 
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
+
+    def only(self, numbers: Container[int]) -> "AtBlock":
+        """The same with the calls of these numbers alone."""
+        some = copy(self)
+        some.calls = [call for call in self.calls if call.numbered.number in numbers]
+        return some
 
     def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
         """The first output tensor of each module in a forward of the block on call ``index``."""

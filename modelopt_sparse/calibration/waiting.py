@@ -22,7 +22,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.data import Call, samples
 from modelopt_sparse.calibration.forward import (
     call_model,
     errors_name_batch,
@@ -55,6 +55,10 @@ class NumberedCall:
     number: int
     call: Call
     masks: TokenMasks
+
+    @property
+    def rows(self) -> int:
+        return samples(self.call.args, self.call.kwargs)
 
 
 @dataclass
@@ -311,24 +315,22 @@ Problem = tuple[Stack, str]  # a stack of which the blocks cannot be waited at, 
 
 def try_waiting(
     run: Run,
-    dense: Sequence[DenseCall],
+    pair: Sequence[DenseCall],
     stacks: Sequence[Stack],
     blocks: Sequence[nn.Module],
     *,
-    count: int,
+    rows: int,
     outputs_stay: bool,
 ) -> tuple[Problem | None, bool]:
     """(why calls cannot wait at all ``blocks``, in this order; None if they can; whether outputs stayed on the
-    execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for those of ``count`` calls).
+    execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for all ``rows`` of data).
 
-    Two calls, the first and one of another kind if there is one, wait at the blocks in turns. Each block is run twice
-    for the first of each kind. They have to come to the blocks, and put out there, what they did one after the other.
+    A pair of calls (or one, if there is no other) wait at the blocks in turns. Each block is run twice for the first
+    of each kind. They have to come to the blocks, and put out there, what they did one after the other.
     """
     if any(isinstance(value, LOCKS) for module in run.model.modules() for value in vars(module).values()):
         return (stacks[0], "the model holds a lock, and calls of one thread would wait for each other"), outputs_stay
-    pair = [dense[0], *[call for call in dense if call.kind != dense[0].kind][:1]]
-    twice = {call.numbered.number for call in pair}
-    pair += dense[1:2] if len(pair) == 1 else []
+    twice = {call.numbered.number for call in pair if call is pair[0] or call.kind != pair[0].kind}
     prints = {call.numbered.number: call.prints for call in pair}
     home = {block: (stack, name) for stack in stacks for name, block in zip(stack.names, stack.blocks)}
     stack, name = stacks[0], stacks[0].names[0]
@@ -339,7 +341,9 @@ def try_waiting(
             outside = thread_state()
         with torch.random.fork_rng(devices=[]):  # what the model draws in front of its blocks is as in the dense run
             waiting.start({call.numbered.number: call.random for call in pair})
-        outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(pair))
+        outputs_stay = outputs_stay and has_room(
+            run, held_bytes(run, waiting.calls) * rows // sum(call.numbered.rows for call in pair)
+        )
         for block in blocks:
             stack, name = home[block]
             came += [(call.numbered.number, block) for call in waiting.at(block)]

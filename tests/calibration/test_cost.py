@@ -14,25 +14,43 @@ from tests.models.stacked import STACKED, Routed, Stacked, vectors
 
 @pytest.mark.parametrize(("sequential", "passes", "last"), [("block", 2, 1), ("stage", 5, 4), ("none", 1, 1)])
 def test_how_often_a_block_runs(sequential, passes, last):
-    """Two of four batches in the dense run, and three runs in the check of waiting calls, for the first batch is run
-    twice; then each of them once, or once for each stage, to collect, and once to go on. Nothing is behind the last
-    block. In "none" the pass that collects goes on."""
+    """One of four batches in the dense run, and one row of two batches; three such rows in the check of waiting calls,
+    for the first is run twice; then each batch once, or once for each stage, to collect, and once to go on. Nothing is
+    behind the last block. In "none" the pass that collects goes on."""
     model = tiny_llama(num_hidden_layers=3)
-    runs: list[int] = []
+    rows = [0, 0, 0]
+
+    def count(index, output):
+        rows[index] += len(output)
+
     for index, block in enumerate(model.model.layers):
-        block.register_forward_hook(lambda *_, index=index: runs.append(index))
-    mts.sparsify(model, data_loader=token_batches(4), sequential=sequential, progress=False)
-    assert [runs.count(index) for index in range(3)] == [5 + 4 * passes, 5 + 4 * passes, 4 + 4 * last]
+        block.register_forward_hook(lambda module, args, output, index=index: count(index, output))
+    mts.sparsify(model, data_loader=token_batches(4, batch=5), sequential=sequential, progress=False)
+    tried = 5 + 2 + 3
+    assert rows == [tried + 20 * passes, tried + 20 * passes, tried - 1 + 20 * last]
+
+
+def test_waiting_is_tried_with_padding_where_the_data_has_some():
+    """The row of a batch that is run for it is the first one with padding; a batch that cannot be cut is run whole."""
+    model, seen = tiny_llama(), []
+    mask = torch.ones(3, 16, dtype=torch.long)
+    mask[1, 9:] = 0
+    batches = [{"input_ids": ids, "attention_mask": mask} for ids in token_batches(2, batch=3)]
+    model.model.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    mts.sparsify(model, data_loader=batches, progress=False)
+    assert [list(x.shape) for x in seen[:3]] == [[3, 16], [1, 16], [1, 16]]
+    assert torch.equal(seen[1], mask[1:2])
 
 
 def test_later_stacks_are_reached_without_what_is_behind_them():
-    """What is behind the decoder runs in the dense run alone, for the first two batches and those of other kinds."""
+    """What is behind the decoder runs in the dense run alone, for a batch of each kind, and a row of the one of the
+    first two whose tensors all have one shape."""
     architecture = ARCHITECTURES["t5"]
     model, calls = architecture.build(), []
     batches = architecture.batches("right")
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     mts.sparsify(model, data_loader=batches * 2, progress=False)
-    assert len(calls) == len(batches)
+    assert len(calls) == len(batches) + 1
 
 
 def test_a_layer_that_only_a_later_batch_reaches_is_calibrated():
