@@ -22,12 +22,12 @@ from tests.models.expert_models import EXPERTS, MODELS, build
 from tests.models.routed import without_experts
 from tests.models.type_exceptions import VERSION
 
-QUICK = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "longcat_flash")
+QUICK = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "longcat_flash", "llama4_text")
 SLOW = (
     "afmoe", "aria", "aria_text", "axk2", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo",
     "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm5_next", "glm5_next_text", "glm_moe_dsa", "granitemoe",
     "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2", "inkling2_text",
-    "inkling_mm_model", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum",
+    "inkling_mm_model", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4",
     "mistral_large4", "mistral_large4_text", "muse_spark_text", "olmoe", "openai_privacy_filter", "phimoe",
     "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
@@ -36,9 +36,7 @@ SLOW = (
 GROUPED = ("axk1", "bailing_hybrid", "beam", "deepseek_v32")  # tiny ones have 2 groups of 2 experts
 REFUSED = {
     **dict.fromkeys(GROUPED, "2 groups need a multiple of 2, of at least 4"),
-    **dict.fromkeys(
-        ("jetmoe", "llama4", "vitpose", "llama"), "has no number of experts that can be smaller: it has no"
-    ),
+    **dict.fromkeys(("jetmoe", "vitpose", "llama"), "has no number of experts that can be smaller: it has no"),
     "deepseek_v4": "computes something else with its experts in another order",  # tables name experts by number
     "hunyuan_v1_moe": "has no number of experts that can be smaller",
 }
@@ -173,6 +171,37 @@ def test_criteria_are_sums_over_routed_tokens(criterion):
         assert shrunk.kept["experts"][name] == [expert for expert in range(EXPERTS) if expert != gone]
         assert shrunk.tokens[name] == [len(pairs) for pairs in own.values()]
         assert shrunk.errors[name] == pytest.approx([errors[gone]], rel=1e-3)
+
+
+@only_of_version
+@torch.no_grad()
+def test_gates_inside_of_experts_count_once():
+    """Llama 4 scales what an expert gets: what it puts out is its whole share of the mixture's output."""
+    model: Any = tiny_model("llama4_text")
+    strengthen(model)
+    batch, seen = batch_of(model), {}
+    mixtures = {f"{name}.experts.down_proj": m for name, m in model.named_modules() if hasattr(m, "router")}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, n=n: seen.update({n: args[0].flatten(0, 1)}))
+        for n, m in mixtures.items()
+    ]
+    model(**batch)
+    for hook in hooks:
+        hook.remove()
+    shares = {}
+    for name, module in mixtures.items():
+        scores, _ = module.router(seen[name])
+        rows = (seen[name].expand(len(scores.T), -1, -1) * scores.T[..., None]).flatten(0, 1)
+        shares[name] = module.experts(rows).view(len(scores.T), *seen[name].shape).double(), scores > 0
+    mts.shrink(model, experts=1, **given(model))
+    shrunk: Any = mts.report(model).shrunk
+    assert shrunk.kept["experts"].keys() == shares.keys()
+    for name, (outputs_ETR, routed_TE) in shares.items():
+        wanted = outputs_ETR.norm(dim=-1).sum(-1) / routed_TE.sum(0).clamp_min(1)
+        torch.testing.assert_close(torch.tensor(shrunk.scores[name]).double(), wanted, rtol=2e-3, atol=1e-9)
+        gone = int(wanted.argmin())
+        lost, whole = outputs_ETR[gone].square().sum(), outputs_ETR.sum(0).square().sum()
+        assert shrunk.errors[name][0] == pytest.approx(float(lost / whole), rel=1e-3)
 
 
 SCORES: dict[str, Any] = {

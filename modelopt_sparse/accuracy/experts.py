@@ -30,7 +30,8 @@ class ExpertSums:
     """Of a mixture: sums over real tokens, with the gates that the model applies, in float64.
 
     tokens, gates, norms, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the
-    sums of its gate g, of the norm of what it puts out f, and of g times that norm.
+    sums of its gate g, of the norm of what it puts out f, and of g times that norm. Where gates scale what experts get
+    (Llama 4), f is what comes of it, and is not multiplied by g again.
     products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
     """
 
@@ -45,21 +46,23 @@ class ExpertSums:
         tokens, gates, norms, gated_norms, *products = torch.zeros(4 + experts, experts, dtype=torch.float64)
         return cls(tokens, gates, norms, gated_norms, torch.stack(products))
 
-    def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor) -> None:
-        """Add some tokens. An index of E or more: an expert without weights, which is left out."""
+    def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
+        """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
+        weights, which is left out."""
         known_Tk = index_Tk < len(self.tokens)
         index = index_Tk.where(known_Tk, 0).cpu()
         norms_Tk, counted_Tk = outputs_TkR.norm(dim=-1), known_Tk.double()
+        factors_Tk = counted_Tk if inside else gates_Tk * counted_Tk
         for total, values in (
             (self.tokens, counted_Tk),
             (self.gates, gates_Tk * counted_Tk),
             (self.norms, norms_Tk * counted_Tk),
-            (self.gated_norms, norms_Tk * gates_Tk * counted_Tk),
+            (self.gated_norms, norms_Tk * factors_Tk),
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
         for part in range(0, len(index), TOKENS):
             at = slice(part, part + TOKENS)
-            gated = outputs_TkR[at] * (gates_Tk[at] * counted_Tk[at])[..., None].to(outputs_TkR.dtype)
+            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype).to(outputs_TkR.dtype)
             pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
             inner = (gated @ gated.mT).double().cpu()
             self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
@@ -196,17 +199,19 @@ def _sums(pools: Mapping[str, ExpertPool], task: BlockTask, inputs: Inputs, run:
     takers = [plan for plan in task.layer_plans if plan.name in pools]
 
     def see(layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        rows, index_Tk, gates = (real_rows(x, token_mask) for x in inputs)
+        inputs = tuple(real_rows(x, token_mask) for x in inputs)
+        _, index_Tk, gates, *_ = inputs
         adapter: Any = layer.adapter
         outputs = None
-        for route in adapter.routes(layer.owner, (rows, index_Tk, gates), None):
+        for route in adapter.routes(layer.owner, inputs, None):
             of_expert = adapter.output(layer.owner, route.expert, route.rows).float()
             if outputs is None:
                 outputs = of_expert.new_zeros(index_Tk.numel(), of_expert.shape[-1])
             outputs.index_copy_(0, route.slots, of_expert)
         if outputs is not None:
             gates_Tk = gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)
-            sums[layer.name].add(outputs.view(*index_Tk.shape, -1), index_Tk, gates_Tk.float())
+            outputs = outputs.view(*index_Tk.shape, -1)
+            sums[layer.name].add(outputs, index_Tk, gates_Tk.float(), inside=adapter.gates_inside)
 
     nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
     inputs.collect(takers, see, nothing, go_on=inputs.blockwise)

@@ -279,8 +279,11 @@ class RoutedAdapter(Adapter):
 class _FusedAdapter(RoutedAdapter):
     """gate_up_proj (or up_proj) and down_proj of one module.
 
-    ``second`` is True for down_proj, whose rows are computed from those of the first matrix.
+    ``second`` is True for down_proj, whose rows are computed from those of the first matrix. ``gates_inside``: gates
+    scale what the experts get, not what they put out.
     """
+
+    gates_inside = False
 
     def __init__(self, *, second: bool) -> None:
         self.second = second
@@ -314,6 +317,13 @@ class _FusedAdapter(RoutedAdapter):
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         """The rows of the first matrix of one expert, if every token were routed to it."""
 
+    def output(self, module: Any, expert: int, rows: Tensor) -> Tensor:
+        """What an expert puts out for rows of its second matrix, with its present weights."""
+        weight = self.matrix(module, stored(module, SECOND).detach()[expert].to(rows.device))
+        has_bias = getattr(module, "has_bias", False)
+        bias = stored(module, f"{SECOND}_bias").detach()[expert].to(rows.device) if has_bias else None
+        return F.linear(rows, weight, bias)
+
     @abstractmethod
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         """The rows of an expert's second matrix, computed from ``rows`` of the first with its present weights."""
@@ -333,23 +343,12 @@ class _InterfaceAdapter(_FusedAdapter):
 
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
         x, index, _ = inputs
-        order = index.flatten().argsort(stable=True)
-        # an index of E or more: an expert that another process holds, or one without weights (LongCat-Flash)
-        sizes = index.flatten().bincount(minlength=experts).tolist()
-        for expert, slots in enumerate(order.split(sizes)[:experts]):
-            if len(slots):
-                yield Route(expert, x, slots // index.shape[-1], slots)
+        for expert, slots in _slots(index, experts):
+            yield Route(expert, x, slots // index.shape[-1], slots)
 
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         del expert
         return inputs[0]
-
-    def output(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        """What an expert puts out for rows of its second matrix, before its gate, with its present weights."""
-        weight = self.matrix(module, stored(module, SECOND).detach()[expert].to(rows.device))
-        has_bias = getattr(module, "has_bias", False)
-        bias = stored(module, f"{SECOND}_bias").detach()[expert].to(rows.device) if has_bias else None
-        return F.linear(rows, weight, bias)
 
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
@@ -366,28 +365,40 @@ class _InterfaceAdapter(_FusedAdapter):
         return module.act_fn(gate) * up
 
 
+def _slots(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+    """(expert, where it stands in the flat index of chosen experts [tokens, k]), of those that were chosen. An index of
+    E or more is an expert that another process holds, or one without weights (LongCat-Flash)."""
+    sizes = index.flatten().bincount(minlength=experts).tolist()
+    for expert, slots in enumerate(index.flatten().argsort(stable=True).split(sizes)[:experts]):
+        if len(slots):
+            yield expert, slots
+
+
 class _Llama4Adapter(_FusedAdapter):
-    """Llama4TextExperts, hooked at the mixture around it: its rows are scaled by the router's score."""
+    """Llama4TextExperts, hooked at the mixture around it: its rows are scaled by their gates."""
+
+    gates_inside = True
 
     def transposed(self, module: Any) -> bool:
         del module
         return True
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        """Rows [T, C], the experts chosen for each [T, k], the gates of these [T, k], and the logits of all [T, E]."""
         hidden = args[0] if args else kwargs["hidden_states"]
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        return (hidden, *module.router(hidden))
+        scores, logits = module.router(hidden)
+        index = logits.topk(module.top_k, dim=1).indices
+        return hidden, index, scores.gather(1, index), logits
 
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, scores, _ = inputs  # the score of an expert that was not chosen is 0
-        for expert in range(experts):
-            token = scores[:, expert].nonzero().squeeze(-1)
-            if len(token):
-                yield Route(expert, x[token] * scores[token, expert, None])
+        x, index, gates, _ = inputs
+        for expert, slots in _slots(index, experts):
+            yield Route(expert, x[slots // index.shape[-1]] * gates.flatten()[slots, None], slots=slots)
 
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        x, scores, logits = inputs
-        return x * logits[:, expert, None].float().sigmoid().to(scores.dtype)
+        x, _, gates, logits = inputs
+        return x * logits[:, expert, None].float().sigmoid().to(gates.dtype)
 
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         gate, up = (rows @ stored(module, FIRST[0]).detach()[expert].to(rows.device)).chunk(2, dim=-1)
@@ -458,6 +469,7 @@ def _experts_of(module: Any) -> int:
 UP, DOWN = _InterfaceAdapter(second=False), _InterfaceAdapter(second=True)
 LLAMA4_UP, LLAMA4_DOWN = _Llama4Adapter(second=False), _Llama4Adapter(second=True)
 PARALLEL = _ParallelAdapter()
+LAST = (DOWN, LLAMA4_DOWN)  # of the last matrices of experts that a router chooses among
 SHARED_UP, SHARED_DOWN = _SharedAdapter(second=False), _SharedAdapter(second=True)
 
 

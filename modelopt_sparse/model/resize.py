@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from modelopt_sparse.model.adapters import DOWN, HF_CONV1D, LINEAR
+from modelopt_sparse.model.adapters import HF_CONV1D, LAST, LINEAR
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.model.wrappers import full_name
 
@@ -297,12 +297,12 @@ def expert_pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks, groups: i
 
 def _expert_pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], groups: int) -> list[ExpertPool]:
     paths = {module: path for path, module in block.named_modules()}
-    takers = {full_name(paths[layer.owner], layer.param): layer for layer in layers if layer.adapter is DOWN}
+    takers = {full_name(paths[layer.owner], layer.param): layer for layer in layers if layer.adapter in LAST}
     of_taker: dict[str, list[Span]] = {name: [] for name in takers}
     for span in spans(block, twin):
         near = max(takers, key=lambda name: _common(name, span.name), default=None)
         if near is None:
-            raise ValueError(f"it is a size of {span.name!r}, and the block has no experts of transformers' interface")
+            raise ValueError(f"it is a size of {span.name!r}, and the block has no fused experts")
         of_taker[near].append(span)
     pools = []
     for name, of_mixture in of_taker.items():
@@ -321,7 +321,7 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
 
     Raises ValueError, with the reasons, if no number is that of all mixtures, and what ``new_of`` raises.
     """
-    counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter is DOWN}
+    counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter in LAST}
     reasons: list[str] = []
     for name, old in numbers_in(model.config).items():
         if old is not None and old in counts - {1}:
@@ -334,7 +334,7 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
                 reasons.append(f"{name}: {error}")
             else:
                 return name, old, new
-    why = "; ".join(reasons) or "it has no mixtures of several experts of transformers' experts interface"
+    why = "; ".join(reasons) or "it has no mixtures of several fused experts"
     raise ValueError(f"this {type(model).__name__} has no number of experts that can be smaller: {why}")
 
 
