@@ -18,7 +18,7 @@ from modelopt_sparse.model.resize import ExpertPool
 from modelopt_sparse.plan.shrinking import EXPERT_CRITERIA
 from tests.helpers import assert_bits, assert_same_state, state_of
 from tests.models.every_type import batch_of, strengthen, tiny_model
-from tests.models.expert_models import EXPERTS, MODELS, build
+from tests.models.expert_models import EXPERTS, GROUPS, LATENT, MODELS, MOE, build
 from tests.models.routed import without_experts
 from tests.models.type_exceptions import VERSION
 
@@ -57,17 +57,51 @@ only_of_version = pytest.mark.skipif(
 )
 
 
+LATENT_GREEDY = {**LATENT, "topk_method": "greedy", "n_group": None, "topk_group": None, "head_dim": 8}
+GEMMA4 = {
+    "enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 24, "head_dim": 8,
+    "global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 53, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "num_global_key_value_heads": 2,
+}  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24, "head_dim": 8,
+}  # fmt: skip
+FLINT = {"num_experts": EXPERTS, "head_dim": 8, "mlp_only_layers": [0], "sliding_window": 8}
+FIRST_DENSE = {**GROUPS, **MOE, "first_k_dense_replace": 1}
+# types whose tiny models by the general rules have no mixture, or cannot be called
+BY_HAND = {
+    "deepseek_v2": build("DeepseekV2ForCausalLM", "DeepseekV2Config", **{**FIRST_DENSE, **LATENT_GREEDY}),
+    "deepseek_v3": MODELS["deepseek_v3"],
+    "dots1": build("Dots1ForCausalLM", "Dots1Config", **FIRST_DENSE, head_dim=8, max_window_layers=2),
+    "gemma4_text": build("Gemma4ForCausalLM", "Gemma4TextConfig", **GEMMA4),
+    "nemotron_h": build("NemotronHForCausalLM", "NemotronHConfig", **{**GROUPS, **MOE, **NEMOTRON}),
+    "flint": build("FlintForCausalLM", "FlintConfig", **MOE, **FLINT),
+    "hunyuan_v1_moe": build("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", num_experts=EXPERTS, head_dim=8),
+}
+
+
+def mixture_of(name: str) -> Any:
+    if name in BY_HAND:
+        return BY_HAND[name]()
+    change = {"n_routed_experts": 8, "num_experts": 8} if name in GROUPED else {}
+    model = tiny_model(name, **change)
+    strengthen(model)
+    return model
+
+
 @only_of_version
 @pytest.mark.filterwarnings("ignore")  # what the models themselves say
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *BY_HAND, *GROUPED))]
+)
 def test_a_smaller_mixture_is_the_whole_one_that_never_chooses_the_others(tmp_path, name):
     """Before and after stock transformers has written and read it."""
-    model: Any = tiny_model(name)
-    strengthen(model)
+    model = mixture_of(name)
     whole, batch = copy.deepcopy(model), batch_of(model)
     mts.shrink(model, experts=0.25, **given(model))
     shrunk: Any = mts.report(model).shrunk
-    assert {(old, new) for old, new in shrunk.sizes.values()} - {(1, 0)} == {(4, 3)}
+    assert {(old, new) for old, new in shrunk.sizes.values()} - {(1, 0)} == {(8, 6) if name in GROUPED else (4, 3)}
     small = output(model, batch)
     with without_experts(whole, model, shrunk.kept["experts"]):
         wanted = output(whole, batch)

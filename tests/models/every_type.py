@@ -249,9 +249,13 @@ def model_classes(config: Any) -> Iterator[type]:
             yield from found if isinstance(found, (list, tuple)) else (found,)
 
 
-def tiny_model(model_type: str) -> nn.Module:
-    """A type's model in evaluation mode. Raises what the first of its classes raises if none can be built."""
+def tiny_model(model_type: str, **changes: Any) -> nn.Module:
+    """A type's model in evaluation mode; ``changes`` of numbers that its config has. Raises what the first of its
+    classes raises if none can be built."""
     config = tiny_config(model_type)
+    for name, value in changes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     first: Exception | None = None
     for model_class in dict.fromkeys(model_classes(config)):
         try:
