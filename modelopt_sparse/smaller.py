@@ -84,6 +84,7 @@ def shrink(
     multiple_of: int | str = "auto",
     tensor_parallel: int = 1,
     kept: Any = None,
+    protect: Mapping[str, Sequence[int]] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Make a model of transformers smaller, in place, and return it: a plain model, which `save_pretrained` writes.
@@ -95,7 +96,9 @@ def shrink(
       to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
       budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
         of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
-      kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json.
+      kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json. Of
+        experts also a mapping of mixtures to those that stay, such as llm-compressor's REAP writes to a file.
+      protect: experts that stay whatever their scores: ``{"*.layers.3.*": [0, 7]}``, by globs of mixtures.
     How:
       criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum",
         "frequency", "gate", "activation" or "output". docs/shrink.md and docs/experts.md say what each is.
@@ -119,7 +122,7 @@ def shrink(
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
-        asked = Asked(mlp, blocks, experts, to, budget, kept, multiple_of, tensor_parallel)
+        asked = Asked(mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel).in_full(plan)
         sizes = sizes_for(plain, plan, asked)
         how = criterion_of(asked, sizes[0], criterion=criterion, refit=refit, blocks_by=blocks_by)
         if processes.size > 1:
@@ -309,6 +312,7 @@ class _Cut:
         narrow = sizes.narrow(model)
         if sizes.experts:
             mixtures = expert_pools_in(model, narrow, layers_by_block(data.run.plan), sizes.groups)
+            mixtures = {name: [sizes.guarded(pool) for pool in pools] for name, pools in mixtures.items()}
             return cls(sizes, narrow, {}, mixtures=mixtures).with_experts_tried(data)
         pools = pools_in(model, narrow, layers_by_block(data.run.plan)) if sizes.width else {}
         for interleaved in (False, True):

@@ -311,6 +311,7 @@ def test_one_file_knows_how_accelerate_leaves_its_hooks():
 LONG = {
     ("checkpoint/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters",
     ("cli/commands.py", "shrink"): "half of it is its options",
+    ("smaller.py", "shrink"): "two thirds of it are its docstring and its parameters",
 }
 
 

@@ -332,7 +332,9 @@ def test_what_a_report_kept_is_taken_back(tmp_path):
     mts.save(model, tmp_path)
     written = json.loads((tmp_path / "sparsity.json").read_text())["report"]["shrunk"]
     assert written["kept"] == shrunk.kept
-    for kept in (shrunk, written):
+    by_mixture = {name.removesuffix(".experts.down_proj"): stay for name, stay in shrunk.kept["experts"].items()}
+    assert "model.layers.0.mlp" in by_mixture  # as llm-compressor's REAP writes them
+    for kept in (shrunk, written, by_mixture):
         again = mts.shrink(MODELS["mixtral"](), kept=kept, data_loader=mixtral_data()[:2], progress=False)
         assert_same_state(again, state_of(model))
         assert mts.report(again).shrunk.criterion == "given"  # pyright: ignore[reportOptionalMemberAccess]
@@ -355,6 +357,23 @@ def test_a_choice_that_does_not_fit_is_refused_untouched():
         with pytest.raises(ValueError, match=problem):
             mts.shrink(model, kept={"experts": dict([choice])}, data_loader=mixtral_data(), progress=False)
         assert_same_state(model, before)
+
+
+@pytest.mark.parametrize("criterion", ["reap", "output"])
+def test_protected_experts_stay(criterion):
+    """Those that would go first, in the mixture that is named; the other mixture is what it was."""
+    data = {"data_loader": mixtral_data(), "criterion": criterion, "progress": False}
+    free = mts.shrink(MODELS["mixtral"](), experts=1, **data)
+    first, second = mts.report(free).shrunk.kept["experts"].items()  # pyright: ignore[reportOptionalMemberAccess]
+    (gone,) = {*range(EXPERTS)} - {*first[1]}
+    for glob in ("model.layers.0.mlp", "*.0.mlp.experts*", first[0]):
+        model = mts.shrink(MODELS["mixtral"](), experts=1, protect={glob: [gone, gone]}, **data)
+        kept = mts.report(model).shrunk.kept["experts"]  # pyright: ignore[reportOptionalMemberAccess]
+        assert gone in kept[first[0]] != first[1]
+        assert len(kept[first[0]]) == EXPERTS - 1
+        assert kept[second[0]] == second[1]
+    streamed: Any = mts.plan_shrink(MODELS["mixtral"](), experts=1, protect={"*": [0]})
+    assert streamed.changes["num_local_experts"] == (4, 3)
 
 
 def test_reports_are_written_in_json(tmp_path):
@@ -414,6 +433,11 @@ def test_experts_that_no_token_reached_are_named_and_go_first():
         ({"experts": 1, "criterion": "gram"}, "criterion"),
         ({"mlp": 0.5}, "holds experts: give experts= or blocks="),
         ({"kept": {"experts": {"nowhere": [0, 1]}}}, "give ascending indices of its 0 experts"),
+        ({"kept": {"nowhere": [0, 1]}}, "give ascending indices of its 0 experts"),
+        ({"experts": 1, "protect": {"nowhere": [0]}}, "'nowhere' matches no mixture whose experts go; names look like"),
+        ({"blocks": 1, "protect": {"*": [0]}}, "'*' matches no mixture whose experts go"),
+        ({"experts": 1, "protect": {"*": [4]}}, "protect= of '*': give numbers of its 4 experts, from 0"),
+        ({"experts": 1, "protect": {"*": [0, 1, 2, 3]}}, "protect= of '*': 3 experts stay: protect fewer"),
     ],
 )
 def test_wrong_options_are_refused_untouched(options, problem):

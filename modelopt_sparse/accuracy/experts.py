@@ -83,12 +83,12 @@ class ExpertSums:
             "reap_sum": self.gated_norms,
         }[criterion]
 
-    def kept_by(self, criterion: str, groups: int, count: int) -> tuple[Tensor, Tensor]:
+    def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """(the ``count`` experts that stay, as many in each of ``groups``, ascending; a score for each)."""
         if criterion == "output":
-            return kept_by_output(self.products, groups, count)
+            return kept_by_output(self.products, groups, count, protected)
         scores = self.scores(criterion)
-        in_groups = scores.view(groups, -1)
+        in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
         of_group = [largest(each, count // groups) for each in in_groups]
         return torch.cat([each + place * in_groups.shape[1] for place, each in enumerate(of_group)]), scores
 
@@ -107,7 +107,9 @@ class ExpertSums:
         return float((alone * squares + together * (total - squares)) / total)
 
 
-def kept_by_output(products_EE: Tensor, groups: int, count: int) -> tuple[Tensor, Tensor]:
+def kept_by_output(
+    products_EE: Tensor, groups: int, count: int, protected: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     """(the ``count`` experts that stay, as many in each of ``groups``; a score for each, larger = keep).
 
     Greedy: each time the expert goes that adds least to the squared error of the mixture's output, with the routes and
@@ -122,7 +124,8 @@ def kept_by_output(products_EE: Tensor, groups: int, count: int) -> tuple[Tensor
     for _ in range(experts - count):
         full = torch.bincount(in_group[left], minlength=groups) > count // groups
         added = products_EE.diagonal() + 2 * with_gone
-        going = int(added.where(left & full[in_group], torch.inf).argmin())
+        may_go = (left & full[in_group]).index_fill(0, torch.tensor(protected, dtype=torch.long), False)
+        going = int(added.where(may_go, torch.inf).argmin())
         lost += float(added[going])
         scores[going], left[going] = lost / total, False
         with_gone += products_EE[going]
@@ -228,5 +231,5 @@ def _choice(pool: ExpertPool, sums: ExpertSums, criterion: Criterion) -> ExpertC
     fixed = criterion.experts.get(pool.taker.name)
     if fixed is not None:
         return ExpertChoice(pool, torch.tensor(list(fixed)), torch.zeros(0), sums=sums)
-    stay, scores = sums.kept_by(criterion.name, pool.groups, pool.new)
+    stay, scores = sums.kept_by(criterion.name, pool.groups, pool.new, pool.protected)
     return ExpertChoice(pool, stay, scores, criterion.name, sums)

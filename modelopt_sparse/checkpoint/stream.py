@@ -156,7 +156,6 @@ def shrink_checkpoint(
 
     >>> report = mts.shrink_checkpoint("large", "smaller", mlp=0.25, data="text.txt", tokenizer=tokenizer)
     """
-    target = Path(target)
     asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
     how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
     if asked.budget is not None or how["blocks_by"] == "kl":
@@ -165,7 +164,7 @@ def shrink_checkpoint(
     config = shrink_config(options)
     _refuse_whole_model(config, "shrink")
     with Processes.of(config.distributed) as processes:
-        target = _place(target, source, overwrite=overwrite)
+        target = _place(Path(target), source, overwrite=overwrite)
         if processes.size > 1:
             config = replace(config, deterministic=True)
         config = config if processes.rank == 0 else replace(config, progress=False)
@@ -176,6 +175,7 @@ def shrink_checkpoint(
         empty: Any = checked(empty_model(folder, **remote))
         plan = plan_for(empty, Magnitude(), config)
         names = _block_names(empty, plan, "shrink")
+        asked = asked.in_full(plan)
         (sizes,) = sizes_for(empty, plan, asked)
         criterion = criterion_of(asked, sizes, **how)
         calls = load_calls(config, empty)

@@ -266,7 +266,8 @@ class ExpertPool:
     """The experts of a mixture in a block: slices of the experts' own tensors, and of the router's.
 
     taker: the layer of their last matrices. old, new: how many there are in the model, and in the twin. groups: the
-    router chooses among groups of experts that follow each other, of each of which as many stay.
+    router chooses among groups of experts that follow each other, of each of which as many stay. protected: experts
+    that do, whatever their scores.
     """
 
     taker: Layer
@@ -274,6 +275,7 @@ class ExpertPool:
     new: int
     spans: tuple[Span, ...]
     groups: int = 1
+    protected: tuple[int, ...] = ()
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
         """What `cut` and `select` take, for the experts ``stay``. What follows the experts (a shared one, one without

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.adapters import RoutedAdapter
+from modelopt_sparse.model.adapters import LAST, RoutedAdapter
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.hf import cache_name, quantization_of
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.resize import (
     Depth,
+    ExpertPool,
     expert_pools_in,
     find_experts,
     find_width,
@@ -33,6 +35,7 @@ from modelopt_sparse.model.resize import (
 )
 from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
+from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
@@ -52,7 +55,7 @@ TAKEN = (
     *("progress", "distributed", "split_data", "deterministic"),
 )
 HOW = ("criterion", "refit", "blocks_by")
-OWN = ("mlp", "blocks", "experts", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept")
+OWN = ("mlp", "blocks", "experts", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept", "protect")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 FURTHER_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # names in configs
 UNITS = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # of budgets
@@ -107,15 +110,30 @@ class Asked(NamedTuple):
     to: Mapping[str, int] | None = None
     budget: Any = None
     kept: Any = None
+    protect: Mapping[str, Sequence[int]] | None = None
     multiple_of: int | str = "auto"
     tensor_parallel: int = 1
+
+    def in_full(self, planned: Plan) -> "Asked":
+        """With ``kept`` as a mapping that names each mixture by the layer of its last matrices, whichever module
+        around it other tools name."""
+        if self.kept is None:
+            return self
+        choice = kept_in(self.kept)
+        takers = [plan.name for plan in planned.layers if plan.layer.adapter in LAST]
+        inside = {
+            name: [taker for taker in takers if taker.startswith(f"{name}.")] for name in choice.get("experts", {})
+        }
+        experts = {taker: choice["experts"][name] for name, of_name in inside.items() for taker in of_name or [name]}
+        return self._replace(kept={**choice, **({"experts": experts} if experts else {})})
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs; of the number of
     experts, which are routed in so many ``groups``, and of heads that predict further tokens, which become none. depth:
-    blocks, of which those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them."""
+    blocks, of which those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them.
+    protected: layer of a mixture's last matrices -> experts that stay, whatever their scores."""
 
     width: Mapping[str, tuple[int, int]]
     experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -123,6 +141,7 @@ class Sizes:
     depth: Depth | None = None
     stay: Sequence[int] = ()
     named: bool = False
+    protected: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def changes(self) -> dict[str, tuple[int, int]]:
@@ -143,6 +162,10 @@ class Sizes:
         if (depth := self.depth) is None:
             return self
         return replace(self, stay=kept["blocks"][depth.stack.name], named=True)
+
+    def guarded(self, pool: ExpertPool) -> ExpertPool:
+        """The pool, which knows its protected experts."""
+        return replace(pool, protected=tuple(self.protected.get(pool.taker.name, ())))
 
     def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
         """The twin with this width; ``stay``: and with these blocks alone."""
@@ -192,7 +215,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
     sizes.narrow(model, sizes.stay)
     if asked.kept is not None:
         _check_kept(kept_in(asked.kept), model, planned, sizes)
-    return [sizes]
+    return [replace(sizes, protected=_protected(asked.protect or {}, model, planned, sizes))]
 
 
 def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
@@ -267,6 +290,29 @@ def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]
     return {"experts": {name: (old, new), **further}, "groups": groups}
 
 
+def _protected(
+    protect: Mapping[str, Sequence[int]], model: PreTrainedModel, planned: Plan, sizes: Sizes
+) -> dict[str, list[int]]:
+    """Layer of a mixture's last matrices -> the experts that ``protect=`` names, by globs of mixtures and layers."""
+    narrow = sizes.narrow(model) if sizes.experts and protect else None
+    mixtures = {} if narrow is None else expert_pools_in(model, narrow, layers_by_block(planned), sizes.groups)
+    pools = {pool.taker.name: pool for of_block in mixtures.values() for pool in of_block}
+    holders = {name: [name, *accumulate(name.split("."), "{}.{}".format)] for name in pools}
+    check_globs(protect, [each for of_layer in holders.values() for each in of_layer], "mixture whose experts go")
+    protected: dict[str, list[int]] = {}
+    for name, pool in pools.items():
+        globs = [glob for glob in protect if any(first_match(each, [glob]) for each in holders[name])]
+        experts = sorted({expert for glob in globs for expert in protect[glob]})
+        if not all(is_whole(expert, 0) and expert < pool.old for expert in experts):
+            raise ValueError(f"protect= of {globs[0]!r}: give numbers of its {pool.old} experts, from 0")
+        in_groups = Counter(expert // (pool.old // pool.groups) for expert in experts)
+        if max(in_groups.values(), default=0) > pool.new // pool.groups:
+            where = f" in each of {pool.groups} groups" if pool.groups > 1 else ""
+            raise ValueError(f"protect= of {globs[0]!r}: {pool.new // pool.groups} experts stay{where}: protect fewer")
+        protected[name] = experts
+    return protected
+
+
 def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any]:
     """Fields of `Sizes` for what ``blocks=`` says."""
     if len(planned.stacks) != 1:
@@ -312,10 +358,15 @@ def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth 
 
 
 def kept_in(kept: Any) -> Mapping[str, Any]:
-    """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, or its part ``kept``."""
+    """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, its part ``kept``, or mixture ->
+    experts, as other tools have it."""
     choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
+    if choice and all(isinstance(each, (list, tuple)) for each in choice.values()):
+        choice = {"experts": choice}
     if not choice or choice.keys() - {"mlp", "experts", "blocks"}:
-        raise ValueError("kept= takes report.shrunk, or that section of sparsity.json: 'mlp', 'experts' and 'blocks'")
+        raise ValueError(
+            "kept= takes report.shrunk, that section of sparsity.json, or a mapping of mixtures to experts"
+        )
     return choice
 
 
@@ -459,7 +510,7 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
     plain = checked(model)
     refuse_unknown(sizes, Asked._fields)
     planned = plan_for(plain, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
-    first, *others = sizes_for(plain, planned, Asked(**sizes))
+    first, *others = sizes_for(plain, planned, Asked(**sizes).in_full(planned))
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size, length) for twin in twins)
     notes = [f"calls are of {batch_size} x {length} tokens", STALE]
