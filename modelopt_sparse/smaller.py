@@ -35,7 +35,7 @@ from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
 from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select, write_aliases
 from modelopt_sparse.model.wrappers import run_eagerly
-from modelopt_sparse.plan.options import Reconstruct
+from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.plan.shrinking import (
@@ -79,7 +79,7 @@ def shrink(
     to: Mapping[str, int] | None = None,
     budget: Any = None,
     criterion: str | None = None,
-    refit: bool = True,
+    refit: bool | None = None,
     blocks_by: str = "kl",
     multiple_of: int | str = "auto",
     tensor_parallel: int = 1,
@@ -103,7 +103,8 @@ def shrink(
       criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum",
         "frequency", "gate", "activation" or "output". docs/shrink.md and docs/experts.md say what each is.
       blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
-      refit: values of the layers that take channels, in closed form; there are none for experts.
+      refit: values of the layers that take channels, and of the last matrices of experts, in closed form; None: not of
+        experts whose blocks are reconstructed, which does as well.
       multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
         that moves the width by no more than 2 % of it, else 8.
       tensor_parallel: on how many devices each MLP will be split: the part of each is such a multiple.
@@ -124,7 +125,7 @@ def shrink(
         plan = plan_for(plain, Magnitude(), config)
         asked = Asked(mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel).in_full(plan)
         sizes = sizes_for(plain, plan, asked)
-        how = criterion_of(asked, sizes[0], criterion=criterion, refit=refit, blocks_by=blocks_by)
+        how = criterion_of(asked, sizes[0], config, criterion=criterion, refit=refit, blocks_by=blocks_by)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
             facts |= {"the sizes": "; ".join(map(said_of, sizes)), "how it is chosen what goes": str(how)}
@@ -136,17 +137,24 @@ def shrink(
 
 
 def criterion_of(
-    asked: Asked, sizes: Sizes, *, criterion: str | None = None, refit: bool = True, blocks_by: str = BLOCKS_BY[0]
+    asked: Asked,
+    sizes: Sizes,
+    config: SparsifyConfig,
+    *,
+    criterion: str | None = None,
+    refit: bool | None = None,
+    blocks_by: str = BLOCKS_BY[0],
 ) -> Criterion:
     """The options of `shrink` that say how it is chosen what goes, checked."""
     criteria = EXPERT_CRITERIA if sizes.experts else CRITERIA
     criterion = criteria[0] if criterion is None else criterion
     check_choice("criterion", criterion, criteria)
     check_choice("blocks_by", blocks_by, BLOCKS_BY)
+    refit = not sizes.experts or config.reconstruct is None if refit is None else refit
     check_flag("refit", refit)
     choice = {} if asked.kept is None else kept_in(asked.kept)
     fixed = choice.get("mlp", {}), blocks_by, choice.get("experts", {})
-    return Criterion("given" if choice else criterion, refit and not sizes.experts, *fixed)
+    return Criterion("given" if choice else criterion, refit, *fixed)
 
 
 def shrink_to_one(
@@ -214,11 +222,7 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
             with with_channels(cutting.chosen, refitted=step == "refit"):
                 judge.measure(step, shrunk)
     with report.timed("choice of experts"), skipped(cutting.gone):
-        if cutting.mixtures:
-            cutting = replace(cutting, experts=choose_experts.experts(data, cutting.mixtures, how))
-            _note_experts(cutting, shrunk, report)
-            with cutting.in_calls(model):
-                judge.measure("as is", shrunk)
+        cutting = cutting.without_experts(data, judge, how, shrunk) if cutting.mixtures else cutting
     if recalled is None:
         run.storage.keep(asdict(shrunk))
     else:
@@ -375,6 +379,16 @@ class _Cut:
             raise ValueError(f"{problem}: they are not chosen by a router alone, and none can go")
         return self
 
+    def without_experts(self, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> "_Cut":
+        """Choose the experts that go, and note what that costs."""
+        model, smaller = data.run.model, partial(self.smaller_block, data.run.model)
+        chosen = replace(self, experts=choose_experts.experts(data, self.mixtures, how, judge.batches, smaller))
+        _note_experts(chosen, shrunk, data.run.report)
+        for step in ("as is", "refit") if how.refit else ("as is",):
+            with chosen.in_calls(model, values=step == "refit"):
+                judge.measure(step, shrunk)
+        return chosen
+
     @property
     def cut_names(self) -> set[str]:
         """The blocks that are cut."""
@@ -409,9 +423,21 @@ class _Cut:
         run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
         return _output(replace(data, run=run))
 
-    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While entered, a block that is called runs as one with fewer channels or experts."""
-        return _changed_in_calls(model, self.cut_names, partial(self.block, values=False))
+    def in_calls(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
+        """While entered, a block that is called runs as one with fewer channels or experts; ``values``: these with
+        better ones, if they are experts."""
+        return _changed_in_calls(model, self.cut_names, partial(self.block, values=values))
+
+    def smaller_block(
+        self, model: nn.Module, name: str, chosen: Sequence[ExpertChoice], look: Callable[[nn.Module], None]
+    ) -> AbstractContextManager[None]:
+        """While entered, one block runs as with these experts alone, and is shown to ``look`` before."""
+
+        def change(block: nn.Module, name: str) -> None:
+            replace(self, experts={name: [*chosen]}).block(block, name, values=False)
+            look(block)
+
+        return _changed_in_calls(model, [name], change)
 
     def names(self, plan: Plan) -> dict[str, str]:
         """Block that stays -> its name in the smaller model."""
@@ -429,10 +455,16 @@ class _Cut:
             layer = choice.pool.taker
             if values and layer.columns(layer.values) == choice.pool.span.old:
                 layer.values.copy_(choice.full_width(refitted=True))
+        whole: list[ExpertChoice] = []
         for choice in self.experts.get(name, ()):
             cuts |= choice.pool.cuts(choice.stay)
+            if values and len(choice.last_in(block)) == choice.pool.old:
+                whole.append(choice)
         if cuts:
             cut(block, self.narrow.get_submodule(name), cuts)
+        for choice in whole:
+            if choice.values is not None:
+                choice.last_in(block).data.copy_(choice.values)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
@@ -460,7 +492,7 @@ def _changed_in_calls(
     and which ends with the call."""
 
     def call(name: str, *args: Any, **kwargs: Any) -> Any:
-        other = clone(model.get_submodule(name))
+        other = clone(model.get_submodule(name), hooks=False)
         vars(other).pop("forward")
         change(other, name)
         return other.forward(*args, **kwargs)
@@ -493,7 +525,7 @@ def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
         shrunk.kept.setdefault("experts", {})[name] = choice.stay.tolist()
         shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
         shrunk.tokens[name] = [int(count) for count in sums.tokens.tolist()]
-        shrunk.errors[name] = [sums.error_without(choice.stay)]
+        shrunk.errors[name] = [sums.error_without(choice.stay), *choice.errors[1:]]
         if silent := (sums.tokens == 0).nonzero().flatten().tolist():
             report.notes.append(
                 f"{name!r}: no token reached experts {silent}: the data does not tell what they are for"

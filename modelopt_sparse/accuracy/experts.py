@@ -3,17 +3,22 @@
 Shape letters: T tokens, k experts chosen for each, E experts, R rows (what an expert puts out).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.choose import Criterion, visit_blocks
+from modelopt_sparse.accuracy.refit import RoutedCall, refit_experts
+from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import Inputs
+from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, without_data
 from modelopt_sparse.methods.channels import largest
@@ -136,13 +141,24 @@ def kept_by_output(
 @dataclass(frozen=True)
 class ExpertChoice:
     """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by: a score for each, by a
-    ``criterion``; without scores they were given."""
+    ``criterion``; without scores they were given.
+
+    values: of their last matrices, shaped like the parameter; None: those that they have. errors: of the mixture's
+    output with the smaller one's own routes, as is and with these, on the batches that judge.
+    """
 
     pool: ExpertPool
     stay: Tensor
     scores: Tensor
     criterion: str = ""
     sums: ExpertSums | None = field(default=None, repr=False)
+    values: Tensor | None = None
+    errors: tuple[float, ...] = ()
+
+    def last_in(self, block: nn.Module) -> nn.Parameter:
+        """The last matrices of the mixture's experts in a block like the one that it is of."""
+        path = next(span.name for span in self.pool.spans if self.pool.taker.name.endswith(f".{span.name}"))
+        return block.get_parameter(path)
 
     @property
     def gates_gone(self) -> float:
@@ -178,30 +194,69 @@ def mixed_up(pool: ExpertPool) -> dict[tuple[str, int], Tensor]:
     return {key: order for key, order in other_order(pool).items() if pool.taker.name.endswith(f".{key[0]}")}
 
 
+Smaller = Callable[[str, Sequence[ExpertChoice], Callable[[nn.Module], None]], AbstractContextManager[None]]
+
+
 def experts(
-    data: CalibrationData, pools: Mapping[str, Sequence[ExpertPool]], criterion: Criterion
+    data: CalibrationData,
+    pools: Mapping[str, Sequence[ExpertPool]],
+    criterion: Criterion,
+    batches: BatchNumbers,
+    smaller: Smaller,
 ) -> dict[str, list[ExpertChoice]]:
-    """Block -> what stays of the experts of each of its ``pools``. One pass over the model as it is now."""
-    choices: dict[str, list[ExpertChoice]] = {}
+    """Block -> what stays of the experts of each of its ``pools``. One pass over the model as it is now; with refit
+    each block runs twice more.
+
+    ``smaller(name, choices, look)``: while entered, a block that is called runs as one with these experts alone, which
+    is shown to ``look`` before.
+    """
+    chosen: dict[str, list[ExpertChoice]] = {}
 
     def visit(task: BlockTask, inputs: Inputs, run: Run) -> None:
         of_layer = {pool.taker.name: pool for pool in pools.get(task.name, ())}
         if not of_layer:
             inputs.advance()
             return
-        sums = _sums(of_layer, task, inputs, run)
-        choices[task.name] = [_choice(pool, sums[name], criterion) for name, pool in of_layer.items()]
+        seen = _Seen({name: ExpertSums.of(pool.old) for name, pool in of_layer.items()}, run, whole=criterion.refit)
+        takers = [plan for plan in task.layer_plans if plan.name in of_layer]
+        with seen.counting(inputs):
+            nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
+            inputs.collect(takers, seen.see, nothing, go_on=inputs.blockwise and not criterion.refit)
+        choices = [_choice(pool, seen.of_all(name), criterion) for name, pool in of_layer.items()]
+        if criterion.refit:
+            choices = _refitted(task, choices, seen, inputs, batches, smaller)
+            inputs.advance()
+        chosen[task.name] = choices
 
     visit_blocks(data, "choose experts", visit)
-    return choices
+    return chosen
 
 
-def _sums(pools: Mapping[str, ExpertPool], task: BlockTask, inputs: Inputs, run: Run) -> dict[str, ExpertSums]:
-    """Layer name -> sums over all calls of all processes."""
-    sums = {name: ExpertSums.of(pool.old) for name, pool in pools.items()}
-    takers = [plan for plan in task.layer_plans if plan.name in pools]
+@dataclass
+class _Seen:
+    """What a pass over a block shows of its mixtures: sums by layer, and with ``whole`` what they put out in each call,
+    and its padding, by the call's place among this process's."""
 
-    def see(layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+    sums: dict[str, ExpertSums]
+    run: Run
+    whole: bool
+    place: int = 0
+    outputs: dict[tuple[str, int], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    @contextmanager
+    def counting(self, inputs: Inputs) -> Iterator[None]:
+        """While entered, calls are counted."""
+        at_block = isinstance(inputs, AtBlock)
+        places = iter([call.numbered.number for call in inputs.calls]) if at_block else itertools.count()
+        self.place = next(places, 0)
+
+        def next_call(*_: Any) -> None:
+            self.place = next(places, 0)
+
+        with (inputs.block if at_block else self.run.model).register_forward_hook(next_call):
+            yield
+
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         inputs = tuple(real_rows(x, token_mask) for x in inputs)
         _, index_Tk, gates, *_ = inputs
         adapter: Any = layer.adapter
@@ -211,20 +266,63 @@ def _sums(pools: Mapping[str, ExpertPool], task: BlockTask, inputs: Inputs, run:
             if outputs is None:
                 outputs = of_expert.new_zeros(index_Tk.numel(), of_expert.shape[-1])
             outputs.index_copy_(0, route.slots, of_expert)
-        if outputs is not None:
-            gates_Tk = gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)
-            outputs = outputs.view(*index_Tk.shape, -1)
-            sums[layer.name].add(outputs, index_Tk, gates_Tk.float(), inside=adapter.gates_inside)
+        if outputs is None:
+            return
+        outputs_TkR = outputs.view(*index_Tk.shape, -1)
+        gates_Tk = (gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)).float()
+        self.sums[layer.name].add(outputs_TkR, index_Tk, gates_Tk, inside=adapter.gates_inside)
+        if self.whole:
+            whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
+            self.outputs[layer.name, self.place] = self.run.storage.hold_activations(whole_TR), token_mask
+
+    def of_all(self, name: str) -> ExpertSums:
+        """The sums of a layer over all processes."""
+        sums, run = self.sums[name], self.run
+        run.processes.all_reduce("experts", [*vars(sums).values()])
+        if not sums.tokens.any():
+            raise ValueError(without_data(name))
+        if not torch.isfinite(sums.products).all():
+            raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
+        return sums
+
+
+def _refitted(
+    task: BlockTask,
+    choices: Sequence[ExpertChoice],
+    seen: _Seen,
+    inputs: Inputs,
+    batches: BatchNumbers,
+    smaller: Smaller,
+) -> list[ExpertChoice]:
+    """The choices with better values for the experts that stay, by a pass over the smaller block."""
+    run = seen.run
+    paths = {module: path for path, module in task.block.named_modules()} if task.block is not None else {}
+    calls: dict[str, dict[int, RoutedCall]] = {choice.pool.taker.name: {} for choice in choices}
+    modules: dict[str, nn.Module] = {}
+
+    def look(block: nn.Module) -> None:
+        for choice in choices:
+            layer = choice.pool.taker
+            modules[layer.name] = block.get_submodule(paths[layer.owner])
+            (hooked,) = layer.hooked_modules
+            at = block.get_submodule(paths[hooked])
+            at.register_forward_pre_hook(partial(take, layer), with_kwargs=True)
+
+    def take(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        whole, token_mask = seen.outputs[layer.name, seen.place]
+        rows = tuple(real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
+        call = RoutedCall.of(modules[layer.name], layer.adapter, rows, whole.to(rows[0].device))
+        calls[layer.name][seen.place] = call
 
     nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
-    inputs.collect(takers, see, nothing, go_on=inputs.blockwise)
-    run.processes.all_reduce("experts", [each for of_layer in sums.values() for each in vars(of_layer).values()])
-    for name, of_layer in sums.items():
-        if not of_layer.tokens.any():
-            raise ValueError(without_data(name))
-        if not torch.isfinite(of_layer.products).all():
-            raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
-    return sums
+    with seen.counting(inputs), smaller(task.name, choices, look):
+        inputs.collect([], seen.see, nothing, go_on=False)
+    refitted = []
+    for choice in choices:
+        layer = choice.pool.taker
+        values, errors = refit_experts(modules[layer.name], layer.adapter, calls[layer.name], batches, run)
+        refitted.append(replace(choice, values=run.storage.hold_weights(values), errors=tuple(errors)))
+    return refitted
 
 
 def _choice(pool: ExpertPool, sums: ExpertSums, criterion: Criterion) -> ExpertChoice:

@@ -1,10 +1,22 @@
-"""Refit: better values for what takes the channels that are kept, in closed form.
+"""Refit: better values for what takes the channels that are kept, and for the last matrices of experts that are, in
+closed form.
 
-Shape letters: R rows, C columns (input channels), K those of them that are kept.
+Shape letters: R rows, C columns (input channels), K those of them that are kept, T tokens, E experts, k those chosen
+for a token.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from modelopt_sparse.accuracy.tuning import BatchNumbers
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import SharedSums, add_product, completed
+from modelopt_sparse.model.adapters import SECOND, Route
+from modelopt_sparse.model.devices import stored
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the Gram matrix's diagonal
 
@@ -34,3 +46,118 @@ def refit(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) 
         if (now := error(values)) < least:
             best, least = values, now
     return best.to(weight_RC.dtype), as_is, least
+
+
+# experts --------------------------------------------------------------------------------------------------------------
+# A mixture puts out the sum of g D h over the experts of a token: gate, last matrix, and what that is multiplied with.
+# Experts that stay get tokens of those that go. Their D are fitted to what the whole mixture puts out, one after the
+# other, each to what the others leave.
+
+
+SWEEPS = 2
+
+
+@dataclass
+class RoutedCall:
+    """The real tokens of one call of a smaller mixture.
+
+    lacks: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
+    ``[tokens, 1]`` where these scale what it puts out. chosen: k.
+    """
+
+    lacks: Tensor
+    routes: dict[int, Route]
+    gates: dict[int, Tensor | float]
+    chosen: int
+    size: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = float(self.lacks.double().square().sum())  # of the whole mixture's output
+
+    @classmethod
+    def of(cls, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
+        """``inputs`` are what the adapter has read of a call of the experts, and ``whole_TR`` what the whole mixture
+        puts out."""
+        _, index_Tk, gates, *_ = inputs
+        gates_Tk = (gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)).float()
+        routes = {route.expert: route for route in adapter.chosen(inputs, len(stored(module, SECOND)))}
+        factors: dict[int, Tensor | float] = dict.fromkeys(routes, 1.0)
+        if not adapter.gates_inside:
+            factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
+        call = cls(whole_TR.float().clone(), routes, factors, index_Tk.shape[1])
+        for expert, route in routes.items():
+            rows = adapter.hidden(module, expert, route.rows)
+            call.take(expert, adapter.output(module, expert, rows).float() * factors[expert])
+        return call
+
+    def tokens(self, expert: int) -> Tensor:
+        slots = self.routes[expert].slots
+        assert slots is not None
+        return slots // self.chosen
+
+    def take(self, expert: int, added: Tensor) -> None:
+        """The expert puts out so much more, ``[tokens, R]``."""
+        self.lacks.index_add_(0, self.tokens(expert), added, alpha=-1)
+
+
+def refit_experts(
+    module: Any, adapter: Any, calls: Mapping[int, RoutedCall], batches: BatchNumbers, run: Run
+) -> tuple[Tensor, list[float]]:
+    """(the last matrices of the experts of a smaller mixture, shaped like its parameter, with values that make up for
+    those that have gone; [the error as is, the error of these], relative, on the batches that judge).
+
+    ``calls`` are by place among this process's; ``module`` holds the smaller mixture's experts. No expert gets other
+    values that are worse on the batches that judge.
+    """
+    judging = {batches.own[number] for number in batches.held_back if number in batches.own}
+    old = stored(module, SECOND).detach()
+    matrices_ERC = adapter.matrix(module, old).float().clone()
+
+    def error() -> float:
+        shares = {place: (float(call.lacks.double().square().sum()), call.size) for place, call in calls.items()}
+        return batches.judged(lambda place: shares.get(place, (0.0, 0.0)))
+
+    errors = [error()]
+    for expert in [*range(len(matrices_ERC))] * SWEEPS:
+        mine = {place: call for place, call in calls.items() if expert in call.routes}
+        seen = {
+            place: adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert]
+            for place, call in mine.items()
+        }
+        sums = SharedSums(run.processes, matrices_ERC.device, exact=run.config.deterministic)
+        grams: dict[Any, Tensor] | None = None
+        while grams is None:
+            for place, call in calls.items():
+                rows = [torch.cat([seen[place], call.lacks[call.tokens(expert)]], dim=1)] if place in mine else []
+                sums.add({place in judging: completed(add_product(None, each)) for each in rows}, (True, False))
+            grams = sums.totals()
+        change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
+        if change is not None:
+            matrices_ERC[expert] += change
+            for place, call in mine.items():
+                call.take(expert, seen[place] @ change.mT)
+    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, error()]
+
+
+def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tensor | None:
+    """The change ``[R, C]`` of a matrix by which the output lacks least; None if there is none.
+
+    Gram matrices are ``[C + R, C + R]``, of what the matrix is multiplied with and what the output lacks. The change is
+    the least squares for those that it is fitted to, pulled towards 0; the damping is the one with the least error for
+    those that judge.
+    """
+    if fitted is None or judging is None or not float(fitted.diagonal()[:columns].sum()) > 0:
+        return None
+    fitted, judging = fitted.double(), judging.double()
+    among, eye = fitted[:columns, :columns], torch.eye(columns, dtype=fitted.dtype, device=fitted.device)
+    best, least = None, 0.0
+    for damping in DAMPINGS:
+        factor = torch.linalg.cholesky(among + eye * (damping * among.diagonal().mean()))
+        change = torch.cholesky_solve(fitted[:columns, columns:], factor).mT
+        now = float(
+            ((change @ judging[:columns, :columns]) * change).sum()
+            - 2 * (change.mT * judging[:columns, columns:]).sum()
+        )
+        if now < least:
+            best, least = change.float(), now
+    return best

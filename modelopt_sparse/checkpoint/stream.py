@@ -177,7 +177,7 @@ def shrink_checkpoint(
         names = _block_names(empty, plan, "shrink")
         asked = asked.in_full(plan)
         (sizes,) = sizes_for(empty, plan, asked)
-        criterion = criterion_of(asked, sizes, **how)
+        criterion = criterion_of(asked, sizes, config, **how)
         calls = load_calls(config, empty)
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:

@@ -159,9 +159,13 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def clone(module: nn.Module) -> Any:
-    """A model or block of its own, with a config of its own, that shares all tensors."""
-    return copy.deepcopy(module, {id(each): each for each in tensors_of(module).values()})
+def clone(module: nn.Module, *, hooks: bool = True) -> Any:
+    """A model or block of its own, with a config of its own, that shares all tensors; without ``hooks``: without those
+    that are the module's own, not of modules inside."""
+    shared: dict[int, Any] = {id(each): each for each in tensors_of(module).values()}
+    if not hooks:  # what they are bound to may not be copied
+        shared |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
+    return copy.deepcopy(module, shared)
 
 
 # channels -------------------------------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where 
     "while it tunes": (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "while it cuts": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "_write", 3, 2),
     "after a block that goes": (LLAMA, {"blocks": [1], "reconstruct": 1}, smaller, "reconstruct", 2, 2),
+    "with experts refitted": ("Mixtral", {"experts": 1}, Streamed, "_write", 3, 2),
     "with fewer experts": ("Mixtral", {"experts": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "with names that differ on disk": ("Mixtral", {"blocks": [0], "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "at the end": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "outside", 1, 3),
@@ -204,8 +205,16 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, monkeypatch, cas
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_run_that_was_killed_ends_in_the_same_bits(tmp_path):
-    source, options = dense(tmp_path, LLAMA), {"mlp": 0.25, "blocks": 1, "reconstruct": 1, "progress": False}
+@pytest.mark.parametrize(
+    ("name", "options", "at"),
+    [
+        (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, 2),
+        ("Mixtral", {"experts": 1}, 1),
+        ("Mixtral", {"experts": 1, "reconstruct": 1}, 3),
+    ],
+)
+def test_a_run_that_was_killed_ends_in_the_same_bits(tmp_path, name, options, at):
+    source, options = dense(tmp_path, name), {**options, "progress": False}
     code = f"""
 import os, signal, torch
 import modelopt_sparse as mts
@@ -214,17 +223,17 @@ from tests.models.shrinkable import calls, shrinkable
 
 def write(self, index, *args, before=Streamed._write):
     before(self, index, *args)
-    if len(self._work.done) == 2:
+    if len(self._work.done) == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
 
 Streamed._write = write
-batches = list(calls(shrinkable("Llama")))
+batches = list(calls(shrinkable({name!r})))
 mts.shrink_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, data_loader=batches, **{options!r})
 """
     assert run_python("-c", code).returncode == -9
-    report = mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, options))
-    assert report.notes[-1] == "2 of 4 blocks were reused from a stopped run"
-    mts.shrink_checkpoint(source, tmp_path / "fresh", **given(LLAMA, options))
+    report = mts.shrink_checkpoint(source, tmp_path / "out", **given(name, options))
+    assert report.notes[-1] == f"{at} of 4 blocks were reused from a stopped run"
+    mts.shrink_checkpoint(source, tmp_path / "fresh", **given(name, options))
     assert_same_folders(tmp_path / "out", tmp_path / "fresh")
 
 

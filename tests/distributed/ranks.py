@@ -359,30 +359,26 @@ def streamed_on(folder: Path) -> Found:
     return {"error": error, **stream(folder, target, "llama", Failing(where=None))}
 
 
-SMALLER: dict[str, dict[str, Any]] = {
-    "any order": {"mlp": 0.25, "blocks": 1},
-    "in order": {
-        "mlp": 24,
-        "blocks": 1,
-        "blocks_by": "influence",
-        "deterministic": True,
-        "reconstruct": {"epochs": 1, "metric": "fisher"},
-    },
+IN_ORDER = {"deterministic": True, "blocks_by": "influence"}
+SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
+    "any order": ("llama", {"mlp": 0.25, "blocks": 1}),
+    "in order": ("llama", {"mlp": 24, "blocks": 1, "reconstruct": {"epochs": 1, "metric": "fisher"}, **IN_ORDER}),
+    "experts in order": ("mixtral", {"experts": 1, **IN_ORDER}),
 }
 
 
 def smaller(folder: Path) -> Found:
     """In memory, and what is streamed: states, choices, and the SHA-256 of the streamed weights."""
     found: Found = {}
-    for name, options in SMALLER.items():
-        given = {"data_loader": BATCHES["llama"], "progress": False, **options}
-        model, target = llama(), folder / f"smaller-{size()}" / name
+    for name, (kind, options) in SMALLER.items():
+        given = {"data_loader": BATCHES[kind], "progress": False, **options}
+        model, target = MODELS[kind](), folder / f"smaller-{size()}" / name
         shrunk = mts.report(mts.shrink(model, **given)).shrunk
         assert shrunk is not None
         choice = shrunk.kept, shrunk.scores, shrunk.errors, shrunk.tried, shrunk.kl
         found[name] = {"state": state(model), "choice": choice}
         if "blocks_by" in options:
-            mts.shrink_checkpoint(source(folder, "llama"), target, **given)
+            mts.shrink_checkpoint(source(folder, kind), target, **given)
             weights = sorted(target.glob("*.safetensors"))
             found[name]["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
             found[name]["streamed"] = state(mts.load(target))

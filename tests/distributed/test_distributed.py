@@ -300,12 +300,14 @@ def test_shrink_by_any_number_of_processes_chooses_what_one_does(results, group)
         for other in others:
             assert_equal(other[name]["state"], first[name]["state"])
             assert other[name]["choice"] == first[name]["choice"]
-    one, several = alone["in order"], first["in order"]
-    assert_equal(several["state"], one["state"])
-    assert several["choice"] == one["choice"]
-    assert several["files"] == one["files"]
-    assert_equal(one["streamed"], one["state"])
-    assert len(one["choice"][0]["blocks"]["model.layers"]) == 1
+    for name in ("in order", "experts in order"):
+        one, several = alone[name], first[name]
+        assert_equal(several["state"], one["state"])
+        assert several["choice"] == one["choice"]
+        assert several["files"] == one["files"]
+        assert_equal(one["streamed"], one["state"])
+    assert len(alone["in order"]["choice"][0]["blocks"]["model.layers"]) == 1
+    assert all(len(errors) == 2 for errors in alone["experts in order"]["choice"][2].values())  # refitted
 
 
 @slow
