@@ -525,7 +525,7 @@ def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
         shrunk.kept.setdefault("experts", {})[name] = choice.stay.tolist()
         shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
         shrunk.tokens[name] = [int(count) for count in sums.tokens.tolist()]
-        shrunk.errors[name] = [sums.error_without(choice.stay), *choice.errors[1:]]
+        shrunk.errors[name] = [*choice.errors] or [sums.error_without(choice.stay)]
         if silent := (sums.tokens == 0).nonzero().flatten().tolist():
             report.notes.append(
                 f"{name!r}: no token reached experts {silent}: the data does not tell what they are for"

@@ -55,7 +55,8 @@ SIZES = {**CHANNELS, **EXPERTS}
 TITLES = {"25%": "25 % of the channels", "50%": "50 % of the channels", "block": "1 block"}
 CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output", "random")
 OF_EXPERTS: dict[str, dict[str, Any]] = {
-    **{criterion: {"criterion": criterion} for criterion in (*CRITERIA, REAPS_CODE, LLM_COMPRESSOR)},
+    **{criterion: {"criterion": criterion, "refit": False} for criterion in (*CRITERIA, REAPS_CODE, LLM_COMPRESSOR)},
+    **{f"{each}, refit": {"criterion": each} for each in ("reap", "output", "random")},
     **{f"{each}, repaired": {"criterion": each, "reconstruct": 4} for each in ("reap", "output", "random")},
 }
 BASES = ("norm", "as is", "reap")  # the rows that others are shares of
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=100, help="windows of 512 tokens (%(default)s)")
     parser.add_argument("--model", type=Path, default=TESTBED / "tiny-llama", help="folder (the testbed's)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(CHANNELS), help="what goes (all but experts)")
-    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PEERS], default=list(ROWS), help="ways (all of ours)")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PEERS, *OF_EXPERTS], help="ways (all of ours)")
     parser.add_argument("--work", type=Path, help="a folder for llm-compressor, which is left out without it")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (%(default)s)")
     options = parser.parse_args()
@@ -172,8 +173,9 @@ def main() -> None:
         f"| off | by | KL | share |{''.join(f' {name} |' for name in list(texts)[1:])} perplexity | parameters | "
         f"CPU seconds |\n| --- | --- |{' ---: |' * (len(texts) + 4)}"
     )
-    ways = {size: {way: {**ROWS, **PEERS}[way] for way in options.rows} for size in options.sizes}
-    ways |= {size: BLOCK if size == "block" else OF_EXPERTS for size in {"block", *EXPERTS} & {*options.sizes}}
+    of_sizes = {**dict.fromkeys(options.sizes, ROWS), "block": BLOCK, **dict.fromkeys(EXPERTS, OF_EXPERTS)}
+    asked_for = {way: {**ROWS, **PEERS, **OF_EXPERTS}[way] for way in options.rows or ()}
+    ways = {size: (size != "block" and asked_for) or of_sizes[size] for size in options.sizes}
     runs = [(size, way, {**SIZES[size], **more}) for size, of_size in ways.items() for way, more in of_size.items()]
     runs = [run for run in runs if options.work is not None or run[1] != LLM_COMPRESSOR]
     base: dict[str, float] = {}

@@ -203,11 +203,8 @@ class Report(Printed):
             errors = [" -> ".join(f"{error:.4f}" for error in of_layer) for of_layer in shrunk.errors.values()]
             refit = any(len(of_layer) > 1 for of_layer in shrunk.errors.values())
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
-            parts.append(
-                rows_of("channels off" if refit else "experts off", list(shrunk.errors), columns, all_rows=all_rows)
-                if errors
-                else ""
-            )
+            what = "experts off" if "experts" in shrunk.kept else "channels off"
+            parts.append(rows_of(what, list(shrunk.errors), columns, all_rows=all_rows) if errors else "")
         parts.append(rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else "")
         if self.blocks:
             errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]

@@ -121,9 +121,9 @@ class Shrunk:
       of a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
     scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
     tokens: layer of experts -> the calibration tokens that were routed to each.
-    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts of
-      the mixture's output: as is on all batches, where tokens get nothing in the place of experts that go; with refit
-      on the batches held back, where they get others.
+    errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts that
+      of the mixture's output, or without refit [as is] on all batches, where tokens get nothing in the place of experts
+      that go.
     shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
       the means over mixtures.
     tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
