@@ -333,14 +333,14 @@ def test_refit_is_least_squares_expert_by_expert(name):
     model: Any = MODELS[name]()
     mixture = next(m for n, m in reversed([*model.named_modules()]) if n.endswith((".mlp", ".feed_forward")))
     module, adapter = mixture.experts, LLAMA4_DOWN if name == "llama4" else DOWN
-    old, calls, slow, mix = module.down_proj.clone(), {}, [], torch.randn(WIDTH, WIDTH)
+    old, calls, slow, mix = module.down_proj.clone(), [], [], torch.randn(WIDTH, WIDTH)
     for place in range(4):
         hidden = torch.randn(40 + place, WIDTH)
         logits = torch.randn(len(hidden), EXPERTS)
         gates, index = logits.sigmoid().topk(1 if name == "llama4" else 2)
         inputs = (hidden, index, gates, logits)[: 4 if name == "llama4" else 3]
         whole = (hidden @ mix).tanh()
-        calls[place] = RoutedCall.of(module, adapter, inputs, whole)
+        calls.append(RoutedCall.of(place, module, adapter, inputs, whole))
         lacks, rows = whole.double(), {}
         for expert in range(EXPERTS):
             token, at = (index == expert).nonzero(as_tuple=True)
@@ -352,7 +352,7 @@ def test_refit_is_least_squares_expert_by_expert(name):
         slow.append((lacks, rows))
         torch.testing.assert_close(calls[place].lacks.double(), lacks, rtol=1e-4, atol=1e-4)
     run: Any = SimpleNamespace(processes=Processes(), config=SimpleNamespace(deterministic=False))
-    sizes = [float(call.size) for call in calls.values()]
+    sizes = [call.size for call in calls]
     batches = BatchNumbers.of(Processes(), [None] * 4, 0)
     values, (before, after) = refit_experts(module, adapter, calls, batches, run)
     matrices = adapter.matrix(module, old).double().clone()

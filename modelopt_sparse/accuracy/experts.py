@@ -234,14 +234,14 @@ def experts(
 
 @dataclass
 class _Seen:
-    """What a pass over a block shows of its mixtures: sums by layer, and with ``whole`` what they put out in each call,
-    and its padding, by the call's place among this process's."""
+    """What a pass over a block shows of its mixtures: sums by layer, and with ``whole`` what they put out each time
+    that they are called, and its padding, by the place of the model's call among this process's."""
 
     sums: dict[str, ExpertSums]
     run: Run
     whole: bool
     place: int = 0
-    outputs: dict[tuple[str, int], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
 
     @contextmanager
     def counting(self, inputs: Inputs) -> Iterator[None]:
@@ -273,7 +273,8 @@ class _Seen:
         self.sums[layer.name].add(outputs_TkR, index_Tk, gates_Tk, inside=adapter.gates_inside)
         if self.whole:
             whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
-            self.outputs[layer.name, self.place] = self.run.storage.hold_activations(whole_TR), token_mask
+            held = self.run.storage.hold_activations(whole_TR), token_mask
+            self.outputs.setdefault((layer.name, self.place), []).append(held)
 
     def of_all(self, name: str) -> ExpertSums:
         """The sums of a layer over all processes."""
@@ -297,7 +298,7 @@ def _refitted(
     """The choices with better values for the experts that stay, by a pass over the smaller block."""
     run = seen.run
     paths = {module: path for path, module in task.block.named_modules()} if task.block is not None else {}
-    calls: dict[str, dict[int, RoutedCall]] = {choice.pool.taker.name: {} for choice in choices}
+    calls: dict[str, list[RoutedCall]] = {choice.pool.taker.name: [] for choice in choices}
     modules: dict[str, nn.Module] = {}
 
     def look(block: nn.Module) -> None:
@@ -309,10 +310,14 @@ def _refitted(
             at.register_forward_pre_hook(partial(take, layer), with_kwargs=True)
 
     def take(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        whole, token_mask = seen.outputs[layer.name, seen.place]
-        rows = tuple(real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
-        call = RoutedCall.of(modules[layer.name], layer.adapter, rows, whole.to(rows[0].device))
-        calls[layer.name][seen.place] = call
+        if not (left := seen.outputs.get((layer.name, seen.place))):
+            return  # no token was routed
+        whole, token_mask = left.pop(0)
+        rows, *routed = (real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
+        inputs = run.storage.hold_activations(rows), *routed
+        call = RoutedCall.of(seen.place, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
+        call.lacks = run.storage.hold_activations(call.lacks)
+        calls[layer.name].append(call)
 
     nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
     with seen.counting(inputs), smaller(task.name, choices, look):

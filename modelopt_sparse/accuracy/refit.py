@@ -5,7 +5,7 @@ Shape letters: R rows, C columns (input channels), K those of them that are kept
 for a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,13 @@ SWEEPS = 2
 
 @dataclass
 class RoutedCall:
-    """The real tokens of one call of a smaller mixture.
+    """The real tokens of one call of a smaller mixture, in the call of the model at ``place`` among this process's.
 
     lacks: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
     ``[tokens, 1]`` where these scale what it puts out. chosen: k.
     """
 
+    place: int
     lacks: Tensor
     routes: dict[int, Route]
     gates: dict[int, Tensor | float]
@@ -75,7 +76,7 @@ class RoutedCall:
         self.size = float(self.lacks.double().square().sum())  # of the whole mixture's output
 
     @classmethod
-    def of(cls, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
+    def of(cls, place: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
         """``inputs`` are what the adapter has read of a call of the experts, and ``whole_TR`` what the whole mixture
         puts out."""
         _, index_Tk, gates, *_ = inputs
@@ -84,7 +85,7 @@ class RoutedCall:
         factors: dict[int, Tensor | float] = dict.fromkeys(routes, 1.0)
         if not adapter.gates_inside:
             factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
-        call = cls(whole_TR.float().clone(), routes, factors, index_Tk.shape[1])
+        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1])
         for expert, route in routes.items():
             rows = adapter.hidden(module, expert, route.rows)
             call.take(expert, adapter.output(module, expert, rows).float() * factors[expert])
@@ -101,42 +102,41 @@ class RoutedCall:
 
 
 def refit_experts(
-    module: Any, adapter: Any, calls: Mapping[int, RoutedCall], batches: BatchNumbers, run: Run
+    module: Any, adapter: Any, calls: Sequence[RoutedCall], batches: BatchNumbers, run: Run
 ) -> tuple[Tensor, list[float]]:
     """(the last matrices of the experts of a smaller mixture, shaped like its parameter, with values that make up for
     those that have gone; [the error as is, the error of these], relative, on the batches that judge).
 
-    ``calls`` are by place among this process's; ``module`` holds the smaller mixture's experts. No expert gets other
-    values that are worse on the batches that judge.
+    ``module`` holds the experts of the smaller mixture. None gets values that are worse on the batches that judge.
     """
     judging = {batches.own[number] for number in batches.held_back if number in batches.own}
     old = stored(module, SECOND).detach()
     matrices_ERC = adapter.matrix(module, old).float().clone()
 
-    def error() -> float:
-        shares = {place: (float(call.lacks.double().square().sum()), call.size) for place, call in calls.items()}
-        return batches.judged(lambda place: shares.get(place, (0.0, 0.0)))
+    def measure(place: int) -> tuple[float, float]:
+        here = [call for call in calls if call.place == place]
+        return sum(float(call.lacks.double().square().sum()) for call in here), sum(call.size for call in here)
 
-    errors = [error()]
+    errors = [batches.judged(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
-        mine = {place: call for place, call in calls.items() if expert in call.routes}
-        seen = {
-            place: adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert]
-            for place, call in mine.items()
-        }
+        mine = [call for call in calls if expert in call.routes]
+        seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
         sums = SharedSums(run.processes, matrices_ERC.device, exact=run.config.deterministic)
         grams: dict[Any, Tensor] | None = None
         while grams is None:
-            for place, call in calls.items():
-                rows = [torch.cat([seen[place], call.lacks[call.tokens(expert)]], dim=1)] if place in mine else []
-                sums.add({place in judging: completed(add_product(None, each)) for each in rows}, (True, False))
+            for place in range(len(batches.own)):
+                here = [
+                    (rows, call.lacks[call.tokens(expert)]) for call, rows in zip(mine, seen) if call.place == place
+                ]
+                both = [torch.cat([torch.cat(pair, dim=1) for pair in here])] if here else []
+                sums.add({place in judging: completed(add_product(None, rows)) for rows in both}, (True, False))
             grams = sums.totals()
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change
-            for place, call in mine.items():
-                call.take(expert, seen[place] @ change.mT)
-    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, error()]
+            for call, rows in zip(mine, seen):
+                call.take(expert, rows @ change.mT)
+    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.judged(measure)]
 
 
 def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tensor | None:
