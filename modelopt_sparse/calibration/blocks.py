@@ -346,10 +346,11 @@ def _run_pair(dense: DenseRun) -> None:
     """Run what waiting is tried with: a row of two calls, of different kinds if there are such."""
     pair = [*_one_of_each_kind(dense.calls), *dense.calls[1:2]][:2]
     known = {id(call.numbered) for call in dense.outputs.calls}
+    run = dense.data.run
     if dense.data.calls is not None:  # else all calls were run
-        # streamed, each run of the model reads all weights
-        stay = set() if dense.data.run.storage.resident else known
-        pair = [numbered if id(numbered) in stay else _row_of(numbered, dense.data) for numbered in pair]
+        if run.config.device is None:  # on a device, what whole calls hold tells whether there is room for all
+            stay = set() if run.storage.resident else known  # streamed, each run of the model reads all weights
+            pair = [numbered if id(numbered) in stay else _row_of(numbered, dense.data) for numbered in pair]
         _run_some(dense, [numbered for numbered in pair if id(numbered) not in known])
     dense.outputs.pair = [call for call in dense.outputs.calls if any(call.numbered is each for each in pair)]
 
@@ -532,9 +533,9 @@ def _why_not(
     blocks = [block for block in dense.blocks if block in home]
     run = dense.data.run
     stay = run.config.device is not None and not run.storage.spills
-    rows = sum(numbered.rows for numbered in dense.calls)
-    problem, stay = try_waiting(run, dense.outputs.pair, stacks, blocks, rows=rows, outputs_stay=stay)
+    pair, count = dense.outputs.pair, len(dense.calls)
+    problem, stay = try_waiting(run, pair, stacks, blocks, count=count, outputs_stay=stay)
     if problem is not None and stay:
-        problem, stay = try_waiting(run, dense.outputs.pair, stacks, blocks, rows=rows, outputs_stay=False)
+        problem, stay = try_waiting(run, pair, stacks, blocks, count=count, outputs_stay=False)
     dense.outputs_may_stay = stay
     return None if problem is None else (problem[0].name, problem[1])

@@ -22,7 +22,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, samples
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import (
     call_model,
     errors_name_batch,
@@ -55,10 +55,6 @@ class NumberedCall:
     number: int
     call: Call
     masks: TokenMasks
-
-    @property
-    def rows(self) -> int:
-        return samples(self.call.args, self.call.kwargs)
 
 
 @dataclass
@@ -319,11 +315,11 @@ def try_waiting(
     stacks: Sequence[Stack],
     blocks: Sequence[nn.Module],
     *,
-    rows: int,
+    count: int,
     outputs_stay: bool,
 ) -> tuple[Problem | None, bool]:
     """(why calls cannot wait at all ``blocks``, in this order; None if they can; whether outputs stayed on the
-    execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for all ``rows`` of data).
+    execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for those of ``count`` calls).
 
     A pair of calls (or one, if there is no other) wait at the blocks in turns. Each block is run twice for the first
     of each kind. They have to come to the blocks, and put out there, what they did one after the other.
@@ -341,9 +337,7 @@ def try_waiting(
             outside = thread_state()
         with torch.random.fork_rng(devices=[]):  # what the model draws in front of its blocks is as in the dense run
             waiting.start({call.numbered.number: call.random for call in pair})
-        outputs_stay = outputs_stay and has_room(
-            run, held_bytes(run, waiting.calls) * rows // sum(call.numbered.rows for call in pair)
-        )
+        outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(pair))
         for block in blocks:
             stack, name = home[block]
             came += [(call.numbered.number, block) for call in waiting.at(block)]
