@@ -523,6 +523,8 @@ def test_experts_that_no_token_reached_are_named_and_go_first():
         ({"kept": {"nowhere": [0, 1]}}, "give ascending indices of its 0 experts"),
         ({"experts": 1, "protect": {"nowhere": [0]}}, "'nowhere' matches no mixture whose experts go; names look like"),
         ({"blocks": 1, "protect": {"*": [0]}}, "'*' matches no mixture whose experts go"),
+        ({"budget": "70% params", "protect": {"*": [0]}}, "give experts= or to= beside it"),
+        ({"kept": {"experts": {"nowhere": [0]}}, "protect": {"*": [0]}}, "give experts= or to= beside it"),
         ({"experts": 1, "protect": {"*": [4]}}, "protect= of '*': give numbers of its 4 experts, from 0"),
         ({"experts": 1, "protect": {"*": [0, 1, 2, 3]}}, "protect= of '*': 3 experts stay: protect fewer"),
     ],

@@ -67,7 +67,7 @@ class ExpertSums:
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
         for part in range(0, len(index), TOKENS):
             at = slice(part, part + TOKENS)
-            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype).to(outputs_TkR.dtype)
+            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype)
             pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
             inner = (gated @ gated.mT).double().cpu()
             self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())

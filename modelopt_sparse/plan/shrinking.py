@@ -186,6 +186,8 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
         raise ValueError(f"multiple_of={asked.multiple_of!r}: give 'auto' or a positive whole number")
     if not is_whole(asked.tensor_parallel, 1):
         raise ValueError(f"tensor_parallel={asked.tensor_parallel!r}: give a positive whole number of devices")
+    if asked.protect and (asked.budget is not None or asked.kept is not None):
+        raise ValueError("protect= says which experts stay where scores choose them: give experts= or to= beside it")
     if asked.budget is not None:
         return _within(model, planned, asked)
     if asked.kept is not None:
