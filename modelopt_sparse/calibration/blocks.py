@@ -214,19 +214,17 @@ class _InputsOfCall:
 class SeenBlocks:
     """The calls of the dense model that were run, whole or their first row, and what their blocks put out.
 
-    exact: see `is_exact`. pair: those of the calls that waiting is tried with.
-    outputs_change: whether the model writes to what a block has put out.
+    exact: see `is_exact`. outputs_change: whether the model writes to what a block has put out.
     """
 
     exact: bool
     calls: list[DenseCall] = field(default_factory=list)
-    pair: list[DenseCall] = field(default_factory=list)
     outputs_change: bool = False
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
     def begin(self, numbered: NumberedCall) -> None:
         self.look_at_output()
-        self.calls.append(DenseCall(numbered, kind_of(numbered), torch.get_rng_state(), {}, set()))
+        self.calls.append(DenseCall(numbered, torch.get_rng_state(), {}, set()))
 
     def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
         if not self.calls:  # a forward_loop calls a part of the model
@@ -247,14 +245,16 @@ class SeenBlocks:
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
-    calls: all calls of the model in this process. blocks: in the order in which calls come to them.
-    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
+    calls: all calls of the model in this process. tried: those that waiting is tried with, in the order in which they
+    go. blocks: in the order in which calls come to them. outputs_may_stay: see `Segment`. whole: stacks at whose blocks
+    calls cannot wait.
     """
 
     data: CalibrationData
     inputs: SeenInputs
     outputs: SeenBlocks
     calls: list[NumberedCall] = field(default_factory=list)
+    tried: list[NumberedCall] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
     outputs_may_stay: bool = False
     whole: set[Stack] = field(default_factory=set)
@@ -283,7 +283,7 @@ class DenseRun:
 
 def run_dense(data: CalibrationData) -> DenseRun:
     """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; try, on a
-    row of two calls, whether calls can wait at its blocks.
+    row of some calls, whether calls can wait at its blocks.
 
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
@@ -293,7 +293,7 @@ def run_dense(data: CalibrationData) -> DenseRun:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
-    _run_pair(dense)
+    _choose_tried(dense)
     _agree(dense)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
@@ -342,17 +342,23 @@ def _one_of_each_kind(calls: Sequence[NumberedCall]) -> list[NumberedCall]:
     return chosen
 
 
-def _run_pair(dense: DenseRun) -> None:
-    """Run what waiting is tried with: a row of two calls, of different kinds if there are such."""
-    pair = [*_one_of_each_kind(dense.calls), *dense.calls[1:2]][:2]
-    known = {id(call.numbered) for call in dense.outputs.calls}
-    run = dense.data.run
+def _choose_tried(dense: DenseRun) -> None:
+    """Choose what waiting is tried with, and run alone what it is compared with: a row of two calls of different kinds.
+    If all are of one kind, a row of the first call, between rows of two others.
+
+    A call comes out wrong if one that began before it, or after it, has left something in the model. Calls of one kind
+    do to each other what is done to them, so that one between two others speaks for all.
+    """
+    run, alone = dense.data.run, _one_of_each_kind(dense.calls)[:2]
+    beside = dense.calls[1:3] if len(alone) == 1 else []
     if dense.data.calls is not None:  # else all calls were run
         if run.config.device is None:  # on a device, what whole calls hold tells whether there is room for all
-            stay = set() if run.storage.resident else known  # streamed, each run of the model reads all weights
-            pair = [numbered if id(numbered) in stay else _row_of(numbered, dense.data) for numbered in pair]
-        _run_some(dense, [numbered for numbered in pair if id(numbered) not in known])
-    dense.outputs.pair = [call for call in dense.outputs.calls if any(call.numbered is each for each in pair)]
+            beside = [_row_of(numbered, dense.data) for numbered in beside]
+            if run.storage.resident:  # streamed, each run of the model reads all weights
+                alone = [_row_of(numbered, dense.data) for numbered in alone]
+        known = {id(call.numbered) for call in dense.outputs.calls}
+        _run_some(dense, [numbered for numbered in alone if id(numbered) not in known])
+    dense.tried = [*beside[:1], *alone, *beside[-1:]]
 
 
 def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
@@ -533,9 +539,12 @@ def _why_not(
     blocks = [block for block in dense.blocks if block in home]
     run = dense.data.run
     stay = run.config.device is not None and not run.storage.spills
-    pair, count = dense.outputs.pair, len(dense.calls)
-    problem, stay = try_waiting(run, pair, stacks, blocks, count=count, outputs_stay=stay)
+    alone = {id(call.numbered): call for call in dense.outputs.calls}
+    tried = [(numbered, alone.get(id(numbered))) for numbered in dense.tried]
+    problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=stay)
     if problem is not None and stay:
-        problem, stay = try_waiting(run, pair, stacks, blocks, count=count, outputs_stay=False)
+        problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=False)
+    if problem is not None:  # an error of the data is raised here, and is no reason
+        dense.data.run_model(lambda masks: None, numbers=[each.number for each, known in tried if known is None])
     dense.outputs_may_stay = stay
     return None if problem is None else (problem[0].name, problem[1])

@@ -12,9 +12,10 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 from weakref import ref
 
@@ -128,9 +129,9 @@ class WaitingCalls:
         self._newest: dict[tuple, deque[ref[Tensor]]] = {}
         self._not_ours: set[int] = set()
 
-    def start(self, random: Mapping[int, Tensor] | None = None) -> None:
-        """Let each call come to its first block. ``random``: number of a call -> the state of the random numbers that
-        it begins with."""
+    def start(self, random: Sequence[Tensor | None] = ()) -> None:
+        """Let each call come to its first block. ``random``: the state of the random numbers that it begins with; None:
+        the one at that time."""
         run, hooks = self.run, self._hooks
         hooks.enter_context(switched_off(run.model, "output_hidden_states", "output_attentions"))
         for block in run.plan.blocks:
@@ -143,10 +144,10 @@ class WaitingCalls:
         of_user = flat_tensors([(call.numbered.call.args, call.numbered.call.kwargs) for call in self.calls])
         self._not_ours = {id(x) for x in (*run.model.parameters(), *run.model.buffers(), *of_user)}
         with forward_context(run):
-            for call in self.calls:
+            for call, state in zip_longest(self.calls, random):
                 call.gr_context = copy_context()
-                if random is not None:
-                    torch.set_rng_state(random[call.numbered.number])
+                if state is not None:
+                    torch.set_rng_state(state)
                 call.go_on()
 
     def at(self, block: nn.Module) -> list[WaitingCall]:
@@ -262,12 +263,11 @@ Print = list[tuple]  # tells whether two outputs are equal
 
 @dataclass(frozen=True)
 class DenseCall:
-    """A call of the dense model. ``random``: the state of the CPU's random numbers at its beginning; ``prints``: of the
-    output of each of its blocks, in the order in which it came to them; ``again``: the blocks that it came to more than
-    once."""
+    """A call that the dense model has run alone. ``random``: the state of the CPU's random numbers at its beginning;
+    ``prints``: of the output of each of its blocks, in the order in which it came to them; ``again``: the blocks that
+    it came to more than once."""
 
     numbered: NumberedCall
-    kind: list[Any]
     random: Tensor
     prints: dict[nn.Module, Print]
     again: set[nn.Module]
@@ -311,7 +311,7 @@ Problem = tuple[Stack, str]  # a stack of which the blocks cannot be waited at, 
 
 def try_waiting(
     run: Run,
-    pair: Sequence[DenseCall],
+    tried: Sequence[tuple[NumberedCall, DenseCall | None]],
     stacks: Sequence[Stack],
     blocks: Sequence[nn.Module],
     *,
@@ -321,32 +321,31 @@ def try_waiting(
     """(why calls cannot wait at all ``blocks``, in this order; None if they can; whether outputs stayed on the
     execution device between blocks of a stack, as ``outputs_stay`` asks if there is room for those of ``count`` calls).
 
-    A pair of calls (or one, if there is no other) wait at the blocks in turns. Each block is run twice for the first
-    of each kind. They have to come to the blocks, and put out there, what they did one after the other.
+    The calls that are ``tried`` wait at the blocks in turns. Those that have run alone run each block twice, have to
+    come to the same blocks, and have to put out there what they did alone.
     """
     if any(isinstance(value, LOCKS) for module in run.model.modules() for value in vars(module).values()):
         return (stacks[0], "the model holds a lock, and calls of one thread would wait for each other"), outputs_stay
-    twice = {call.numbered.number for call in pair if call is pair[0] or call.kind != pair[0].kind}
-    prints = {call.numbered.number: call.prints for call in pair}
     home = {block: (stack, name) for stack in stacks for name, block in zip(stack.names, stack.blocks)}
     stack, name = stacks[0], stacks[0].names[0]
-    waiting = WaitingCalls(run, [call.numbered for call in pair], blocks)
-    came: list[tuple[int, nn.Module]] = []
+    waiting = WaitingCalls(run, [numbered for numbered, _ in tried], blocks)
+    prints = {call: alone.prints for call, (_, alone) in zip(waiting.calls, tried) if alone is not None}
+    expected = {(call, block) for call, of_call in prints.items() for block in of_call if block in home}
     try:
         with forward_context(run):
             outside = thread_state()
         with torch.random.fork_rng(devices=[]):  # what the model draws in front of its blocks is as in the dense run
-            waiting.start({call.numbered.number: call.random for call in pair})
-        outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(pair))
+            waiting.start([None if alone is None else alone.random for _, alone in tried])
+        outputs_stay = outputs_stay and has_room(run, held_bytes(run, waiting.calls) * count // len(tried))
         for block in blocks:
             stack, name = home[block]
-            came += [(call.numbered.number, block) for call in waiting.at(block)]
+            expected -= {(call, block) for call in waiting.at(block)}
             if any(call.state != outside for call in waiting.at(block)):
                 return (stack, "the model runs its blocks in another mode of torch than it is called in"), outputs_stay
             run.storage.load(block)  # before it moves to the execution device
             stays = outputs_stay and block is not stack.blocks[-1]
             with on_execution_device(run, [block], outputs_stay=stays), forward_context(run):
-                why = _differs(waiting, block, prints, twice, last=block is blocks[-1])
+                why = _differs(waiting, block, prints, last=block is blocks[-1])
             if why is not None:
                 return (stack, why), outputs_stay
     except FAILURES as error:
@@ -355,9 +354,8 @@ def try_waiting(
         return (stack, f"calls of the model cannot wait at block {name!r} ({error.__cause__ or error})"), outputs_stay
     finally:
         waiting.close()
-    expected = {(number, block) for number, of_call in prints.items() for block in of_call if block in home}
-    if missed := expected - set(came):
-        return (home[next(iter(missed))[1]][0], "calls do not come to its blocks when they wait"), outputs_stay
+    if expected:
+        return (home[next(iter(expected))[1]][0], "calls do not come to its blocks when they wait"), outputs_stay
     return None, outputs_stay
 
 
@@ -368,24 +366,19 @@ def held_bytes(run: Run, calls: Sequence[WaitingCall]) -> int:
 
 
 def _differs(
-    waiting: WaitingCalls,
-    block: nn.Module,
-    prints: Mapping[int, dict[nn.Module, Print]],
-    twice: set[int],
-    *,
-    last: bool,
+    waiting: WaitingCalls, block: nn.Module, prints: Mapping[WaitingCall, dict[nn.Module, Print]], *, last: bool
 ) -> str | None:
-    """How the block differs for calls that wait at it from what it did in the dense run. The calls go on, but from the
-    ``last`` block, where all of them are run and none goes on."""
+    """How the block differs for calls that wait at it from what it put out when they ran alone (``prints``). The calls
+    go on, but from the ``last`` block, where all of them are run and none goes on."""
     exact = is_exact(waiting.run)
     for call in waiting.at(block):
-        if call.numbered.number not in twice and not last:
+        if call not in prints and not last:
             continue
         before = [(x, version(x)) for x in flat_tensors((call.args, call.kwargs))]
         output = print_of(call.run_block(), exact=exact)
         if any(version(x) != was for x, was in before):
             return "blocks write to their inputs"
-        if not same(output, prints[call.numbered.number].get(block, [])):
+        if call in prints and not same(output, prints[call].get(block, [])):
             return OTHER
     for call in () if last else waiting.at(block):
         outputs: list[Print] = []
@@ -393,8 +386,8 @@ def _differs(
         def see(module: nn.Module, args: Any, output: Any, outputs: list[Print] = outputs) -> None:
             outputs.append(print_of(output, exact=exact))
 
-        with block.register_forward_hook(see):
+        with block.register_forward_hook(see) if call in prints else nullcontext():
             call.go_on()
-        if not outputs or not same(outputs[0], prints[call.numbered.number].get(block, [])):
+        if call in prints and not (outputs and same(outputs[0], prints[call].get(block, []))):
             return OTHER
     return None

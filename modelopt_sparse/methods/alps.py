@@ -56,18 +56,18 @@ class Scaled:
         return weight if self.dead_C is None else torch.where(self.dead_C.unsqueeze(-2), dense.to(weight), weight)
 
 
-def refit(
-    dense: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int, pull: Tensor | None = None
-) -> Tensor:
-    """Minimize tr((W - Q) H (W - Q)^T) over Q supported on ``mask`` -> Q, all ``[..., R, C]``.
+def refit(dense: Tensor, start: Tensor, mask: Tensor, gram: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Minimize tr((W - Q) H (W - Q)^T) over Q supported on ``mask`` -> (Q ``[..., R, C]``, the `squared_error` of
+    ``start``).
 
     W is ``dense``, H is ``gram``, and Q begins as ``start``. Every row is a linear system of its own: conjugate
-    gradients run for all rows at once, with one matrix product per iteration and a step length for each row. ``pull``
-    is (W - start) H, if the caller has it already.
+    gradients run for all rows at once, with one matrix product per iteration and a step length for each row.
     """
-    solution = start.clone()
+    solution, lacking = start.clone(), dense - start
     factors = mask.to(start.dtype)  # on a CPU a product takes a tenth of what `masked_fill` does
-    residual = ((dense - start) @ gram if pull is None else pull) * factors
+    pull = lacking @ gram
+    before = lacking.mul_(pull).sum(-1, keepdim=True, dtype=torch.float64)
+    residual = pull.mul_(factors)
     direction = residual.clone()
     energy = residual.square().sum(-1, keepdim=True)
     enough = CG_SETTLED**2 * energy
@@ -81,7 +81,7 @@ def refit(
         residual -= curved.mul_(step).mul_(factors)
         previous, energy = energy, residual.square().sum(-1, keepdim=True)
         direction.mul_(torch.where(previous > 0, energy / previous, 0)).add_(residual)
-    return solution
+    return solution, before
 
 
 def squared_error(dense: Tensor, solution: Tensor, gram: Tensor) -> Tensor:
@@ -122,9 +122,8 @@ class ALPS(Method):
         root = state.root_C.unsqueeze(-2)
         scaled = weight.to(root.dtype) * root
         settled, mask = _settle(scaled, state, pattern, options["iterations"])
-        sparse = refit(scaled, settled, mask, state.gram, options["refit_iterations"])
-        worse = squared_error(scaled, sparse, state.gram) >= squared_error(scaled, settled, state.gram)
-        sparse = torch.where(worse, settled, sparse)
+        sparse, before = refit(scaled, settled, mask, state.gram, options["refit_iterations"])
+        sparse = torch.where(squared_error(scaled, sparse, state.gram) >= before, settled, sparse)
         pruned = written(state.unscaled(sparse, weight), mask, weight.dtype)
         return Solution(pruned, mask, relative_error(weight, pruned, state.stats))
 
@@ -193,10 +192,8 @@ def polish(weight: Tensor, solution: Solution, state: Scaled, iterations: int) -
     """
     root = state.root_C.unsqueeze(-2)
     scaled, start = (x.to(root.dtype) * root for x in (weight, solution.weight))
-    pull = (scaled - start) @ state.gram  # a large product, needed by `refit` and for the error before
-    refitted = refit(scaled, start, solution.mask, state.gram, iterations, pull)
+    refitted, before = refit(scaled, start, solution.mask, state.gram, iterations)
     values = written(state.unscaled(refitted, weight), solution.mask, weight.dtype)
-    before = (pull * (scaled - start)).sum(-1, keepdim=True, dtype=torch.float64)
     better = squared_error(scaled, values.to(root.dtype) * root, state.gram) < before
     values = torch.where(better, values, solution.weight)
     return Solution(values, solution.mask, relative_error(weight, values, state.stats), solution.notes)

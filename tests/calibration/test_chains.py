@@ -22,12 +22,15 @@ from tests.models.stacked import (
     Counting,
     CountingBranches,
     Exhausting,
+    Handing,
     Inference,
     Iterating,
     Locked,
     NoGrad,
     Noisy,
     Normed,
+    Overwriting,
+    Remembering,
     Rescaled,
     Shuffled,
     Sized,
@@ -99,6 +102,16 @@ def test_blocks_at_which_calls_cannot_wait_are_calibrated_through_the_whole_mode
         assert_calibrated(model, STACKED, vectors(), sequential)
     assert any(WHOLE[kind] in note for note in mts.report(model).notes)
     assert thread_state() == before
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("kind", [Handing, Overwriting, Remembering], ids=lambda kind: kind.__name__)
+def test_calls_of_one_kind_that_disturb_each_other_are_found_out(kind, count):
+    """By the first that comes, by the last one, or by the one that was in a block before. Of calls of one kind only the
+    first has run alone."""
+    batches = [x[:5] for x in vectors(count)]
+    with pytest.warns(UserWarning, match=f"stack 'blocks' is calibrated .* because {OTHER}"):
+        collected(kind(), STACKED, data_loader=batches)
 
 
 def test_random_numbers_in_a_block_are_found_out():

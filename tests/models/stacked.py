@@ -429,6 +429,43 @@ class Attributes(Stacked):
         return super().forward(x)
 
 
+class Overwriting(Attributes):
+    """Each call overwrites what its blocks take from the model, whatever its shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.scale = x.abs().mean()
+        return Stacked.forward(self, x)
+
+
+class Remembering(Attributes):
+    """The first call that is under way sets what the blocks take; it is forgotten at the end of a call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.blocks[0].scale == 1.0:
+            for block in self.blocks:
+                block.scale = x.abs().mean()
+        x = Stacked.forward(self, x)
+        for block in self.blocks:
+            block.scale = 1.0
+        return x
+
+
+class Handing(Stacked):
+    """Each block leaves a number for the next one, where all calls leave theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = SimpleNamespace(scale=1.0)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * self.left.scale,))
+            block.register_forward_hook(lambda *args: setattr(self.left, "scale", args[-1].abs().mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.scale = 1.0
+        return super().forward(x)
+
+
 class Calling(Stacked):
     """Each block counts its calls, and starts anew behind the last one of a call of the model."""
 
