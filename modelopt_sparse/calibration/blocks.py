@@ -214,11 +214,13 @@ class _InputsOfCall:
 class SeenBlocks:
     """The calls of the dense model that were run, whole or their first row, and what their blocks put out.
 
-    exact: see `is_exact`. outputs_change: whether the model writes to what a block has put out.
+    exact: see `is_exact`. tried: the calls that waiting is tried with, in the order in which they go.
+    outputs_change: whether the model writes to what a block has put out.
     """
 
     exact: bool
     calls: list[DenseCall] = field(default_factory=list)
+    tried: list[NumberedCall] = field(default_factory=list)
     outputs_change: bool = False
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
@@ -245,16 +247,14 @@ class SeenBlocks:
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
-    calls: all calls of the model in this process. tried: those that waiting is tried with, in the order in which they
-    go. blocks: in the order in which calls come to them. outputs_may_stay: see `Segment`. whole: stacks at whose blocks
-    calls cannot wait.
+    calls: all calls of the model in this process. blocks: in the order in which calls come to them.
+    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
     """
 
     data: CalibrationData
     inputs: SeenInputs
     outputs: SeenBlocks
     calls: list[NumberedCall] = field(default_factory=list)
-    tried: list[NumberedCall] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
     outputs_may_stay: bool = False
     whole: set[Stack] = field(default_factory=set)
@@ -358,7 +358,7 @@ def _choose_tried(dense: DenseRun) -> None:
                 alone = [_row_of(numbered, dense.data) for numbered in alone]
         known = {id(call.numbered) for call in dense.outputs.calls}
         _run_some(dense, [numbered for numbered in alone if id(numbered) not in known])
-    dense.tried = [*beside[:1], *alone, *beside[-1:]]
+    dense.outputs.tried = [*beside[:1], *alone, *beside[-1:]]
 
 
 def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
@@ -540,7 +540,7 @@ def _why_not(
     run = dense.data.run
     stay = run.config.device is not None and not run.storage.spills
     alone = {id(call.numbered): call for call in dense.outputs.calls}
-    tried = [(numbered, alone.get(id(numbered))) for numbered in dense.tried]
+    tried = [(numbered, alone.get(id(numbered))) for numbered in dense.outputs.tried]
     problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=stay)
     if problem is not None and stay:
         problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=False)

@@ -88,20 +88,22 @@ def test_rows_are_systems_of_their_own_whatever_the_mask_and_the_start():
     mask[0], mask[1] = True, False
     start = torch.randn(12, 32, generator=generator, dtype=torch.float64).masked_fill(~mask, 0)
     best = exact_refit(weight, mask, gram)
-    torch.testing.assert_close(refit(weight, start, mask, gram, 200), best, rtol=1e-5, atol=1e-5)
-    alone = torch.cat([refit(weight[[i]], start[[i]], mask[[i]], gram, 4) for i in range(12)])
-    torch.testing.assert_close(refit(weight, start, mask, gram, 4), alone)
+    torch.testing.assert_close(refit(weight, start, mask, gram, 200)[0], best, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([refit(weight[[i]], start[[i]], mask[[i]], gram, 4)[0] for i in range(12)])
+    torch.testing.assert_close(refit(weight, start, mask, gram, 4)[0], alone)
+    _, before = refit(weight, start, mask, gram, 0)
+    torch.testing.assert_close(before, squared_error(weight, start, gram))
 
 
 def test_iterations_stop_when_every_row_is_at_its_optimum():
     weight, stats = problem(0, rows=4, columns=16)
     mask = torch.ones_like(weight, dtype=torch.bool)
     gram = damped(stats)
-    assert torch.equal(refit(weight, weight.clone(), mask, gram, 10), weight)
-    found = [refit(weight, torch.zeros_like(weight), mask, gram, iterations) for iterations in (1000, 2000)]
+    assert torch.equal(refit(weight, weight.clone(), mask, gram, 10)[0], weight)
+    found = [refit(weight, torch.zeros_like(weight), mask, gram, iterations)[0] for iterations in (1000, 2000)]
     assert torch.equal(*found)
     done = weight.index_fill(0, torch.tensor([3]), 0)  # a row with nothing to gain does not keep the others going
-    assert torch.equal(refit(done, torch.zeros_like(weight), mask, gram, 1000)[:3], found[0][:3])
+    assert torch.equal(refit(done, torch.zeros_like(weight), mask, gram, 1000)[0][:3], found[0][:3])
 
 
 def test_squared_error_is_the_trace_row_by_row():
