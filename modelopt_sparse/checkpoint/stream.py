@@ -218,17 +218,16 @@ class _Job:
 def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
     """Do the work from where an earlier run has left it, and put the folder in its place."""
     files, report = SourceFiles(job.folder, processes), None
-    started = {f"source file {name}": sha256 for name, sha256 in files.hashes.items()} | job.started
-    processes.check_same(started, "give all of them the same source and the same options")
-    with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
+    processes.check_same(job.started, "give all of them the same source and the same options")
+    with _full_disk_named(target), opened(target, job.started, processes, overwrite=overwrite) as work:
+        if work.resumed or work.finished:
+            work.check(files.hashes, _hash(job.calls))
         if not work.finished:
             with files.watched():
                 more = job.dtype, job.quantized, work, job.remote
                 model, places = without_blocks(job.folder, job.names, *more)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
-                    if work.resumed:
-                        work.check_data(_hash(job.calls))
                     report = job.work_on(storage, work)
                     if work.leads:
                         _finish(storage, job.folder, work, report)

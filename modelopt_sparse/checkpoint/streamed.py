@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,22 +71,27 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
 
 
 class SourceFiles:
-    """The weight files of a folder, and its ``config.json``. ``hashes``: file name -> SHA-256.
+    """The weight files of a folder, and its ``config.json``.
 
-    Several processes share the hashing. Raises ValueError for a file that is missing, that is not as long as its own
-    header says, or that has another size for another process. Wrong numbers in a file cannot be noticed, as safetensors
-    stores no checksums.
+    A file is hashed when a block is first read from it: what is read for the hash, in order and fast, is in the
+    system's cache when the block is read. Several processes share the hashing. Raises ValueError for a file that is
+    missing, that is not as long as its own header says, or that has another size for another process. Wrong numbers in
+    a file cannot be noticed, as safetensors stores no checksums.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:
+        self._processes = processes
+        self._hashes: dict[str, str] = {}  # of the files that this process has hashed
+        self._names: dict[Path, str] = {}
         self._as_seen: dict[Path, tuple[int, ...]] = {}
         names = ["config.json", *weight_files(folder)]
+        self._mine = set(names[processes.rank :: processes.size])
         for name in names:
             path = folder / name
             if not path.is_file():
                 advice = "get the file again, or save the model in safetensors files, with save_pretrained"
                 raise ValueError(f"{str(folder)!r} lacks {name!r}: {advice}")
-            self._as_seen[path.resolve()] = _look(path)
+            self._names[path.resolve()], self._as_seen[path.resolve()] = name, _look(path)
             if name != "config.json":
                 try:
                     with safe_open(path, framework="pt"):
@@ -95,17 +100,30 @@ class SourceFiles:
                     raise ValueError(f"{str(path)!r} is truncated or damaged ({error}): get the file again") from None
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
         processes.check_same(sizes, "copy the source again, or put it where all processes see it")
-        own = {name: file_hash(folder / name) for name in names[processes.rank :: processes.size]}
-        of_ranks = processes.all_gather("the hashes of the source", own)
-        self.hashes = {name: of_ranks[number % processes.size][name] for number, name in enumerate(names)}
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """File name -> SHA-256, of all files. All processes ask for it at the same time."""
+        for path in self._names:
+            self.begin(path)
+        of_ranks = self._processes.all_gather("the hashes of the source", self._hashes)
+        together = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
+        return {name: together[name] for name in self._names.values()}
+
+    def begin(self, path: Path) -> None:
+        """`check` a file that is to be read from, and hash it the first time. Nothing happens for other files."""
+        name = self._names.get(path.resolve())
+        if name is not None:
+            self.check(path)
+            if name in self._mine - self._hashes.keys():
+                self._hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
-        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since it was hashed.
+        """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since the run started.
 
-        A change is told by its size, its time and its place on the disk. Nothing happens for other files.
+        A change is told by its size, its time and its place on the disk.
         """
-        before = self._as_seen.get(path.resolve())
-        if before is not None and (not path.exists() or _look(path) != before):
+        if not path.exists() or _look(path) != self._as_seen[path.resolve()]:
             advice = "put it back, and start the run again with the same arguments; the blocks that are done are kept"
             raise Unreadable(f"{str(path)!r} has changed since the run started: {advice}")
 
@@ -262,7 +280,7 @@ class Streamed(Storage):
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
-        self._work.check_data(report.calibration.get("sha256"))
+        self._work.check(self._files.hashes, report.calibration.get("sha256"))
         if block is None:
             yield OpenBlock()
             return
@@ -326,7 +344,7 @@ class Streamed(Storage):
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
         file, key = self._places[name]
-        self._files.check(file)
+        self._files.begin(file)
         with safe_open(file, framework="pt") as opened:
             tensor = opened.get_tensor(key).to(parameter.dtype)
         if tensor.shape != parameter.shape:

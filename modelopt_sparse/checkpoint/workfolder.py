@@ -52,7 +52,8 @@ STARTED, BUDGET, REPORT, FINISHED = "started.json", "budget.json", "report.json"
 LOCK = "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
-DATA = "calibration data"
+# what a run is started with and is known only when it has been read
+DATA, SOURCE = "calibration data", "source file "
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class WorkFolder:
         self.report: dict[str, Any] | None = None
         self.resumed = self.finished = False
         self._processes = processes
-        self._data_is_same: bool | None = None  # None: not compared yet
+        self._is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
         self._started: dict[str, Any] = json.loads(json.dumps(started, default=str))
 
@@ -263,7 +264,7 @@ class WorkFolder:
     def _problem(self) -> str:
         """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
         started = self._read_json(STARTED)
-        if difference := _difference({**started, DATA: None}, {**self._started, DATA: None}):
+        if difference := _difference(_at_once(started), self._started):
             return difference
         for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
             record = BlockRecord(**self._read_json(path.name))
@@ -274,25 +275,26 @@ class WorkFolder:
         self._started = started
         return ""
 
-    def check_data(self, sha256: str | None) -> bool:
-        """Whether this run has the calibration data, with this hash, of the run that it continues.
+    def check(self, files: Mapping[str, str], data: str | None) -> None:
+        """Compare the source (file name -> SHA-256) and the calibration data (its SHA-256) with those of the run that
+        this one continues, once.
 
-        It is True if that run had not read its data yet. If the data differs, ValueError is raised; with ``overwrite``
-        that run is deleted instead, and False returned. It is compared once.
+        If they differ, ValueError is raised; with ``overwrite`` that run is deleted instead.
         """
-        if self._data_is_same is None:
-            same = self._compare_data(sha256) if self.leads else False
-            self._data_is_same = self._processes.all_gather("the data of the work folder", same)[0]
-            if not self._data_is_same:
-                self.done, self.budget, self.report, self.resumed = {}, None, None, False
-        return bool(self._data_is_same)
+        if self._is_same is None:
+            read = {f"{SOURCE}{name}": sha256 for name, sha256 in files.items()} | {DATA: data}
+            same = self._compare(read) if self.leads else False
+            self._is_same = bool(self._processes.all_gather("the data of the work folder", same)[0])
+            if not self._is_same:
+                self.done, self.budget, self.report, self.resumed, self.finished = {}, None, None, False, False
 
-    def _compare_data(self, sha256: str | None) -> bool:
-        difference = _difference({DATA: self._started.get(DATA, sha256)}, {DATA: sha256})
+    def _compare(self, read: Mapping[str, Any]) -> bool:
+        there = {name: value for name, value in self._started.items() if name not in _at_once(self._started)}
+        difference = _difference({**read, **there}, read)
         if difference:
             self._throw_away(difference)
-        if difference or DATA not in self._started:
-            self._started[DATA] = sha256
+        if difference or not there:
+            self._started = {**_at_once(self._started), **read}
             self.write_json(STARTED, self._started)
         return not difference
 
@@ -390,6 +392,11 @@ class WorkFolder:
         sync(self.final_folder.parent)
         self.path = self.path.rename(_finished_path(self.final_folder))  # from here on there is no run to continue
         remove_leftovers(self.final_folder)
+
+
+def _at_once(started: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a run before it has read anything."""
+    return {name: value for name, value in started.items() if name != DATA and not name.startswith(SOURCE)}
 
 
 def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
