@@ -20,6 +20,7 @@ from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs, sum_up
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
@@ -82,7 +83,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
             score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
-            moves = _moves(fold, score, pattern)
+            moves = _moves(fold, score, pattern, run.processes)
             before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
             if not after > before:
                 continue
@@ -124,16 +125,20 @@ def _movable(layer: Layer) -> bool:
     return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
 
 
-def _moves(fold: Fold, score: Tensor, pattern: NM) -> list[Move]:
+def _moves(fold: Fold, score: Tensor, pattern: NM, processes: Processes) -> list[Move]:
     """The new order of the taker's columns, and of each maker's rows."""
     made = [layer.matrix(layer.parameter).shape[0] for layer in fold.makers]
     if fold.head is None:
-        columns = channel_order(score, pattern.n, pattern.m)
+        columns = channel_order(score, pattern.n, pattern.m, processes)
         rows = [torch.cat([columns + start for start in range(0, size, len(columns))]) for size in made]
     else:
         (heads,) = (size // fold.head for size in made)
         by_head = score.unflatten(-1, (heads, -1, fold.head))  # [R, maker's heads, taker's heads on each, channels]
-        orders = [channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m) for k in range(heads)]
+        orders = processes.dealt_out(
+            "the order of channels in heads",
+            lambda k: channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m).cpu(),
+            range(heads),
+        )
         rows = [torch.cat([order + k * fold.head for k, order in enumerate(orders)])]
         taken = [order for order in orders for _ in range(by_head.shape[2])]
         columns = torch.cat([order + k * fold.head for k, order in enumerate(taken)])
@@ -193,7 +198,7 @@ def _reordered(layer: Layer, dim: int) -> list[Tensor]:
 SMALL = 1e-4  # the last round adds less than this share of the kept score
 
 
-def channel_order(score: Tensor, n: int, m: int, block: int = 64) -> Tensor:
+def channel_order(score: Tensor, n: int, m: int, processes: Processes | None = None, block: int = 64) -> Tensor:
     """Score ``[R, C]`` (larger = keep, additive) -> order ``[C]``: ``score[:, order]`` keeps more under n:m.
 
     ``order[i]`` is the channel that moves to place i. It is found in two steps:
@@ -202,7 +207,7 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 64) -> Tensor:
        quantile (RIA's heuristic, Zhang et al. 2024).
     2. Channels of different groups swap places where that raises the kept score. In each round the groups are dealt
        into parts of about ``block`` columns at random, and swaps stay within a part. That bounds the work of a round to
-       O(C * block * R), on tensors that fit into the processor's cache.
+       O(C * block * R), on tensors that fit into the processor's cache. The ``processes`` share the parts.
 
     Raises ValueError if C is not a multiple of m.
     """
@@ -219,10 +224,12 @@ def channel_order(score: Tensor, n: int, m: int, block: int = 64) -> Tensor:
     parts = -(-columns // block)
     size = len(groups) // parts  # a round leaves out what remains
     while gained > SMALL * kept_score:
-        gained = 0.0
-        for part in torch.randperm(len(groups), generator=random)[: parts * size].view(parts, size):
-            groups[part], more = _swapped(groups[part], score_CR, n)
-            gained += more
+        dealt = torch.randperm(len(groups), generator=random)[: parts * size].view(parts, size)
+        swapped = (processes or Processes()).dealt_out(
+            "an order of channels", lambda part: _swapped(groups[part], score_CR, n), dealt
+        )
+        groups[dealt] = torch.stack([of_part for of_part, _ in swapped])
+        gained = sum(more for _, more in swapped)
     return groups.flatten().to(score.device)
 
 
