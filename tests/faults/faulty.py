@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 NOT_KEPT = ("writing", "converted")  # parts of a work folder that the next start deletes
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod")
+EXCHANGE = "exchange"  # with the other processes of a run
 ENDED = ("Z", "X")  # states of a process: a zombie until it is waited for
 
 
@@ -159,10 +160,10 @@ class _Operations:
         self.number = 0
 
     def __call__(self, event: str, args: tuple) -> None:
-        if event not in OPERATIONS:
+        if event not in (*OPERATIONS, EXCHANGE):
             return
         paths = [os.fsdecode(arg) for arg in args[:2] if isinstance(arg, (str, bytes, os.PathLike))]
-        inside = any(path.startswith(self._prefix) for path in paths)
+        inside = event == EXCHANGE or any(path.startswith(self._prefix) for path in paths)
         if not inside and not (event in ("os.remove", "os.rmdir") and args[-1] != -1):  # rmtree goes by descriptors
             return
         self.number += 1
@@ -263,6 +264,22 @@ def _stream(batches: Any, **given: Any) -> tuple[int, dict[str, Any]]:
     return 0, {"notes": report.notes}
 
 
+def _stream_as_rank(rank: int, size: int, port: int, **given: Any) -> tuple[int, dict[str, Any]]:
+    """Stream as one of several processes; each exchange with the others is an operation, too."""
+    from modelopt_sparse.distributed import Processes, launched_group
+
+    gather = Processes._gather_headers
+
+    def counted(self: Any, what: str, header: tuple) -> list[Any]:
+        sys.audit(EXCHANGE, what)
+        return gather(self, what, header)
+
+    setattr(Processes, "_gather_headers", counted)  # noqa: B010  # this process ends after it
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with launched_group():
+        return _stream(deterministic=True, **given)
+
+
 def _on_a_small_disk(disk: str, room: int, copy: str, **given: Any) -> tuple[int, dict[str, Any]]:
     """Stream to a file system in memory that has ``room`` bytes left, then to one that has enough, and ``copy`` what
     came of it: the file system is gone with the process."""
@@ -351,6 +368,7 @@ def _solve(method: str, rows: int, columns: int, room: int | None, **options: An
 
 DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream": _stream,
+    "stream as rank": _stream_as_rank,
     "small disk": _on_a_small_disk,
     "save": _save,
     "cli": _cli,
