@@ -229,6 +229,8 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
+                    # the work folder moves in the end: others may still read there, where all blocks were done before
+                    processes.all_gather("the end of the work")
                     if work.leads:
                         _finish(storage, job.folder, work, report)
         elif work.leads:
