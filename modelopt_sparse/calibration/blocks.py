@@ -344,13 +344,15 @@ def _one_of_each_kind(calls: Sequence[NumberedCall]) -> list[NumberedCall]:
 
 def _choose_tried(dense: DenseRun) -> None:
     """Choose what waiting is tried with, and run alone what it is compared with: a row of two calls of different kinds.
-    If all are of one kind, a row of the first call, between rows of two others.
+    If all of three or more are of one kind, a row of the first call, between rows of two others.
 
     A call comes out wrong if one that began before it, or after it, has left something in the model. Calls of one kind
-    do to each other what is done to them, so that one between two others speaks for all.
+    do to each other what is done to them, so that one between two others speaks for all. No call is tried beside
+    itself: what waiting calls have in common they hold once, and a model that writes to it would seem to be at fault.
     """
-    run, alone = dense.data.run, _one_of_each_kind(dense.calls)[:2]
-    beside = dense.calls[1:3] if len(alone) == 1 else []
+    run, alone, beside = dense.data.run, _one_of_each_kind(dense.calls)[:2], []
+    if len(alone) == 1:
+        alone, beside = (dense.calls[:1], dense.calls[1:3]) if len(dense.calls) > 2 else (dense.calls, [])
     if dense.data.calls is not None:  # else all calls were run
         if run.config.device is None:  # on a device, what whole calls hold tells whether there is room for all
             beside = [_row_of(numbered, dense.data) for numbered in beside]

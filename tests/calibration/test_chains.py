@@ -107,11 +107,26 @@ def test_blocks_at_which_calls_cannot_wait_are_calibrated_through_the_whole_mode
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", [Handing, Overwriting, Remembering], ids=lambda kind: kind.__name__)
 def test_calls_of_one_kind_that_disturb_each_other_are_found_out(kind, count):
-    """By the first that comes, by the last one, or by the one that was in a block before. Of calls of one kind only the
-    first has run alone."""
+    """By the first that comes, by the last one, or by the one that was in a block before. Of three calls of one kind
+    only the first has run alone."""
     batches = [x[:5] for x in vectors(count)]
     with pytest.warns(UserWarning, match=f"stack 'blocks' is calibrated .* because {OTHER}"):
         collected(kind(), STACKED, data_loader=batches)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_call_may_write_to_what_it_has_made_of_its_data(count):
+    """No other call holds an equal tensor, in the check of waiting calls neither."""
+
+    class Fading(Stacked):
+        def forward(self, x):
+            weight, x = x.abs().mean(-1, keepdim=True), self.stem(x)
+            for block in self.blocks:
+                x = block(x * weight)
+                weight.mul_(0.9)
+            return self.head(x)
+
+    assert_calibrated(Fading(), STACKED, [x[:5] for x in vectors(count)], "block")
 
 
 def test_random_numbers_in_a_block_are_found_out():

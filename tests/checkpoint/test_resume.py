@@ -200,15 +200,17 @@ def test_overwrite_goes_on_with_a_run_of_the_same_arguments(stopped):
     assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
 
 
-def test_data_is_compared_after_the_last_block_as_well(stopped, monkeypatch):
-    """A run that was stopped while it finished solves nothing again, and still takes no other data."""
+@pytest.mark.parametrize(("owner", "name"), [(stream, "_finish"), (stream.WorkFolder, "put_in_place")])
+def test_data_is_compared_after_the_last_block_as_well(stopped, monkeypatch, owner, name):
+    """A run that was stopped while it finished, or when it only had to be moved, solves nothing again, and still takes
+    no other data."""
     source, target, given = stopped
 
     def stop(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "_finish", stop)
+        patch.setattr(owner, name, stop)
         with pytest.raises(KeyboardInterrupt):
             mts.sparsify_checkpoint(source, target, **given)
     with pytest.raises(ValueError, match="calibration data: "):
