@@ -167,18 +167,35 @@ class Processes:
         """Replace each tensor, in all processes, by its sum over them."""
         device_types = self.all_gather(what, [tensor.device.type for tensor in tensors])
         if dist is not None and self.size > 1:
-            self._send(what, tensors, device_types, dist.all_reduce)
+            self._send(what, tensors, device_types, [dist.all_reduce] * len(tensors))
 
-    def broadcast(self, what: str, tensors: Sequence[Tensor], source: int, value: Any = None) -> Any:
-        """Replace each tensor by that of rank ``source`` -> the ``value`` of that rank.
+    def broadcast(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        senders: Sequence[int],
+        value: Any = None,
+        receivers: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Replace each tensor by that of the rank in ``senders`` -> the ``value`` of each rank. ``receivers``: the only
+        rank that gets it; the others give a tensor without elements.
 
-        Shapes and dtypes are the same in all processes.
+        Shapes and dtypes are the same in all processes that have a part in it.
         """
         headers = self.all_gather(what, ([tensor.device.type for tensor in tensors], value))
         if dist is not None and self.size > 1:
-            send = partial(dist.broadcast, src=source)
-            self._send(what, tensors, [device_types for device_types, _ in headers], send, as_bytes=True)
-        return headers[source][1]
+            sends = [partial(dist.broadcast, src=sender) for sender in senders]
+            if receivers is not None:
+                sends = [partial(self._send_to, sender, receiver) for sender, receiver in zip(senders, receivers)]
+            self._send(what, tensors, [device_types for device_types, _ in headers], sends, as_bytes=True)
+        return [value for _, value in headers]
+
+    def _send_to(self, sender: int, receiver: int, tensor: Tensor, group: Any) -> None:
+        assert dist is not None
+        if sender != receiver and self.rank == sender:
+            dist.send(tensor, receiver, group=group)
+        elif sender != receiver and self.rank == receiver:
+            dist.recv(tensor, sender, group=group)
 
     def barrier(self) -> None:
         """Wait until all are at the end of the run, so that none reports success while another fails."""
@@ -234,12 +251,18 @@ class Processes:
             )
 
     def _send(
-        self, what: str, tensors: Sequence[Tensor], device_types: list[list[str]], send: Any, *, as_bytes: bool = False
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        device_types: list[list[str]],
+        sends: Sequence[Callable[..., Any]],
+        *,
+        as_bytes: bool = False,
     ) -> None:
-        """Send through the default group if it serves the device that all ranks have a tensor on, else through the
-        CPU. ``as_bytes``: backends differ in the dtypes that they take."""
+        """``sends``: what sends each tensor. Through the default group if it serves the device that all ranks have a
+        tensor on, else through the CPU. ``as_bytes``: backends differ in the dtypes that they take."""
         with self._sending(what):
-            for tensor, of_ranks in zip(tensors, zip(*device_types)):
+            for tensor, send, *of_ranks in zip(tensors, sends, *device_types):
                 if not tensor.numel():
                     continue
                 direct = len(set(of_ranks)) == 1 and _serves(tensor.device)

@@ -472,6 +472,6 @@ def test_the_way_to_the_mask_is_a_straight_line_in_sparsegpt(monkeypatch):
         mts.sparsify(tiny_llama(), "sparsegpt", data_loader=token_batches(), permute=True, quality="balanced")
 
     ways, _, generators = looks_at_the_mask(monkeypatch, NM, run)
-    tuned = ("reconstruct", "_tuned", "tune", "_take_step", "move", "step", "mask", "mask")
+    tuned = ("reconstruct", "_tuned", "tune", "_take_step", "step", "step", "mask", "mask")
     assert ways == {(*WAY, "eliminate", "mask"), ("sparsify", "prune", "sparsify_block", *tuned)}
     assert generators == {"solve_layers"}

@@ -154,7 +154,7 @@ def distill(teacher: Teacher, run: Run) -> None:
         Progress("distill", "step", options.epochs * len(batches.steps), show=run.config.progress) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
-        weights = TunedWeights(chosen, outputs, options.learning_rate, moments=moments)
+        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, run.processes)
         before = batches.judged(measure)
         weights.slow_down(before, FULL_RATE)
         try:

@@ -92,7 +92,7 @@ def reconstruct(
                 inside = set(part.module.parameters())
                 chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
                 if chosen:
-                    weights = TunedWeights(chosen, outputs, options.learning_rate, movable)
+                    weights = TunedWeights(chosen, outputs, options.learning_rate, movable, processes=run.processes)
                     with only_these_require_grad(inputs.block, chosen, masked=not movable):
                         tuned_part = _tuned(part, inputs, token_masks, batches, weights)
                     run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})

@@ -21,6 +21,7 @@ from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.progress import Progress
 
 Gradients = list[Tensor | None]  # of each weight; None: it has none
+Part = tuple[int, ...]  # numbers of units whose gradients are added up
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
 
@@ -88,39 +89,54 @@ class BatchNumbers:
         return sums
 
     def added(
-        self, numbers: Sequence[int], gradients_of: Callable[[int], Gradients], like: Sequence[Tensor]
+        self, numbers: Sequence[int], gradients_of: Callable[[int], Gradients], weights: "TunedWeights"
     ) -> Gradients:
-        """The sum of the gradients of a step's units, in all processes; ``like`` has their shapes.
+        """The sum of the gradients of a step's units, in all processes: for each weight, in the process that steps it.
 
         Added up are the sums of every other unit, and so on, whatever the number of processes: the same bits for all of
         them. What one process has to itself is sent once.
         """
         parts = {part: self.ranks[part[0]] for part in self._parts(numbers)}
         own = {part: _sum(part, gradients_of) for part, rank in parts.items() if rank == self.processes.rank}
-        shared = {part: self._sent(rank, own.get(part), like) for part, rank in parts.items()}
-        return _sum(tuple(numbers), gradients_of, shared)
+        return _sum(tuple(numbers), gradients_of, own if self.processes.size == 1 else self._sent(parts, own, weights))
 
-    def _parts(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    def _parts(self, numbers: Sequence[int]) -> list[Part]:
         """The largest parts of such a sum that one process has to itself."""
         if len({self.ranks[number] for number in numbers}) == 1:
             return [tuple(numbers)]
         return self._parts(numbers[0::2]) + self._parts(numbers[1::2])
 
-    def _sent(self, rank: int, own: Gradients | None, like: Sequence[Tensor]) -> Gradients:
-        """The gradients that one process has, in all of them."""
-        processes = self.processes
-        there = processes.all_gather("a gradient", own and [gradient is not None for gradient in own])[rank]
-        if own is None:
-            own = [torch.empty_like(values) if has else None for values, has in zip(like, there)]
-        gradients = [None if gradient is None else gradient.contiguous() for gradient in own]
-        processes.broadcast("a gradient", [gradient for gradient in gradients if gradient is not None], rank)
-        return gradients
+    def _sent(
+        self, parts: Mapping[Part, int], own: Mapping[Part, Gradients], weights: "TunedWeights"
+    ) -> dict[Part, Gradients]:
+        """The parts of a sum, where the weights are stepped; ``own`` has those of this process. For a weight without a
+        gradient anything is sent, so that one exchange is enough."""
+        tensors, rank = [], self.processes.rank
+        for part, sender in parts.items():
+            of_part = own.get(part, [None] * len(weights.each))
+            for weight, gradient, owner in zip(weights.each, of_part, weights.owners):
+                if rank not in (sender, owner):
+                    gradient = weight.values.new_empty(0, device=weight.parameter.device)
+                elif gradient is None:
+                    gradient = torch.empty_like(weight.values, device=weight.parameter.device)
+                tensors.append(gradient)
+        there = {part: [gradient is not None for gradient in gradients] for part, gradients in own.items()}
+        senders = [sender for sender in parts.values() for _ in weights.each]
+        of_ranks = self.processes.broadcast("gradients", tensors, senders, there, weights.owners * len(parts))
+        of_parts = iter(tensors)
+        return {
+            part: [
+                tensor if has and owner == rank else None
+                for has, owner, tensor in zip(of_ranks[sender][part], weights.owners, of_parts)
+            ]
+            for part, sender in parts.items()
+        }
 
 
 def _sum(
-    numbers: tuple[int, ...],
+    numbers: Part,
     gradients_of: Callable[[int], Gradients],
-    known: Mapping[tuple[int, ...], Gradients] = MappingProxyType({}),
+    known: Mapping[Part, Gradients] = MappingProxyType({}),
 ) -> Gradients:
     """The sum of gradients of units: that of every other one, and that of the rest."""
     if numbers in known:
@@ -251,7 +267,8 @@ class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
     mask: True = kept; None if it has none. movable: if its mask moves.
-    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
+    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept]. On "meta"
+    in processes that do not step it, which have neither moments.
     moments: the dtype that Adam's two moments are held in between two steps.
     """
 
@@ -262,11 +279,12 @@ class TunedWeight:
         movable: Movable | None,
         rate: float,
         moments: torch.dtype | None,
+        own: bool = True,
     ) -> None:
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         if mask is not None:
             values = values[mask] if movable is None else movable.start(values, mask)
-        values = values.contiguous()
+        values = values.contiguous() if own else values.to("meta")
         self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
         self.moments = moments or values.dtype
         self.adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON, fused=True)  # which looks at no strides
@@ -294,6 +312,11 @@ class TunedWeight:
             self.mask = self.movable.mask(self.values)
         self.write(self.values, self.mask)
 
+    def held(self) -> Tensor:
+        """Of `values` what the model holds."""
+        values = self.parameter.detach()
+        return values if self.mask is None or self.movable is not None else values[self.mask]
+
     def _hold_moments(self, dtype: torch.dtype) -> None:
         state = self.adam.state[self.values]
         state.update({name: state[name].to(dtype) for name in MOMENTS if name in state})
@@ -320,14 +343,17 @@ class TunedWeights:
         learning_rate: float,
         movable: Mapping[nn.Parameter, Movable] | None = None,
         moments: torch.dtype | None = None,
+        processes: Processes | None = None,
     ) -> None:
         """``outputs``: how many outputs a matrix has (of all of its experts). ``moments``: the dtype of Adam's; None:
-        that of the values."""
+        that of the values. ``processes`` step a share of the weights each."""
+        self.processes = processes or Processes()
+        self.owners = _dealt_by_size([*masks], self.processes.size)
         of_each = [outputs.get(parameter, 0) for parameter in masks]
         rates = learning_rates([*masks], [*masks.values()], of_each, learning_rate)
         self.each = [
-            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments)
-            for (parameter, mask), rate in zip(masks.items(), rates)
+            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments, owner == self.processes.rank)
+            for (parameter, mask), rate, owner in zip(masks.items(), rates, self.owners)
         ]
 
     def slow_down(self, error: float, full: float = FULL_RATE) -> None:
@@ -340,9 +366,25 @@ class TunedWeights:
         for weight in self.each:
             weight.rate *= min(1.0, math.sqrt(error / full))
 
+    def step(self, gradients: Gradients, schedule: float, *, moves: bool) -> None:
+        """One step, each weight in the process that owns it, from which the others get what the model holds."""
+        for weight, gradient, owner in zip(self.each, gradients, self.owners):
+            if owner == self.processes.rank:
+                weight.step(gradient, schedule, moves=moves)
+        if self.processes.size > 1:
+            self.processes.broadcast("weights", [weight.parameter.detach() for weight in self.each], self.owners)
+
     def copy(self) -> Values:
-        """Values, on the host and in the precision that the model holds them in, and masks as they are now."""
-        return [(weight.values.to("cpu", weight.parameter.dtype, copy=True), weight.mask) for weight in self.each]
+        """Values that are kept, on the host and in the precision that the model holds them in, and masks as they are
+        now."""
+        masks = []
+        for weight, owner in zip(self.each, self.owners):
+            if weight.movable is not None and weight.mask is not None:
+                if owner != self.processes.rank:
+                    weight.mask = torch.empty_like(weight.mask)  # not in the place of the last copy's
+                masks.append((weight.mask, owner))
+        self.processes.broadcast("masks", [mask for mask, _ in masks], [owner for _, owner in masks])
+        return [(weight.held().to("cpu", copy=True), weight.mask) for weight in self.each]
 
     def write(self, values: Values) -> None:
         for weight, (of_weight, mask) in zip(self.each, values):
@@ -354,6 +396,15 @@ class TunedWeights:
         different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
         count = sum(int(a.sum()) for a, _ in pairs if a is not None)
         return different / count if count else None
+
+
+def _dealt_by_size(parameters: Sequence[Tensor], size: int) -> list[int]:
+    """The process of each, the largest first, each to the one that has least."""
+    load, owners = [0] * size, [0] * len(parameters)
+    for place in sorted(range(len(parameters)), key=lambda place: -parameters[place].numel()):
+        owners[place] = load.index(min(load))
+        load[owners[place]] += parameters[place].numel()
+    return owners
 
 
 def tune(
@@ -371,7 +422,7 @@ def tune(
 
     Never worse on the batches held back: the values from before, with what was judged ``before``, count as an epoch. An
     interruption leaves the best values so far. Where several processes work together, the gradient of each unit comes
-    from the one that has it, and all take the same step.
+    from the one that has it, and each steps a share of the weights.
     """
     best, best_epoch, notes = before, 0, []
     first = best_values = weights.copy()
@@ -409,9 +460,6 @@ def _take_step(
     would take as much memory as the model."""
     alone = batches.processes.size == 1
 
-    def move(weight: TunedWeight, gradient: Tensor | None) -> None:
-        weight.step(gradient, schedule(step, steps), moves=moves(step, steps))
-
     def gradients_of(number: int) -> Gradients:
         with torch.enable_grad():
             loss(batches.own[number]).backward()
@@ -422,13 +470,12 @@ def _take_step(
         for weight in weights.each if early else ():
             hooks.enter_context(
                 weight.parameter.register_post_accumulate_grad_hook(
-                    lambda _, weight=weight: move(weight, weight.taken_gradient())
+                    lambda _, weight=weight: weight.step(weight.taken_gradient(), schedule(step, steps))
                 )
             )
-        gradients = batches.added(numbers, gradients_of, [weight.values for weight in weights.each])
-    for weight, gradient in zip(weights.each, gradients):
-        if not early:
-            move(weight, gradient)
+        gradients = batches.added(numbers, gradients_of, weights)
+    if not early:
+        weights.step(gradients, schedule(step, steps), moves=moves(step, steps))
 
 
 def learning_rates(

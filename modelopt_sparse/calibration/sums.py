@@ -477,7 +477,7 @@ class SharedSums:
 
     def __init__(self, processes: Processes, device: torch.device, *, exact: bool) -> None:
         self._processes, self._device, self._exact = processes, device, exact  # device: of what is not added here
-        self._totals: dict[Any, Tensor] = {}
+        self._totals: dict[Any, tuple[Tensor, bool]] = {}  # with whether it is a Gram matrix
         self._calls = 0
         # by key the exponents e of channels, with square sums of at most 4^e in one call: the first, the largest
         self._expected: dict[Any, Tensor] = {}
@@ -493,11 +493,12 @@ class SharedSums:
                 self._largest[key] = torch.maximum(own, self._largest.get(key, own))
         self._calls += bool(of_call)
         for key, values in of_call.items():
-            total = self._totals.get(key)
+            total, gram = self._totals.get(key, (None, key in grams))
             if self._exact:
-                self._totals[key] = _exact_sum(total, values, self._expected[key].to(values.device), gram=key in grams)
+                total = _exact_sum(total, values, self._expected[key].to(values.device), gram=gram)
             else:
-                self._totals[key] = values if total is None else total + values
+                total = values if total is None else total + values
+            self._totals[key] = total, gram
 
     def _agree(self, exponents: Mapping[Any, Tensor] | None) -> bool:
         """Take in what is expected of channels that were zero up to here, by the first call that has them. None: this
@@ -520,20 +521,23 @@ class SharedSums:
         while self._exact and not self._agree(None):
             pass
         shapes: dict[Any, Tensor] = {}  # on "meta"
-        of_ranks = self._processes.all_gather(
-            EXCHANGE, (self._calls, self._largest, {key: x.to("meta") for key, x in self._totals.items()})
-        )
-        own, self._totals, self._calls, self._largest = self._totals, {}, 0, {}
+        own, calls, largest = self._totals, self._calls, self._largest
+        there = {key: (total.to("meta"), gram) for key, (total, gram) in own.items()}
+        of_ranks = self._processes.all_gather(EXCHANGE, (calls, largest, there))
+        self._totals, self._calls, self._largest = {}, 0, {}
         for _, _, of_rank in of_ranks:
-            for key, like in of_rank.items():
+            for key, (like, _) in of_rank.items():
                 shapes[key] = shapes[key] + like if key in shapes else like
         if self._outgrown([calls for calls, _, _ in of_ranks], [largest for _, largest, _ in of_ranks]):
             return None
-        nothing = torch.zeros((), device=next((x.device for x in own.values()), self._device))
+        nothing = torch.zeros((), device=next((x.device for x, _ in own.values()), self._device))
         sums = {
-            key: own.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()
+            key: own.get(key, (nothing,))[0].to(like.dtype).expand(like.shape).contiguous()
+            for key, like in shapes.items()
         }
         self._processes.all_reduce(EXCHANGE, list(sums.values()))
+        for key in {key for *_, of_rank in of_ranks for key, (_, gram) in of_rank.items() if gram and self._exact}:
+            mirror(sums[key], ROWS_AT_ONCE)
         return sums
 
     def _outgrown(self, calls: Sequence[int], largest: Sequence[Mapping[Any, Tensor]]) -> bool:
@@ -558,7 +562,7 @@ def _exponents(sums: Tensor, *, gram: bool) -> Tensor:
 
 def _exact_sum(total: Tensor | None, values: Tensor, exponents: Tensor, *, gram: bool) -> Tensor:
     """total + values, each value rounded to a multiple of what its ``exponents`` allow; in place if the shapes are
-    equal."""
+    equal. Of a Gram matrix what is left of the diagonal's strips stays out, see `mirror`."""
     size = torch.exp2(exponents.double()).masked_fill(exponents == ZERO, 0)
     # one attention may be called with one input for q, k and v, and with several
     shape = torch.broadcast_shapes(values.shape, (*size.shape, size.shape[-1]) if gram else size.shape)
@@ -571,8 +575,8 @@ def _exact_sum(total: Tensor | None, values: Tensor, exponents: Tensor, *, gram:
     left = left * (1.5 * 2.0 ** (HEADROOM + 1))  # what is as large as this has its last bit where values have theirs
     for first in range(0, rows.shape[-2], ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
-        grid = left[..., part, :] * right
-        into[..., part, :] += grid.add(rows[..., part, :]).sub_(grid)
+        grid = left[..., part, :] * right[..., first:]
+        into[..., part, first:] += grid.add(rows[..., part, first:]).sub_(grid)
     return total
 
 

@@ -88,7 +88,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
             losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")
             bar.update()
-    return run.processes.broadcast("the losses of choices", [], 0, losses)
+    return run.processes.all_gather("the losses of choices", losses)[0]
 
 
 def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:

@@ -390,7 +390,7 @@ def _exchanged(
         else:
             weight, mask = part.solution.weight, part.solution.mask
             facts = (part.solution.error, part.solution.notes, part.steps, part.energy)
-        facts = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, mask], owner, facts)
-        error, notes, steps, energy = facts
+        of_ranks = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, mask], [owner] * 2, facts)
+        error, notes, steps, energy = of_ranks[owner]
         pieces.append(part or SolvedPiece(Solution(weight, mask, error, notes), steps, energy))
     return pieces

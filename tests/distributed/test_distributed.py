@@ -450,7 +450,7 @@ def test_alone_everything_is_as_it_was():
         assert (processes.rank, processes.size) == (0, 1)
         assert processes.all_gather("anything", 3) == [3]
         processes.all_reduce("anything", [tensor])
-        processes.broadcast("anything", [tensor], 0)
+        processes.broadcast("anything", [tensor], [0])
         processes.check_same({"a": 1}, "nothing can differ")
         raise KeyError
     processes.barrier()
