@@ -50,8 +50,8 @@ def refuse_wrapped_parts(model: nn.Module, done: str) -> None:
     names. ``done`` is what the model cannot be: "pruned"."""
     for name, module in model.named_modules():
         if _inside(module) is not None:
-            problem = f"{name!r} of this {type(model).__name__} is wrapped by {type(module).__name__}"
-            raise ValueError(f"{problem}, so the model cannot be {done}: unwrap it, and wrap it again afterwards")
+            wrapper = type(module).__name__
+            raise ValueError(f"{name!r} is wrapped by {wrapper}, the model cannot be {done}: unwrap it, wrap it after")
 
 
 def refuse_no_model(model: object) -> None:
