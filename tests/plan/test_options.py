@@ -150,7 +150,7 @@ def test_a_bad_value_is_an_error_that_says_what_is_allowed(given, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"data_loader": 5}, "data_loader is a int: give a list of batches, a DataLoader or another iterable"),
+        ({"data_loader": 5}, "data_loader is a int: give an iterable of batches"),
         ({"forward_loop": "loop"}, "forward_loop is a str: it must be callable"),
         ({"collect_func": 3, "data_loader": []}, "collect_func is a int: it must be callable"),
         ({"include": 5}, "include=5: give a glob of layer names, or a list of them"),
