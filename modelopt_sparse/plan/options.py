@@ -429,12 +429,8 @@ def is_data_set(text: str) -> bool:
 # from what the user writes to what an option holds --------------------------------------------------------------------
 
 
-def _times(name: str, value: Any) -> int:
-    if value is None or isinstance(value, bool):
-        return TRUE_MEANS[name] if value else 0
-    if not is_whole(value, 0):
-        raise ValueError(f"{name}={shown(value)}: must be True, False or a positive whole number")
-    return value
+def _times(name: str, value: Any) -> Any:
+    return value if not isinstance(value, bool | None) else TRUE_MEANS[name] if value else 0
 
 
 def _masks(value: Any) -> dict[str, torch.Tensor] | None:

@@ -93,7 +93,7 @@ def test_a_config_takes_values_as_sparsify_does():
     assert (config.polish, config.refine, config.memory_limit) == (30, 0, 1000)
     assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
     assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))
-    with pytest.raises(ValueError, match="polish=-1: must be True, False or a positive whole number"):
+    with pytest.raises(ValueError, match="polish=-1: must be a whole number of at least 0"):
         SparsifyConfig(polish=-1)
     with pytest.raises(ValueError, match="update='yes': must be True or False"):
         SparsifyConfig(update="yes")  # type: ignore[arg-type]
