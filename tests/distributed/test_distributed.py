@@ -205,7 +205,7 @@ def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
     alone = hasattr(PreTrainedModel, "should_save_on_this_rank")  # the first releases of transformers 5 write in all
     for rank, other in enumerate(others if alone else (), start=1):
         assert other["error"].startswith("ValueError: transformers writes in rank 0 alone,")
-        assert f"and this is rank {rank}: call save there" in other["error"]
+        assert f"and this is rank {rank}: save there" in other["error"]
     target = folder / f"llama-{GROUPS[group]}"
     assert len(mts.verify(target, "2:4").layers) == 14
     mts.restore(tiny_llama(), target)
