@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,8 +125,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         with _one_at_a_time(folder.parent):
             if not renamed_if_absent(staging, folder):
                 if is_occupied(folder) and not overwrite:
-                    advice = "give another path, or overwrite=True"
-                    raise ValueError(f"{str(folder)!r} has come into being meanwhile, and is left as it is: {advice}")
+                    raise ValueError(f"{str(folder)!r} has come into being meanwhile: give overwrite=True, or another")
                 left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
                 move_in(staging, folder, [path.name for path in staging.iterdir()])
     except Exception as error:
@@ -292,8 +292,7 @@ def read_description(folder: str | Path) -> Description:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is truncated, edited or of another format: {error!r}") from None
     if version > FORMAT_VERSION:
-        advice = f"this library reads up to {FORMAT_VERSION}: update modelopt_sparse"
-        raise ValueError(f"{str(path)!r} has format version {version}, {advice}")
+        raise ValueError(f"{str(path)!r} has format version {version}, above {FORMAT_VERSION}: update modelopt_sparse")
     if data.pop("checksum", None) != checksum(data):
         raise ValueError(f"{str(path)!r} has been edited since it was saved (its checksum differs): save it anew")
     data = _printable(data)
@@ -397,15 +396,13 @@ def damaged_files(folder: Path, description: Description) -> dict[str, str]:
 
 def pack_mask(mask: Tensor) -> Tensor:
     """Bool mask of any shape -> uint8 ``[ceil(numel / 8)]``; bit i of byte k is entry 8 k + i in row-major order."""
-    bits = mask.flatten().cpu().to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(mask.flatten().cpu().numpy(), bitorder="little"))
 
 
 def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `pack_mask`."""
-    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[: torch.Size(shape).numel()].view(shape).bool()
+    bits = np.unpackbits(packed.numpy(), count=torch.Size(shape).numel(), bitorder="little")
+    return torch.from_numpy(bits).view(shape).bool()
 
 
 def write_masks(masks: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, Any]]:
@@ -476,8 +473,7 @@ def weight_reader(folder: Path) -> tuple[set[str], Read]:
         try:
             opened.append(safe_open(folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
-            problem = f"is missing, truncated or damaged ({error})"
-            raise ValueError(f"{str(folder / name)!r} {problem}: get the file again") from None
+            raise ValueError(f"{str(folder / name)!r} is missing, truncated or damaged ({error}): replace it") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 

@@ -1,7 +1,7 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +97,7 @@ def save(
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     if isinstance(model, PreTrainedModel) and rank() > 0:
-        problem = f"transformers writes a model in rank 0 of a process group alone, and this is rank {rank()}"
-        raise ValueError(f"{problem}: call save there, and torch.distributed.barrier() in all of them afterwards")
+        raise ValueError(f"transformers writes in rank 0 alone, and this is rank {rank()}: save there, then barrier()")
     state = _state(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
@@ -237,8 +236,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     head = f"{str(folder)!r} cannot be loaded"
     description, masks, _, problems = _masks_of(folder)
     if not (folder / "config.json").is_file():
-        problem = f"holds no config.json to build its {description.model_class} from"
-        raise ValueError(f"{str(folder)!r} {problem}: build the model yourself and call restore(model, folder)")
+        name = description.model_class
+        raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     if any(map(IFT_MEMBER.match, stored_names := weight_reader(folder)[0])):
@@ -347,10 +346,10 @@ def _fill(
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a tensor of the model and the folder's tensor for it. What is wrong is appended to ``problems``."""
     filled: list[tuple[Tensor, Tensor]] = []
-    shared: dict[str, list[str]] = {}  # what is wrong, and what to do -> names
+    shared: dict[str, list[str]] = defaultdict(list)  # what is wrong, and what to do -> names
     for names, values in slots:
         if fault := _unwritable(values):
-            shared.setdefault(fault, []).append(repr(names[0]))
+            shared[fault].append(repr(names[0]))
             continue
         alike = {name: tensor for name in names if (tensor := read(name)) is not None}
         if not alike:
@@ -362,10 +361,10 @@ def _fill(
             if other.shape != values.shape:
                 problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
             elif other.dtype != values.dtype:
-                advice = f"convert the model first, with model.to({other.dtype})"
-                shared.setdefault(f"{other.dtype} there and {values.dtype} in the model: {advice}", []).append(
-                    repr(name)
+                fault = (
+                    f"{other.dtype} there and {values.dtype} in the model: convert it first, model.to({other.dtype})"
                 )
+                shared[fault].append(repr(name))
             elif other is not tensor and not torch.equal(other, tensor):
                 problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
             elif name in masks and masks[name].shape != other.shape:

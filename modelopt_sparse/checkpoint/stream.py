@@ -112,7 +112,9 @@ def sparsify_checkpoint(
         _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision, remote)
-        _refuse_masks(folder, settings)
+        if not settings.replace and (count := _masks_in(folder)):
+            advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops the masks"
+            raise ValueError(f"{str(folder)!r} holds {count} masks, and streaming reads weights alone: {advice}")
         empty = empty_model(folder, **remote)
         quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
         plan = plan_for(empty, chosen, settings)
@@ -123,10 +125,11 @@ def sparsify_checkpoint(
         # all that can be known without work is: from here on there is a work folder
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
-            report = _solved_before(work, plan)
-            if report is None:
-                report = prune(storage.model, chosen, settings, storage, processes, calls)
-                report.notes += _more_notes(storage, work, quantized)
+            # a run that was stopped after its last block; layers outside of the blocks are in no shard, and come again
+            if work.report is not None and all(layer_plan.block is not None for layer_plan in plan.layers):
+                return Report.from_dict(work.report)
+            report = prune(storage.model, chosen, settings, storage, processes, calls)
+            report.notes += _more_notes(storage, work, quantized)
             return report
 
         started = _started_with(plan, settings, dtype, quantized)
@@ -253,12 +256,10 @@ def _full_disk_named(target: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_full(error):
             raise
-        left = "nothing is left of it"
-        if any(work_path(target).glob("block-*.json")):
-            left = f"the blocks that are done are kept in {str(work_path(target))!r}"
-        problem = f"could not be written, because the disk is full ({error})"
-        advice = "free space and start the run again with the same arguments"
-        raise OSError(f"{str(target)!r} {problem}: {advice}; {left}") from error
+        work = work_path(target)
+        left = f"blocks are kept in {str(work)!r}" if any(work.glob("block-*.json")) else "nothing is left of it"
+        problem = f"could not be written, because the disk is full ({error}): free space and start the run again"
+        raise OSError(f"{str(target)!r} {problem}; {left}") from error
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
@@ -285,13 +286,6 @@ def _whole_model(option: str, instead: str, verb: str) -> str:
 
 def _masks_in(folder: Path) -> int:
     return len(read_description(folder).masks) if (folder / DESCRIPTION).is_file() else 0
-
-
-def _refuse_masks(folder: Path, config: SparsifyConfig) -> None:
-    """Raise ValueError for a source that carries masks, whose zeros have to stay: streaming reads weights alone."""
-    if not config.replace and (count := _masks_in(folder)):
-        advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops the masks"
-        raise ValueError(f"{str(folder)!r} holds {count} masks, and streaming reads weights alone: {advice}")
 
 
 def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
@@ -327,13 +321,6 @@ def _hash(calls: list[Call] | None) -> str | None:
     for call in calls or ():
         take_in(digest, call.args, call.kwargs)
     return None if calls is None else digest.hexdigest()
-
-
-def _solved_before(work: WorkFolder, plan: Plan) -> Report | None:
-    """The report of a run that was stopped after its last block. Layers outside of the blocks are not in any shard
-    then, and are solved again."""
-    report = work.report if all(layer_plan.block is not None for layer_plan in plan.layers) else None
-    return None if report is None else Report.from_dict(report)
 
 
 def _more_notes(storage: Streamed, work: WorkFolder, quantized: Quantized | None) -> list[str]:

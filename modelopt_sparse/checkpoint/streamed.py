@@ -7,7 +7,6 @@ spaces; and the tensors' bytes, whose offsets are in the header.
 
 import errno
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.progress import only_errors
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, LayerReport
 
@@ -89,8 +89,7 @@ class SourceFiles:
         for name in names:
             path = folder / name
             if not path.is_file():
-                advice = "get the file again, or save the model in safetensors files, with save_pretrained"
-                raise ValueError(f"{str(folder)!r} lacks {name!r}: {advice}")
+                raise ValueError(f"{str(folder)!r} lacks {name!r}: get it again, or write it with save_pretrained")
             self._names[path.resolve()], self._as_seen[path.resolve()] = name, _look(path)
             if name != "config.json":
                 try:
@@ -124,8 +123,7 @@ class SourceFiles:
         A change is told by its size, its time and its place on the disk.
         """
         if not path.exists() or _look(path) != self._as_seen[path.resolve()]:
-            advice = "put it back, and start the run again with the same arguments; the blocks that are done are kept"
-            raise Unreadable(f"{str(path)!r} has changed since the run started: {advice}")
+            raise Unreadable(f"{str(path)!r} has changed since the run started: put it back, and start again")
 
     def check_all(self) -> None:
         """`check` all files of the source."""
@@ -213,14 +211,11 @@ def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def quiet() -> Iterator[None]:
     """Without transformers' progress bars, one for each block, and accelerate's remark that weights are offloaded."""
     bars = transformers.utils.logging.is_progress_bar_enabled()
-    remarks = logging.getLogger("accelerate.big_modeling")
-    level = remarks.level
+    transformers.utils.logging.disable_progress_bar()
     try:
-        transformers.utils.logging.disable_progress_bar()
-        remarks.setLevel(logging.ERROR)
-        yield
+        with only_errors("accelerate.big_modeling"):
+            yield
     finally:
-        remarks.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
 

@@ -85,9 +85,8 @@ class PatternError(ValueError):
         self.verification = verification
         wrong = [layer for layer in verification.layers if layer.problem]
         named = first_few([f"{layer.name}: {layer.problem}" for layer in wrong])
-        super().__init__(
-            f"{len(wrong)} of {len(verification.layers)} layers do not hold their pattern: {named}{advice}"
-        )
+        count = f"{len(wrong)} of {len(verification.layers)}"
+        super().__init__(f"{count} layers do not hold their pattern: {named}{advice}")
 
 
 def verify(
@@ -134,8 +133,7 @@ def verify(
     verification = Verification(tuple(checked), files)
     if any(layer.problem for layer in checked):
         if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
-            how = "run a forward or mts.apply_masks(model); mts.attach_optimizer does so after each step"
-            advice = f"; the next forward would zero {count} weights, which were written to since the last: {how}"
+            advice = f"; {count} weights were written to since the last forward: mts.apply_masks(model) zeros them"
         raise PatternError(verification, advice)
     return verification
 
@@ -150,10 +148,8 @@ def _count_masked(model: nn.Module, name: str, mask: Tensor) -> int:
 def _checked_files(folder: Path, hashes: bool) -> str:
     """What is known of a folder's files, as a sentence. Raises ValueError if they are not those that were saved."""
     if not (folder / DESCRIPTION).is_file():
-        unfinished = folder.is_dir() and (folder / STARTED).is_file() and folder.suffix == ".partial"
-        if unfinished:
-            advice = "start it again with the same arguments, and verify its target"
-            raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: {advice}")
+        if folder.suffix == ".partial" and (folder / STARTED).is_file():
+            raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: start it again, and verify that")
         return f"There is no {DESCRIPTION} to compare the files with."
     if not hashes:
         return "The SHA-256 of the files was not looked at."

@@ -140,8 +140,7 @@ def _lock(file: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = _is_at(descriptor, file)
         except BlockingIOError:
-            problem = "is being written to by another run: wait for it, or give another target"
-            raise ValueError(f"{str(file.parent)!r} {problem}") from None
+            raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
         finally:
             if not held:
                 os.close(descriptor)
@@ -251,9 +250,7 @@ class WorkFolder:
         self.done, self.budget, self.report, self.resumed, self.finished, name = facts
         if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
-            raise ValueError(
-                f"{str(self.path)!r} {problem}: the target must be on a file system that all processes see"
-            )
+            raise ValueError(f"{str(self.path)!r} {problem}: put it where all processes see it")
 
     def converted(self) -> Path:
         """Where this process converts weights to."""
@@ -314,8 +311,7 @@ class WorkFolder:
         self.done.clear()
 
     def _error(self, problem: str) -> ValueError:
-        advice = "give another target, or overwrite=True to throw it away"
-        return ValueError(f"{str(self.path)!r} {problem}: {advice}")
+        return ValueError(f"{str(self.path)!r} {problem}: give another target, or overwrite=True to throw it away")
 
     def _read_json(self, name: str) -> Any:
         try:
@@ -373,8 +369,7 @@ class WorkFolder:
         Raises ValueError if a target has come into being since the run started, unless ``overwrite`` is True.
         """
         if is_occupied(self.final_folder) and not self._overwrite:
-            advice = "move it and start again, or give overwrite=True; nothing will be solved again"
-            raise ValueError(f"{str(self.final_folder)!r} has come into being since the run started: {advice}")
+            raise ValueError(f"{str(self.final_folder)!r} has come into being since the start: give overwrite=True")
         folder = self.path / "folder"
         make_durable(folder)
         self.write_json(FINISHED, sorted(path.name for path in folder.iterdir()))

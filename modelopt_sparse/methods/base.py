@@ -120,7 +120,6 @@ class Method(ABC):
         It is called once for all layers that share the input: here belongs work such as a factorization. ``stats`` is
         None if nothing was collected.
         """
-        del options
         return None if stats is None else stats.with_dead_channels()
 
     @abstractmethod

@@ -57,8 +57,7 @@ class _Within:
         if self.within is None:
             return score
         if self.within.shape != score.shape:
-            shapes = f"a score of shape {list(score.shape)} for a mask of shape {list(self.within.shape)}"
-            raise ValueError(f"{shapes}: score all of the weight")
+            raise ValueError(f"{list(score.shape)} scores for a mask {list(self.within.shape)}: score the whole weight")
         return torch.where(self.within.to(score.device), score, -torch.inf)
 
     def _and_within(self, mask: Tensor) -> Tensor:
@@ -92,7 +91,6 @@ class NM(_Within):
 
     def with_scope(self, scope: str) -> "NM":
         """The pattern itself: N:M has no scope to fill in, as it counts in groups."""
-        del scope
         return self
 
     def misfit(self, columns: int) -> str | None:
@@ -157,9 +155,7 @@ class Unstructured(_Within):
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1:
-            raise ValueError(
-                f"sparsity {self.sparsity}: the pruned fraction must be in [0, 1), for example 0.5 or '50%'"
-            )
+            raise ValueError(f"sparsity {self.sparsity}: the pruned fraction must be in [0, 1), such as 0.5 or '50%'")
         if self.scope is not None and self.scope not in SCOPES:
             raise ValueError(f"scope {self.scope!r} of an unstructured pattern: allowed are {', '.join(SCOPES)}")
 
@@ -174,7 +170,6 @@ class Unstructured(_Within):
 
     def misfit(self, columns: int) -> str | None:
         """None: any number of columns can take the pattern."""
-        del columns
         return None
 
     def mask(self, score: Tensor) -> Tensor:
@@ -260,9 +255,8 @@ def level_of(mask: Tensor, scope: str) -> Unstructured:
     size, fewest = scopes.shape[-1], int((~scopes).sum(-1).min())
     exact = min(fewest / size, 1 - 2**-40)
     rounded = (round(exact, digits) for digits in range(2, 12))
-    return Unstructured(
-        next((each for each in rounded if each < 1 and count_zeros(each, size) == fewest), exact), scope
-    )
+    level = next((each for each in rounded if each < 1 and count_zeros(each, size) == fewest), exact)
+    return Unstructured(level, scope)
 
 
 def pattern_of(mask: Tensor, like: Pattern) -> Pattern:

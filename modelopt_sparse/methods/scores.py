@@ -18,7 +18,6 @@ class Magnitude(Method):
     rows_independent = True
 
     def solve(self, weight, state, pattern, options) -> Solution:
-        del options
         return masked_solution(weight, pattern.mask(weight.abs()), state)
 
 
@@ -31,7 +30,6 @@ class Wanda(Method):
     rows_independent = True
 
     def solve(self, weight, state, pattern, options) -> Solution:
-        del options
         return masked_solution(weight, pattern.mask(score(weight, state.square_sums)), state)
 
 

@@ -197,10 +197,6 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
             if info.any():
                 continue
             usual = level == damping and dtype == matrix.dtype
-            note = f"factorized with damping {level:g} in {dtype}, because damping {damping:g} in {matrix.dtype} was "
-            note = f"{note}not enough".replace("torch.", "")
-            return lower.flip(-2, -1), () if usual else (note,)
-    problem = (
-        f"the Gram matrix {list(matrix.shape)} cannot be factorized, not even in float64 with damping {MAX_DAMPING:g}"
-    )
-    raise ValueError(f"{problem}: give more or more varied calibration data, or use method 'wanda' for this layer")
+            note = f"factorized with damping {level:g} in {dtype}, {damping:g} in {matrix.dtype} was not enough"
+            return lower.flip(-2, -1), () if usual else (note.replace("torch.", ""),)
+    raise ValueError(f"the Gram matrix {list(matrix.shape)} cannot be factorized: give more data, or use 'wanda'")

@@ -33,12 +33,10 @@ class Adapter:
 
     def matrix(self, module: Any, weight: Tensor) -> Tensor:
         """Weight as the module holds it -> ``[..., R, C]`` (a view where the layout allows it)."""
-        del module
         return weight
 
     def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
         """The inverse of `matrix`."""
-        del module
         return matrix
 
     def columns(self, module: Any, weight: Tensor) -> int:
@@ -47,7 +45,6 @@ class Adapter:
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
         """The tensors that the weight is multiplied with in one call of the hooked module, from its arguments."""
-        del module
         return (args[0] if args else kwargs[self.argument],)
 
     def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
@@ -56,13 +53,11 @@ class Adapter:
         ``token_mask`` (bool, shaped like an input without its last dimension) is True for real tokens and False for
         padding, which is left out. None: there is no padding.
         """
-        del module
         (x,) = inputs
         yield real_rows(x, token_mask)
 
     def signature(self, module: Any) -> tuple:
         """Layers with the same input share statistics only if their signatures are equal."""
-        del module
         return ()
 
 
@@ -272,7 +267,6 @@ class RoutedAdapter(Adapter):
         raise NotImplementedError
 
     def signature(self, module: Any) -> tuple:
-        del module
         return (self,)  # gate_up and down are hooked at the same module, and their rows are not the same
 
 
@@ -317,11 +311,11 @@ class _FusedAdapter(RoutedAdapter):
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         """The rows of the first matrix of one expert, if every token were routed to it."""
 
-    def output(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        """What an expert puts out for rows of its second matrix, with its present weights."""
-        weight = self.matrix(module, stored(module, SECOND).detach()[expert].to(rows.device))
+    def output(self, module: Any, expert: int, rows: Tensor, name: str = SECOND) -> Tensor:
+        """What a matrix of an expert, by default its second one, makes of rows, with its present weights."""
+        weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
         has_bias = getattr(module, "has_bias", False)
-        bias = stored(module, f"{SECOND}_bias").detach()[expert].to(rows.device) if has_bias else None
+        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
         return F.linear(rows, weight, bias)
 
     @abstractmethod
@@ -347,16 +341,11 @@ class _InterfaceAdapter(_FusedAdapter):
             yield Route(expert, x, slots // index.shape[-1], slots)
 
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
-        del expert
         return inputs[0]
 
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
-        name = FIRST[0] if gated else FIRST[1]
-        weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
-        has_bias = getattr(module, "has_bias", False)
-        bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
-        made = F.linear(rows, weight, bias)
+        made = self.output(module, expert, rows, FIRST[0] if gated else FIRST[1])
         if not gated:
             return module.act_fn(made)
         if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
@@ -380,7 +369,6 @@ class _Llama4Adapter(_FusedAdapter):
     gates_inside = True
 
     def transposed(self, module: Any) -> bool:
-        del module
         return True
 
     def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
@@ -452,7 +440,6 @@ class _SharedAdapter(Adapter):
         yield module.act_fn(gate) * up * gammas.mT[..., None]
 
     def signature(self, module: Any) -> tuple:
-        del module
         return (self,)  # what the third matrix sees is another thing than its module does
 
 

@@ -52,17 +52,14 @@ def version(x: Tensor) -> int:
 
 def flat_tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [x for entry in entries for x in flat_tensors(entry)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def leaves_of(value: Any) -> list[Any]:
     """Every leaf of nested tuples, lists and mappings, in order."""
-    leaves: list[Any] = []
-    map_leaves(leaves.append, value)
-    return leaves
+    if isinstance(value, torch.Size) or not isinstance(value, (Mapping, tuple, list)):
+        return [value]
+    return [leaf for entry in (value.values() if isinstance(value, Mapping) else value) for leaf in leaves_of(entry)]
 
 
 # devices --------------------------------------------------------------------------------------------------------------
@@ -103,7 +100,6 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
         return map_tensors(lambda x: x.to(device), args), map_tensors(lambda x: x.to(device), kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        del args
         if not resident:
             module.to(home)
         return output if stays else map_tensors(lambda x: x.to(home), output)
@@ -166,7 +162,6 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
             x.data = values
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        del args
         if not running or running[-1][0] is not module:
             return None
         put_back()
@@ -282,11 +277,9 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
                 raise ValueError(f"{name!r} is on the meta device and has no values: load the model first")
             source, key = (None, "") if hook is None else _source(hook, param)
             if isinstance(source, OffloadedWeightsLoader) and key not in source.state_dict:
-                advice = "load the model without a disk entry in its device_map, or use sparsify_checkpoint"
-                raise ValueError(f"{name!r} is offloaded to disk, where it cannot be changed: {advice}")
+                raise ValueError(f"{name!r} is offloaded to disk: use sparsify_checkpoint, or no disk in device_map")
             if hook is not None and hook.offload_buffers and masks:
-                problem = "is offloaded with offload_buffers=True, which would lose its mask"
-                raise ValueError(f"{name!r} {problem}: use enforce=False, or offload_buffers=False")
+                raise ValueError(f"{name!r} would lose its mask: use enforce=False, or offload_buffers=False")
 
 
 def offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> str | None:
@@ -300,8 +293,7 @@ def offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> str | None:
 def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str) -> None:
     """Raise ValueError if accelerate offloads weights of one of the blocks."""
     if (path := offloaded(model, blocks)) is not None:
-        problem = f"{option} needs gradients of weights, and accelerate offloads those of {path!r} between calls"
-        raise ValueError(f"{problem}: load the model without a device_map and give device=, or leave {option} out")
+        raise ValueError(f"{option} needs gradients, and accelerate offloads {path!r}: load it without, give device=")
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:

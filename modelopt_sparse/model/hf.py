@@ -51,10 +51,9 @@ def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
     except NotImplementedError:
         return
     size = getattr(embedding, "num_embeddings", None)
-    least, largest = (int(tokens.min()), int(tokens.max())) if tokens.numel() else (0, 0)
-    if isinstance(size, int) and (least < 0 or largest >= size):
-        wrong = least if least < 0 else largest
-        problem = f"the text holds the token id {wrong}, this {type(model).__name__} has {size} tokens"
+    if isinstance(size, int) and (wrong := tokens[(tokens < 0) | (tokens >= size)]).numel():
+        worst = wrong[wrong.abs().argmax()]
+        problem = f"the text holds the token id {worst}, this {type(model).__name__} has {size} tokens"
         raise ValueError(f"{problem}: give the tokenizer that belongs to the model")
 
 

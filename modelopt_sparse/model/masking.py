@@ -71,8 +71,8 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     if isinstance(owner, SparseModule):
         return
     if hasattr(owner, param + SUFFIX):
-        problem = f"{type(owner).__name__} has an attribute {param + SUFFIX!r} of its own, where the mask belongs"
-        raise ValueError(f"{name!r}: {problem}: rename it, or sparsify with enforce=False")
+        own = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
+        raise ValueError(f"{name!r}: {own}, where the mask belongs: rename it, or sparsify with enforce=False")
     if not has_hook(owner):  # accelerate's hook puts a forward of its own there
         _refuse_replaced_forward(owner)
 
@@ -92,11 +92,10 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
     if not isinstance(mask, Tensor):
-        kind = type(mask).__name__
-        raise TypeError(f"mask of {name!r} is a {kind}: give a torch.bool tensor; export(model) removes all masks")
+        raise TypeError(f"mask of {name!r} is a {type(mask).__name__}: give a torch.bool tensor, True = kept")
     if mask.dtype != torch.bool or mask.shape != like.shape:
-        wanted = f"torch.bool {list(like.shape)}, True = kept"
-        raise ValueError(f"mask of {name!r} is {mask.dtype} {list(mask.shape)}: it must be {wanted}")
+        what = f"{mask.dtype} {list(mask.shape)}"
+        raise ValueError(f"mask of {name!r} is {what}: it must be torch.bool {list(like.shape)}, True = kept")
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +201,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
         optimizer = optimizer.optimizer
     parameters = {id(parameter) for parameter in model.parameters()}
     if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
-        problem = f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}"
-        raise ValueError(f"{problem}: build it from model.parameters() after sparsify, then attach it")
+        raise ValueError(f"this {type(optimizer).__name__} holds no parameter of the model: build it after sparsify")
 
     @torch.no_grad()
     def reapply(*_: Any) -> None:
@@ -235,8 +233,7 @@ def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Pa
         owner = module.get_submodule(path)
         return owner, param, owner.get_parameter(param)
     except AttributeError:
-        advice = "give a full name as in model.named_parameters()"
-        raise ValueError(f"{type(module).__name__} has no parameter {name!r}: {advice}") from None
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r}: give a full name") from None
 
 
 def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> None:
@@ -366,8 +363,8 @@ def _swap(module: nn.Module) -> None:
 
 def _refuse_replaced_forward(module: nn.Module) -> None:
     if "forward" in module.__dict__ and not _has_bound_forward(module):
-        problem = f"the forward of this {type(module).__name__} was replaced on the instance, where no mask reaches it"
-        raise ValueError(f"{problem}: put it into a subclass, or sparsify with enforce=False")
+        what = f"the forward of this {type(module).__name__} was replaced on the instance"
+        raise ValueError(f"{what}, where no mask reaches it: put it into a subclass, or give enforce=False")
 
 
 def _has_bound_forward(module: nn.Module) -> bool:

@@ -8,9 +8,10 @@ modules, numbers that modules hold as attributes, other entries of the config. T
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", 
 PER_BLOCK = ("layer", "block", "pattern", "idx")  # parts of the names of lists that say something of each block
 
 Changes = dict[str, Any]  # name in the config, with dots: new value
+Found = TypeVar("Found")
 
 # twins ----------------------------------------------------------------------------------------------------------------
 
@@ -201,12 +203,19 @@ class Pool:
 
 def pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, list[Pool]]:
     """Block -> its channels that the twin has fewer of. Raises ValueError if anything else differs, or nothing."""
+    return _by_block(model, twin, blocks, _pools, "channels")
+
+
+def _by_block(
+    model: nn.Module, twin: nn.Module, blocks: Blocks, pools_of: Callable[..., list[Found]], what: str
+) -> dict[str, list[Found]]:
+    """Block -> ``pools_of`` it, of its twin and of its layers, for those that have any. ``what``: what pools are."""
     names = tuple(f"{name}." for name in blocks)
     if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
         raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
-    pools = {name: _pools(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
+    pools = {name: pools_of(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
     if not any(pools.values()):
-        raise ValueError("no channels depend on it")
+        raise ValueError(f"no {what} depend on it")
     return {name: of_block for name, of_block in pools.items() if of_block}
 
 
@@ -290,15 +299,7 @@ class ExpertPool:
 def expert_pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks, groups: int = 1) -> dict[str, list[ExpertPool]]:
     """Block -> its mixtures, of whose experts the twin has fewer. Raises ValueError if anything else differs, or
     nothing."""
-    names = tuple(f"{name}." for name in blocks)
-    if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
-        raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
-    pools = {
-        name: _expert_pools(block, twin.get_submodule(name), layers, groups) for name, (block, layers) in blocks.items()
-    }
-    if not any(pools.values()):
-        raise ValueError("no experts depend on it")
-    return {name: of_block for name, of_block in pools.items() if of_block}
+    return _by_block(model, twin, blocks, partial(_expert_pools, groups=groups), "experts")
 
 
 def _expert_pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], groups: int) -> list[ExpertPool]:

@@ -50,21 +50,17 @@ def refuse_wrapped_parts(model: nn.Module, done: str) -> None:
     names. ``done`` is what the model cannot be: "pruned"."""
     for name, module in model.named_modules():
         if _inside(module) is not None:
-            problem = f"{name!r} of this {type(model).__name__} is wrapped by {type(module).__name__}"
-            raise ValueError(f"{problem}, so the model cannot be {done}: unwrap it, and wrap it again afterwards")
+            wrapper = type(module).__name__
+            raise ValueError(f"{name!r} is wrapped by {wrapper}, the model cannot be {done}: unwrap it, wrap it after")
 
 
 def refuse_no_model(model: object) -> None:
     """Raise TypeError for what is no ``nn.Module``, and ValueError for a module whose code or shapes cannot be used."""
-    if isinstance(model, str):
-        raise TypeError(f"the model is a string, {model!r}: give AutoModelForCausalLM.from_pretrained({model!r})")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}: give an instance of torch.nn.Module")
+        raise TypeError(f"the model is a {type(model).__name__}: give an nn.Module, such as from_pretrained returns")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else f"this {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{where} is a ScriptModule, whose code is fixed: take the module that it was made from")
-        for key, parameter in module.named_parameters(recurse=False):
-            if is_lazy(parameter):
-                kind = type(module).__name__
-                raise ValueError(f"{where} is a {kind} whose {key!r} has no shape yet: run the model once first")
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise ValueError(f"{where} is a {type(module).__name__} without shapes yet: run the model once first")

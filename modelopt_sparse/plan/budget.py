@@ -79,8 +79,7 @@ def zeros_of(pattern: Unstructured) -> tuple[Budget, tuple[Pattern | None, ...]]
 def _limit(text: str, units: Collection[str]) -> Limit:
     match = NUMBER.fullmatch(text)
     if match is None:
-        example = f"write for example '35% {next(iter(units))}'"
-        raise ValueError(f"budget={text!r}: say how much, and of what ({', '.join(units)}): {example}")
+        raise ValueError(f"budget={text!r}: say how much, and of what ({', '.join(units)}): '35% {min(units)}' or so")
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
     problem = ""
     if unit not in units:
@@ -124,8 +123,7 @@ def parse_timings(value: Any) -> Any:
         layers = (value if isinstance(value, Mapping) else value.as_dict())["layers"]
         times = {layer["name"]: [(t["dense"], t["sparse"]) for t in layer["timings"]] for layer in layers}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"timings={str(value)[:60]!r} are no speed report ({error!r})"
-        raise ValueError(f"{problem}: give one, or the path of what `speed --json` printed") from None
+        raise ValueError(f"timings={str(value)[:60]!r} are no speed report, or its path: {error!r}") from None
     return {name: tuple(map(sum, zip(*of_counts))) for name, of_counts in times.items() if of_counts}
 
 

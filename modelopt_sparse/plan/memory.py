@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_tex
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.fold import Printed, paragraph, table
+from modelopt_sparse.reports.fold import Printed, paragraph, sizes_by_place, table
 from modelopt_sparse.values import check_whole
 
 HOST = "host"  # the place that is the CPU's memory
@@ -170,11 +169,10 @@ class SharedOut(Printed):
         """``plan`` is made with ``deterministic``, as a streaming run of several processes is."""
         check_whole("processes", processes, 2)
         check_whole("nodes", nodes)
-        if not plan.streamed or processes % nodes:
-            problem = f"{processes} processes on {nodes} machines: give as many to each"
-            raise ValueError(
-                problem if plan.streamed else "a model without blocks is not streamed: leave processes out"
-            )
+        if processes % nodes:
+            raise ValueError(f"{processes} processes on {nodes} machines: give as many to each")
+        if not plan.streamed:
+            raise ValueError("a model without blocks is not streamed: leave processes out")
         split = {"activations", "routed_tokens_of_one_block"}
         each = {
             place: {part: -(-size // processes) if part in split else size for part, size in parts.items()}
@@ -191,16 +189,10 @@ class SharedOut(Printed):
         sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
         return cls(processes, nodes, each, sent, len(block), costliest, costs[costliest] / sum(costs.values()))
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
-
     def text(self, *, all_rows: bool = False) -> str:
         count, width, rows = self.processes // self.nodes, 14, []
-        for place, parts in self.each.items():
-            for part, size in {**parts, "in all": sum(parts.values())}.items():
-                mib = (f"{each / 2**20:,.1f}".rjust(width) for each in (size, count * size))
-                rows.append((place, part.replace("_", " "), *mib))
-                place = ""  # said once
+        for place, part, size in sizes_by_place(self.each):
+            rows.append((place, part, *(f"{each / 2**20:,.1f}".rjust(width) for each in (size, count * size))))
         heads = ("MiB of each", f"of {count} there")
         head = f"{self.processes} processes, at most", "", *(title.rjust(width) for title in heads)
         sent = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.sent.items())

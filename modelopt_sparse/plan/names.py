@@ -117,8 +117,7 @@ def class_rules(mode_config: Mapping[str, Any]) -> tuple[Rule, ...]:
     for class_name, globs in mode_config.items():
         type_name = str(class_name).removeprefix("nn.")
         if type_name == class_name or not isinstance(getattr(torch.nn, type_name, None), type):
-            problem = f"class rules name classes of torch.nn, such as 'nn.Linear', and {class_name!r} is none"
-            raise ValueError(f"{problem}: give globs of layer names as rules={{...}} without classes")
+            raise ValueError(f"a class is such as 'nn.Linear', and {class_name!r} is none: give rules of globs alone")
         if globs is None or globs == {}:
             globs = {"*": globs}
         if not isinstance(globs, Mapping):

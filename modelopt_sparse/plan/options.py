@@ -68,8 +68,7 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
         allowed = ", ".join(map(repr, QUALITIES))
         raise ValueError(f"quality={shown(name)}{nearest(name, QUALITIES)}: allowed are {allowed}")
     if method is not None and method.needs == "nothing" and not isinstance(method, GivenMask):
-        problem = f"quality={name!r} is for methods that learn from calibration data, and {method.name!r} does not"
-        raise ValueError(f"{problem}: leave one of them out")
+        raise ValueError(f"quality={name!r} is for methods that learn from calibration data, unlike {method.name!r}")
     return QUALITIES[name]
 
 
@@ -430,12 +429,8 @@ def is_data_set(text: str) -> bool:
 # from what the user writes to what an option holds --------------------------------------------------------------------
 
 
-def _times(name: str, value: Any) -> int:
-    if value is None or isinstance(value, bool):
-        return TRUE_MEANS[name] if value else 0
-    if not is_whole(value, 0):
-        raise ValueError(f"{name}={shown(value)}: must be True, False or a positive whole number")
-    return value
+def _times(name: str, value: Any) -> Any:
+    return value if not isinstance(value, bool | None) else TRUE_MEANS[name] if value else 0
 
 
 def _masks(value: Any) -> dict[str, torch.Tensor] | None:
@@ -469,8 +464,7 @@ def _bytes(value: Any) -> Any:
 
 def _allocation(value: Any) -> Any:
     if value in ("block", "search"):
-        problem = f"allocation={value!r} is no more: a budget shares zeros out by what layers lose, and better"
-        raise ValueError(f"{problem}: give budget='50% zeros', with your share, in the place of pattern and allocation")
+        raise ValueError(f"allocation={value!r} is no more: a budget loses less: give budget='50% zeros' in its place")
     return "uniform" if value is None else value
 
 
@@ -511,8 +505,7 @@ def _check_types(config: SparsifyConfig) -> None:
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
-        kind = type(config.data_loader).__name__
-        raise TypeError(f"data_loader is a {kind}: give a list of batches, a DataLoader or another iterable")
+        raise TypeError(f"data_loader is a {type(config.data_loader).__name__}: give an iterable of batches")
     for name in ("collect_func", "forward_loop"):
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")

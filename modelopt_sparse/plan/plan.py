@@ -17,7 +17,7 @@ from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.model.wrappers import full_name
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, table
+from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.values import Skipped
 
@@ -172,11 +172,7 @@ class Plan(Printed):
         """The bytes as a table in MiB: where, what lies there, and the sum."""
         places = {"beside the model": self.memory}
         places |= {f"streaming, {place}": held for place, held in self.streamed.items()}
-        rows: list[tuple[str, str, str]] = []
-        for place, held in places.items():
-            for part, size in {**held, "in all": sum(held.values())}.items():
-                rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
-                place = ""  # said once
+        rows = [(place, part, f"{size / 2**20:,.1f}") for place, part, size in sizes_by_place(places)]
         width = max(len(size) for _, _, size in rows)
         return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 

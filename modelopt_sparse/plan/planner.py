@@ -33,6 +33,8 @@ from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 
+Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices
+
 
 def make_plan(
     model: nn.Module,
@@ -130,7 +132,7 @@ def _decide(
     protected: str | None,
     method: Method,
     config: SparsifyConfig,
-) -> str | tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
+) -> str | Decision:
     """A layer's method, pattern, options and choices; or, as a string, why it stays dense.
 
     ``protected``: why it stays dense unless it is named in full; None: it does not.
@@ -159,8 +161,7 @@ def _decide(
         layer_method, pattern = outcome
 
     if holds_codes(layer.parameter):
-        problem = f"layer {layer.name!r} holds codes, this {type(model).__name__} is {codes_in(model)}"
-        raise ValueError(f"{problem}: load the model dequantized, or exclude the layer")
+        raise ValueError(f"layer {layer.name!r} holds codes, {codes_in(model)}: load the model dequantized")
     columns = layer.columns(layer.parameter)
     choices = tuple(choice for choice in choices if choice is None or not choice.misfit(columns))
     pattern = next(filter(None, choices), pattern)  # until the budget decides
@@ -203,9 +204,7 @@ def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
     return None if mask is None or mask.is_meta else mask
 
 
-def _by_rule(
-    rule: Rule, method: Method, config: SparsifyConfig
-) -> tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]:
+def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> Decision:
     """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
     layer_method, _ = resolve_method(rule_options.pop("method", method), None)
@@ -236,8 +235,7 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     if mask is None:
         return "no mask given"
     if mask.shape != layer.parameter.shape:
-        shape = list(layer.parameter.shape)
-        raise ValueError(f"{named} has shape {list(mask.shape)}: it must be that of the parameter, {shape}")
+        raise ValueError(f"{named} has shape {list(mask.shape)}: it must be {list(layer.parameter.shape)}")
     if reason := pattern.misfit(layer.columns(mask)):
         raise ValueError(f"{named}: {reason}")
     matrix = layer.matrix(mask)
@@ -248,16 +246,14 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     if regrown := within.count_regrown(matrix):
         raise ValueError(f"{named} keeps {regrown} weights that the present mask prunes: replace=True drops that mask")
     if wrong := within.count_kept_wrong(matrix):
-        advice = "give the pattern that it has, or 0.5 for any"
-        raise ValueError(f"{named} breaks pattern {pattern} in {wrong} places; {advice}")
+        raise ValueError(f"{named} breaks pattern {pattern} in {wrong} places: give its own, or 0.5 for any")
     return GivenMask(matrix), pattern
 
 
 def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
     """The steps that follow the method for one layer, in order."""
     if config.refine and config.update and method.updates:
-        problem = f"refine needs dense values, and method {method.name!r} changes them"
-        raise ValueError(f"layer {layer.name!r}: {problem}; add update=False, or use polish instead")
+        raise ValueError(f"refine {layer.name!r}: {method.name!r} changes values: add update=False, or use polish")
     wanted = {
         "dense-values": method.updates and not config.update,
         "refine": config.refine,
@@ -279,26 +275,22 @@ def _check_planned(
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
     if config.allocation != "uniform" and Unstructured not in patterns:
-        problem = f"allocation={config.allocation!r} is for unstructured patterns, and no layer has one"
-        raise ValueError(f"{problem}: give a pattern such as 0.5, or leave allocation out")
+        raise ValueError(f"allocation={config.allocation!r} is for unstructured patterns: give one, such as 0.5")
     if config.permute and NM not in patterns:
-        problem = "permute is for N:M patterns, and no layer has one"
-        raise ValueError(f"{problem}: give a pattern such as '2:4', or leave permute out")
+        raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     homes = {_memory(x): name for name, x in model.named_buffers()}
     for layer_plan in planned:
-        adapter, home = layer_plan.layer.adapter, _memory(layer_plan.layer.values)
-        if home and home in homes:
-            problem = f"its weight and the buffer {homes[home]!r} share memory, and pruning would change both"
-            raise ValueError(f"layer {layer_plan.name!r}: {problem}: clone one of them, or exclude the layer")
+        layer, where = layer_plan.layer, f"layer {layer_plan.name!r}"
+        if (home := _memory(layer.values)) and home in homes:
+            raise ValueError(f"{where} and the buffer {homes[home]!r} share memory: clone one of them, or exclude it")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
-            problem = f"layer {layer_plan.name!r} carries a mask whose zeros stay, and a budget is for a dense model"
-            raise ValueError(f"{problem}: give replace=True, which drops the mask, or exclude it")
+            raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
         if config.timings is not None and layer_plan.name not in config.timings:
-            raise ValueError(f"timings: there are none of layer {layer_plan.name!r}: time this model, or exclude it")
-        blind = isinstance(adapter, RoutedAdapter) and not adapter.sees_all_tokens
-        if config.experts == "all_tokens" and (blind or layer_plan.layer.mixture is not None):
+            raise ValueError(f"timings: there are none of {where}: time this model, or exclude it")
+        blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
+        if config.experts == "all_tokens" and (blind or layer.mixture is not None):
             problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
-            raise ValueError(f"layer {layer_plan.name!r}: {problem}: use experts='pool' or 'weight_only'")
+            raise ValueError(f"{where}: {problem}: use experts='pool' or 'weight_only'")
 
 
 def _memory(x: Tensor) -> int:

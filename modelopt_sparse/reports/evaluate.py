@@ -7,7 +7,6 @@ dropped. Perplexity is exp of the mean negative log-likelihood of the windows' p
 Tasks, their prompts and their metrics are those of lm-evaluation-harness.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 from modelopt_sparse.reports.fold import first_few, table
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.progress import Progress, only_errors
 from modelopt_sparse.values import check_whole
 
 MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
@@ -106,16 +105,13 @@ def evaluate(
     """
     if not isinstance(tokens, Tensor):
         raise TypeError(f"tokens are a {type(tokens).__name__}: give torch.tensor(tokenizer(text)['input_ids'])")
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens are {tokens.dtype}: give token ids, which are whole numbers (torch.long)")
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.dim() != 1:
+        raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}: give one row of token ids, whole numbers")
     tokens = tokens.long()
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}: give one row of token ids, it is cut into windows")
     if seq_len < 2 or (batch_size is not None and batch_size < 1):
         raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
     if len(tokens) < seq_len:
-        short = f"{len(tokens)} tokens, less than one window of {seq_len}"
-        raise ValueError(f"the text has {short}: give more, or a shorter seq_len")
+        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more text")
     refuse_longer_windows(model, seq_len)
     refuse_unknown_tokens(model, tokens)
     size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
@@ -130,7 +126,7 @@ def evaluate(
                 if reference is not None:
                     beside = _logits(reference, batch).to(logits.device)
                     if beside.shape != logits.shape:
-                        sizes = f"a vocabulary of {beside.shape[-1]}, the model one of {logits.shape[-1]}"
+                        sizes = f"a vocabulary of {beside.shape[-1]}, not {logits.shape[-1]}"
                         raise ValueError(f"the reference has {sizes}: give the dense model that it was made from")
                     reference_loss += _loss(beside, batch)
                     kl += float(kl_divergence(beside, logits).sum())
@@ -160,8 +156,8 @@ def _logits(model: nn.Module, batch: Tensor) -> Tensor:
     """The logits of the next token, a row for each prediction, for token ids ``[B, S]``. -inf rules a token out."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
     if logits.dim() != 3:
-        problem = f"{type(model).__name__} gives logits of shape {list(logits.shape)}, and not one row for each token"
-        raise ValueError(f"{problem}: evaluate is for causal language models, others take a metric of their own")
+        what = f"{type(model).__name__} gives logits of shape {list(logits.shape)}"
+        raise ValueError(f"{what}, and not one row for each token: evaluate is for causal language models")
     return logits[:, :-1].float().flatten(0, 1)
 
 
@@ -307,7 +303,7 @@ def evaluate_tasks(
     results = []
     for network in (model, reference):
         if network is not None:
-            with _quiet(), in_eval_mode(network):
+            with only_errors("lm_eval"), in_eval_mode(network):  # it warns of a model that is in memory already
                 device, size = str(input_device(network)), batch_size or BATCH_SIZE
                 asked = make(pretrained=network, tokenizer=tokenizer, device=device, batch_size=size)
                 results.append(lm_eval.simple_evaluate(asked, **options))
@@ -361,15 +357,3 @@ def _with_numbers(names: Sequence[str], rows: Mapping[str, Any], members: Mappin
         inside = members.get(name, ()) if name in rows or name in members else rows
         chosen += [name] if has_scores else _with_numbers([each for each in inside if each != name], rows, members)
     return list(dict.fromkeys(chosen))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the harness's warnings of what is right here, such as a model that is in memory already."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -11,7 +11,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class Printed:
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return vars(self)
 
     def __str__(self) -> str:
         return self.text()
@@ -101,6 +101,14 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
         if row is head:
             lines.append("  ".join("-" * column for column in widths))
     return "\n".join(lines)
+
+
+def sizes_by_place(places: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str, int]]:
+    """(place, part, bytes) of each part, and of all in a place, whose name is said once."""
+    for place, parts in places.items():
+        for part, size in {**parts, "in all": sum(parts.values())}.items():
+            yield place, part.replace("_", " "), size
+            place = ""
 
 
 def _broken(cell: str, width: int) -> list[str]:

@@ -23,15 +23,13 @@ from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
-
-if TYPE_CHECKING:
-    from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
+from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -45,7 +43,34 @@ SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross", "triangle
 CHOSEN = ("by this criterion", "at random")  # experts that go
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
-Runs = Sequence[tuple[str, "Report"]]  # each with its title
+
+class Run(Protocol):
+    """What a page shows of a run: a `Report`, whose file imports this one."""
+
+    layers: list[LayerReport]
+    blocks: list[BlockReport]
+    skipped: tuple[Skipped, ...]
+    settings: dict[str, Any]
+    calibration: dict[str, Any]
+    versions: dict[str, str]
+    earlier: list[dict[str, Any]]
+    distillation: Distilled | None
+    peak_memory: dict[str, int]
+    evaluation: Evaluation | None
+    tasks: TaskScores | None
+    shrunk: Shrunk | None
+
+    @property
+    def sparsity(self) -> float: ...
+    @property
+    def weights(self) -> tuple[int, int]: ...
+    def all_notes(self) -> list[str]: ...
+    def errors_from(self) -> dict[str, str]: ...
+    def time_by_part(self) -> dict[str, float]: ...
+    def summaries(self) -> list[str]: ...
+
+
+Runs = Sequence[tuple[str, Run]]  # each with its title
 Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 
@@ -54,10 +79,10 @@ Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 def write_page(
     path: str | Path,
-    report: "Report",
+    report: Run,
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: "Report | None",
+    compare: Run | None,
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -169,7 +194,7 @@ def _packed(key: str, text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: "Report") -> tuple[str, str]:
+def _one_run(report: Run) -> tuple[str, str]:
     """What was done and what it cost; and notes, settings and versions."""
     cards = "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
@@ -212,7 +237,7 @@ def _said(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
+def cost_of(report: Run) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     pruned, total = report.weights
@@ -267,7 +292,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _circumstances(report: "Report") -> str:
+def _circumstances(report: Run) -> str:
     """Notes, settings, data and versions, of earlier runs as well."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.all_notes())
     parts = {
@@ -294,7 +319,7 @@ def _circumstances(report: "Report") -> str:
 Cell = Callable[[Any], str | float | None]  # of a row of a table
 
 
-def _tables(report: "Report") -> list[Table]:
+def _tables(report: Run) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     scores: dict[str, Cell] = {
         **_fields("task", "metric"),
@@ -388,7 +413,7 @@ def _shape(row: Any) -> str:
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure]:
+def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure]:
     """The figures of one run, in the page's order, without those that have no data.
 
     masks: bool masks to draw, by parameter name.
@@ -426,7 +451,7 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure]:
 def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
     """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": {"title": {"text": "KL from the model before, in nats"}, "rangemode": "tozero"}}
+    layout = {"yaxis": _axis("KL from the model before, in nats", rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
         (what, place_of(name)[0], error)
@@ -442,11 +467,8 @@ def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
     blocks = [place_of(name)[0] for name in shrunk.kept.get("experts", {})]
     empty = f"By {shrunk.criterion!r}, relative to the largest of the mixture. Empty: those that went."
     shares, chosen = [*shrunk.shares], zip(CHOSEN, zip(*shrunk.shares.values()))
-    traces = [{**_points(who, i, shares, [*y]), "mode": "lines+markers"} for i, (who, y) in enumerate(chosen)]
-    axes = {
-        "xaxis": {"title": {"text": "of the experts off"}},
-        "yaxis": {"title": {"text": "error"}, "rangemode": "tozero"},
-    }
+    traces = [_points(who, i, shares, [*y]) for i, (who, y) in enumerate(chosen)]
+    axes = {"xaxis": _axis("of the experts off"), "yaxis": _axis("error", rangemode="tozero")}
     mixtures = "Relative squared error of the mixtures' outputs, the mean, as is."
     return [
         Figure("kl", "Divergence after each step", held, [bars], layout) if shrunk.kl else None,
@@ -456,7 +478,7 @@ def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
     ]
 
 
-def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
+def drawn_masks(report: Run, names: Iterable[str]) -> list[str]:
     """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -491,8 +513,8 @@ def _curve(budget: Mapping[str, Any]) -> Figure | None:
     unit, points = budget["curve"]["unit"], budget["curve"]["points"]
     shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
     lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
-    traces = [{**_points(n, i, [*shares], [*y]), "mode": "lines+markers"} for i, (n, y) in enumerate(lines.items())]
-    layout = {"xaxis": {"title": {"text": f"% {unit}"}}, "yaxis": _log_axis("KL from dense, in nats", traces)}
+    traces = [_points(name, i, [*shares], [*y]) for i, (name, y) in enumerate(lines.items())]
+    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis("KL from dense, in nats", traces)}
     caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
     return Figure("curve", "KL by budget", caption, traces, layout)
 
@@ -512,9 +534,8 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
         "cliponaxis": False,
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
-    axis = {"title": {"text": "KL from dense, in nats"}, "range": room}
     caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
-    layout = {"xaxis": axis, "yaxis": {"autorange": "reversed"}}
+    layout = {"xaxis": _axis("KL from dense, in nats", range=room), "yaxis": {"autorange": "reversed"}}
     return Figure("tried", "Plans tried", caption, [bars], layout)
 
 
@@ -530,7 +551,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("experts", "Tokens of experts", caption, lines, _blocks(points), "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure | None:
+def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure | None:
     """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}
@@ -549,9 +570,9 @@ def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure | None:
         return None
     layout = {
         "grid": {"rows": 1, "columns": 2, "pattern": "independent"},
-        "xaxis": {"title": {"text": "first columns"}, "constrain": "domain"},
-        "yaxis": {"autorange": "reversed", "title": {"text": "rows"}},
-        "xaxis2": {"title": {"text": "all columns"}},
+        "xaxis": _axis("first columns", constrain="domain"),
+        "yaxis": _axis("rows", autorange="reversed"),
+        "xaxis2": _axis("all columns"),
         "yaxis2": {"autorange": "reversed"},
     }
     caption = (
@@ -597,8 +618,8 @@ def _error_pairs(runs: Runs) -> Figure | None:
     traces = []
     for number, role in enumerate(dict.fromkeys(role for role, _ in both)):
         keys = [key for key in both if key[0] == role]
-        points = _points(role, number, [first[key] for key in keys], [second[key] for key in keys])
-        traces.append({**points, "mode": "markers", "text": [escape(block) for _, block in keys]})
+        points = _points(role, number, [first[key] for key in keys], [second[key] for key in keys], "markers")
+        traces.append({**points, "text": [escape(block) for _, block in keys]})
     axes = [_log_axis(f"error, {escape(title)}", traces, axis) for axis, (title, _) in zip("xy", runs)]
     values = [errors[key] for key in both for errors in (first, second)]
     ends, line = [min(values), max(values)], {"color": "#888888", "dash": "dot"}
@@ -679,18 +700,17 @@ def _lines(
         drawn[choice] = list(range(len(traces), len(traces) + len(lines)))
         for number, (name, values) in enumerate(lines.items()):
             shown = [None if log and value <= 0 else float(f"{value:.6g}") for value in values.values()]
-            trace = _points(name, number, [short[block] for block in values], shown)
-            traces.append({**trace, "mode": "lines+markers"})
+            traces.append(_points(name, number, [short[block] for block in values], shown))
     if not traces:
         return None
-    axis = _log_axis(measure, traces) if log else {"title": {"text": measure}, "rangemode": "tozero"}
+    axis = _log_axis(measure, traces) if log else _axis(measure, rangemode="tozero")
     layout = {"xaxis": _block_axis(blocks), "yaxis": axis}
     return Figure(key, title, caption, traces, layout, drawn if len(drawn) > 1 else {})
 
 
-def _points(name: str, number: int, x: list[Any], y: list[Any]) -> dict[str, Any]:
+def _points(name: str, number: int, x: list[Any], y: list[Any], mode: str = "lines+markers") -> dict[str, Any]:
     marker = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 7}
-    return {"type": "scatter", "name": escape(name), "marker": marker, "x": x, "y": y}
+    return {"type": "scatter", "name": escape(name), "marker": marker, "x": x, "y": y, "mode": mode}
 
 
 def _bars(title: str, caption: str, points: Sequence[Point], mode: str) -> Figure | None:
@@ -702,8 +722,8 @@ def _bars(title: str, caption: str, points: Sequence[Point], mode: str) -> Figur
         {"type": "bar", "name": escape(name), "x": _short(blocks), "y": [round(spent.get(b, 0.0), 4) for b in blocks]}
         for name, spent in _grouped(points, sum).items()
     ]
-    axis = {"title": {"text": "seconds"}, "rangemode": "tozero"}
-    return Figure("seconds", title, caption, traces, {"barmode": mode, "xaxis": _block_axis(blocks), "yaxis": axis})
+    layout = {"barmode": mode, "xaxis": _block_axis(blocks), "yaxis": _axis("seconds", rangemode="tozero")}
+    return Figure("seconds", title, caption, traces, layout)
 
 
 def _map(
@@ -720,7 +740,7 @@ def _map(
         return None
     cells = [[values.get(block) for block in blocks] for values in lines.values()]
     trace = _heatmap(cells, name, x=_short(blocks), y=[escape(str(line)) for line in lines])
-    axis = {"title": {"text": of_lines}, "type": "category", "autorange": "reversed"}
+    axis = _axis(of_lines, type="category", autorange="reversed")
     return Figure(key, title, caption, [trace], {"xaxis": _block_axis(blocks), "yaxis": axis})
 
 
@@ -729,16 +749,15 @@ def _heatmap(cells: list[list[Any]], name: str, **more: Any) -> dict[str, Any]:
     return {"type": "heatmap", "z": cells, "name": name, "hoverongaps": False, **scale, **more}
 
 
+def _axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
 def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
     """An axis with a place for each block; its title says how all of their names begin."""
     prefix = _prefix(blocks)
-    return {
-        "type": "category",
-        "categoryorder": "array",
-        "categoryarray": _short(blocks),
-        "title": {"text": f"block ({escape(prefix)}*)" if prefix else "block"},
-        "automargin": True,
-    }
+    places = {"type": "category", "categoryorder": "array", "categoryarray": _short(blocks), "automargin": True}
+    return _axis(f"block ({escape(prefix)}*)" if prefix else "block", **places)
 
 
 def _log_axis(title: str, traces: Sequence[Mapping[str, Any]], values: str = "y") -> dict[str, Any]:
@@ -747,7 +766,7 @@ def _log_axis(title: str, traces: Sequence[Mapping[str, Any]], values: str = "y"
     span = max(shown) / min(shown) if shown else 1.0
     digits = (1,) if span > 1000 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [float(f"{digit}e{power}") for power in range(-12, 4) for digit in digits]
-    return {"type": "log", "title": {"text": title}, "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return _axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -1,12 +1,27 @@
 """Shows how far a run is: a bar on a terminal or in a notebook; elsewhere, as in a log file, a line every minute."""
 
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from tqdm.auto import tqdm
 
 EVERY = 60.0  # seconds between two lines
+
+
+@contextmanager
+def only_errors(name: str) -> Iterator[None]:
+    """A library's logger shows errors alone."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class Progress:

@@ -51,7 +51,7 @@ def test_restore_onto_another_dtype(saved):
     count = len(list(model.parameters()))
     message = refused(mts.restore, model, saved("llama"))
     assert ": torch.float32 there and torch.bfloat16 in the model: '" in message
-    assert message.endswith(f"'; and {count - 1} more; convert the model first, with model.to(torch.float32)")
+    assert message.endswith(f"'; and {count - 1} more; convert it first, model.to(torch.float32)")
     assert "\n" not in message
     mts.restore(model.to(torch.float32), saved("llama"))
     one = tiny_llama()
@@ -167,7 +167,7 @@ def test_a_newer_format(broken):
         mts.restore,
         tiny_llama(),
         folder,
-        parts=["has format version 2, this library reads up to 1: update modelopt_sparse"],
+        parts=["has format version 2, above 1: update modelopt_sparse"],
     )
 
 
@@ -515,5 +515,5 @@ def test_a_truncated_file_is_named_by_verify(broken):
     folder = broken("llama")
     (folder / DESCRIPTION).unlink()
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"model\.safetensors' is missing, truncated or damaged \(.*\): get the file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors' is missing, truncated or damaged \(.*\): replace it"):
         mts.verify(folder, "2:4")

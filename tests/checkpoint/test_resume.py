@@ -293,7 +293,7 @@ def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
             return super().solve(weight, state, pattern, options)
 
     given = {"data_loader": token_batches(2), "progress": False}
-    with pytest.raises(ValueError, match="has come into being since the run started"):
+    with pytest.raises(ValueError, match="has come into being since the start"):
         mts.sparsify_checkpoint(source, target, Rival(), **given)
     assert (target / "config.json").read_text() == "{}"
     shutil.rmtree(target)
@@ -375,7 +375,7 @@ def test_sources_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is quantized \(fp8\): give dequantize=True"):
         mts.sparsify_checkpoint(tmp_path / "quantized", target, "magnitude")
     (tmp_path / "pickled" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lacks 'model.safetensors': get the file again, .* save_pretrained"):
+    with pytest.raises(ValueError, match=r"lacks 'model.safetensors': get it again, .* save_pretrained"):
         mts.sparsify_checkpoint(tmp_path / "pickled", target, "magnitude")
     assert not (tmp_path / "sparse.partial").exists()
     weights = load_file(source / "model.safetensors")

@@ -240,7 +240,7 @@ def test_load_keeps_the_stored_dtype_unless_told_otherwise(saved):
 
 
 def test_load_needs_a_hugging_face_folder(saved):
-    with pytest.raises(ValueError, match=r"holds no config\.json to build its Net from: .*restore\(model, folder\)"):
+    with pytest.raises(ValueError, match=r"holds no config\.json: build the Net and call restore\(model, folder\)"):
         mts.load(saved("net"))
 
 

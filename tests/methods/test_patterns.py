@@ -270,7 +270,7 @@ UNKNOWN = r"pattern .* is not known: write '2:4' \(any N:M, N kept of M\), a pru
         (None, UNKNOWN),
         (True, UNKNOWN),
         ((2, 4), UNKNOWN),
-        (1, r"sparsity 1.0: the pruned fraction must be in \[0, 1\), for example 0.5 or '50%'"),
+        (1, r"sparsity 1.0: the pruned fraction must be in \[0, 1\), such as 0.5 or '50%'"),
         (50, r"sparsity 50.0: the pruned fraction must be in \[0, 1\)"),
         (-0.5, r"sparsity -0.5: the pruned fraction must be in \[0, 1\)"),
         (float("nan"), "sparsity nan: the pruned fraction"),

@@ -181,5 +181,5 @@ def test_the_damping_is_the_methods_own():
 
 @pytest.mark.parametrize("value", [-1, 0.5, "yes"])
 def test_iterations_that_make_no_sense(value):
-    with pytest.raises(ValueError, match=r"polish=.*: must be True, False or a positive whole number"):
+    with pytest.raises(ValueError, match=r"polish=.*: must be a whole number of at least 0"):
         mts.make_plan(tiny_llama(), "wanda", polish=value)

@@ -99,7 +99,7 @@ def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
         (nn.Linear(8, 8, bias=False), "bias", kept, "no parameter 'bias'"),
         (nn.Linear(8, 8), "weight", kept[:4], r"'weight' is torch.bool \[4, 8\]: it must be torch.bool \[8, 8\]"),
         (nn.Linear(8, 8), "weight", kept.float(), r"torch.float32 \[8, 8\]: it must be torch.bool.*True = kept"),
-        (Masked(), "weight", ~kept, "Masked has an attribute 'weight_mask' of its own.*enforce=False"),
+        (Masked(), "weight", ~kept, "Masked has an attribute 'weight_mask', where.*enforce=False"),
         (replaced, "weight", ~kept, "forward of this Linear was replaced on the instance.*subclass"),
     ]:
         before, kind = copy.deepcopy(module.state_dict()), type(module)
@@ -223,5 +223,5 @@ def test_sparse_first_exported_then_quantized():
 
 def test_a_mask_that_is_no_tensor_is_refused():
     model = nn.Sequential(nn.Linear(8, 4))
-    with pytest.raises(TypeError, match=r"mask of '0\.weight' is a NoneType: give a torch\.bool tensor; export"):
+    with pytest.raises(TypeError, match=r"mask of '0\.weight' is a NoneType: give a torch\.bool tensor, True = kept"):
         mts.set_mask(model, "0.weight", None)  # type: ignore[arg-type]

@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "wholly scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), "take the module that it was made from"),
     "wholly parametrized": (lambda: weight_norm(nn.Linear(8, 8)), "remove_parametrizations first"),
-    "attribute of the mask's name": (lambda: MaskName(8, 8), "attribute 'weight_mask' of its own"),
+    "attribute of the mask's name": (lambda: MaskName(8, 8), "attribute 'weight_mask', where the mask belongs"),
     "forward in the instance": (_replaced, "was replaced on the instance"),
     "buffer in a weight": (lambda: Buffers(of_weight=True), "share memory"),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),

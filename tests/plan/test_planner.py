@@ -453,9 +453,7 @@ def test_bad_options_of_a_method_or_a_rule_are_errors(options, message):
 def test_weights_that_are_no_floats_are_refused_by_name():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(
-        ValueError, match=r"layer '1' holds codes, this Sequential is quantized: load the model dequantized"
-    ):
+    with pytest.raises(ValueError, match=r"layer '1' holds codes, quantized: load the model dequantized"):
         make_plan(model, "magnitude")
     assert names(make_plan(model, "magnitude", exclude="1")) == ["0"]
 
@@ -678,12 +676,12 @@ CALLS = {
 def test_what_is_no_model_is_said_to_be_none(call, tmp_path):
     inner = nn.Sequential(nn.Linear(8, 8))
     wrong = [
-        ("gpt2", TypeError, r"the model is a string, 'gpt2': .*from_pretrained\('gpt2'\)"),
-        (Path("gpt2"), TypeError, "the model is a PosixPath: give an instance of torch.nn.Module"),
-        (nn.Linear, TypeError, "the model is a type: give an instance"),
+        ("gpt2", TypeError, "the model is a str: give an nn.Module, such as from_pretrained"),
+        (Path("gpt2"), TypeError, "the model is a PosixPath: give an nn.Module"),
+        (nn.Linear, TypeError, "the model is a type: give an nn.Module"),
         (torch.jit.script(inner), ValueError, "is a ScriptModule, .* take the module that it was made from"),
         (nn.Sequential(torch.jit.trace(inner, torch.ones(1, 8))), ValueError, "module '0' is a ScriptModule"),
-        (nn.Sequential(nn.LazyLinear(8)), ValueError, "module '0' is a LazyLinear whose 'weight' has no shape yet"),
+        (nn.Sequential(nn.LazyLinear(8)), ValueError, "module '0' is a LazyLinear without shapes yet"),
     ]
     for model, error, match in wrong[3:] if call == "verify" else wrong:  # verify takes names of folders
         with pytest.raises(error, match=match):

@@ -138,7 +138,7 @@ def test_refine_lowers_the_error_of_every_layer_or_leaves_it(pattern):
 
 
 def test_refine_after_a_compensating_method_needs_update_false():
-    with pytest.raises(ValueError, match=r"q_proj'.*method 'sparsegpt' changes them; add update=False"):
+    with pytest.raises(ValueError, match=r"q_proj': 'sparsegpt' changes values: add update=False"):
         mts.make_plan(tiny_llama(), "sparsegpt", refine=True)
     model = sparsified("sparsegpt", refine=True, update=False)
     assert {layer.recipe for layer in mts.report(model).layers} == {"sparsegpt+dense-values+refine"}
@@ -147,7 +147,7 @@ def test_refine_after_a_compensating_method_needs_update_false():
 def test_refine_true_is_a_number_of_sweeps():
     assert settings("wanda", refine=True)[1]["refine"] == TRUE_MEANS["refine"]
     assert settings("wanda", refine=False)[1]["refine"] == settings("wanda", refine=None)[1]["refine"] == 0
-    with pytest.raises(ValueError, match=r"refine=-1: must be True, False or a positive whole number"):
+    with pytest.raises(ValueError, match=r"refine=-1: must be a whole number of at least 0"):
         mts.make_plan(tiny_llama(), "wanda", refine=-1)
 
 
@@ -211,8 +211,8 @@ def test_unstructured_masks_may_hold_any_count():
     [
         (lambda m, n: {**m, n: m[n].float()}, r"masks\['.*'\] must be a torch.bool tensor"),
         (lambda m, n: {**m, n: None}, "must be a torch.bool tensor"),
-        (lambda m, n: {**m, n: m[n][:4]}, "has shape .*: it must be that of the parameter"),
-        (lambda m, n: {**m, n: ~m[n] | m[n]}, "breaks pattern 2:4 in .* places; give the pattern that it has"),
+        (lambda m, n: {**m, n: m[n][:4]}, "has shape .*: it must be \\["),
+        (lambda m, n: {**m, n: ~m[n] | m[n]}, "breaks pattern 2:4 in .* places: give its own, or 0.5 for any"),
         (lambda m, n: {f"{n}s": m[n]}, "belongs to no prunable parameter.*did you mean"),
         (lambda m, n: {}, "give a mapping of parameter names to masks"),
         (lambda m, n: list(m), "masks is a list: give a mapping"),
