@@ -125,7 +125,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         with _one_at_a_time(folder.parent):
             if not renamed_if_absent(staging, folder):
                 if is_occupied(folder) and not overwrite:
-                    raise ValueError(f"{str(folder)!r} has come into being meanwhile: give overwrite=True, or another")
+                    raise ValueError(f"{str(folder)!r} has come into being meanwhile: give another, or overwrite=True")
                 left = f"it has no {DESCRIPTION} now and may mix old and new files, save again"
                 move_in(staging, folder, [path.name for path in staging.iterdir()])
     except Exception as error:

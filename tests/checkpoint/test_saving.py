@@ -109,7 +109,7 @@ class Rival:
 def test_a_folder_that_others_have_filled_meanwhile_stays_as_they_left_it(tmp_path):
     for out in (tmp_path / "new", tmp_path / "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=r"has come into being meanwhile: give overwrite=True, or another"):
+        with pytest.raises(ValueError, match=r"has come into being meanwhile: give another, or overwrite=True"):
             mts.save(sparse("llama"), out, companions=[Rival(out)])
         assert content(out) == {"config.json": b"precious"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
