@@ -12,24 +12,22 @@ from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
 from modelopt_sparse.training.planner import Filter, levels_at, parse_filter
-from modelopt_sparse.training.schedules import (
+from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.updates import (
+    INIT_METHODS,
     AtSteps,
     Constant,
     Cycling,
     EveryFew,
-    UpdateSchedule,
-    parse_schedule,
-    parse_update,
-)
-from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.updates import (
-    INIT_METHODS,
     InitMethod,
     Scope,
+    UpdateSchedule,
     drop_and_grow,
     erk_levels,
     generator_for,
     largest_magnitudes,
+    parse_schedule,
+    parse_update,
     uniform,
 )
 from modelopt_sparse.values import check_choice, check_number, check_whole, shown
@@ -43,7 +41,7 @@ class SparsityAlgorithm(Sparsity):
     """One algorithm for the parameters that it takes. One of your own implements `update`, which is called after every
     optimizer step: it loops over ``self.sparse_params.values()``, each with ``data`` and ``mask``, and assigns masks.
 
-    sparsity: the level, in [0, 1), or a schedule of it (`schedules.parse_schedule`).
+    sparsity: the level, in [0, 1), or a schedule of it (`updates.parse_schedule`).
     pattern: N:M in place of a level; masks are N:M after each update.
     scope: what competes: "matrix" (default) or "row". ``balance_out_groups=g`` or ``balance_in_groups=g``: rows or
       columns in g equal groups, each with the same number of zeros.

@@ -35,9 +35,9 @@ from transformers import PretrainedConfig
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
-from modelopt_sparse.training.schedules import KINDS
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import LOG, Sparsity
+from modelopt_sparse.training.updates import KINDS
 from modelopt_sparse.values import check_flag, read_yaml, shown
 
 SECTION, IFT = "sparsity", "sparse_ift"

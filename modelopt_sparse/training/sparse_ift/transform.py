@@ -13,10 +13,16 @@ from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
-from modelopt_sparse.training.cost import Products
-from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons, zeros_by_name
-from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
-from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.training.planner import (
+    BLOCKS,
+    Products,
+    Weight,
+    find_weights,
+    parse_filter,
+    reasons,
+    zeros_by_name,
+)
+from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, call, member_of, why_not, wider
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from modelopt_sparse.training.schedules import (
+from modelopt_sparse.training.updates import (
     Constant,
     Cosine,
     Cubic,
