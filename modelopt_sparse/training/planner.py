@@ -7,6 +7,7 @@ work, and changes nothing.
 skips them: on CPUs and GPUs the products of a sparse module stay dense.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,11 @@ from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
+    SUFFIX,
+    SparseModule,
     apply_masks,
     dense_class,
     dense_gradient,
-    named_masks,
     refuse_what_cannot_be_sparse,
     update_mask,
     zero_state,
@@ -92,11 +94,8 @@ class Weight:
 
     @property
     def is_sparse(self) -> bool:
-        return f"{self.layer.param}_mask" in self.layer.owner._buffers
-
-    @property
-    def is_trained(self) -> bool:
-        return bool(self.optimizers) and self.parameter.requires_grad
+        owner = self.layer.owner
+        return isinstance(owner, SparseModule) and self.layer.param + SUFFIX in owner._buffers
 
     @property
     def moves(self) -> bool:
@@ -111,11 +110,6 @@ class Weight:
         """The matrix without values, to ask for its shape: a sharded parameter cannot be reshaped at will."""
         return self.layer.matrix(torch.empty(self.shape, device="meta"))
 
-    def kernel_shape(self) -> tuple[int, ...]:
-        """The sizes that ERK goes by: those of the parameter, of experts those of one expert's matrix."""
-        routed = isinstance(self.layer.adapter, RoutedAdapter)
-        return self.shape[-2:] if routed else self.shape
-
     @property
     def data(self) -> Tensor:
         """Its values. They share its memory, unless it is sharded: then they are gathered from all processes."""
@@ -125,7 +119,7 @@ class Weight:
     def mask(self) -> Tensor:
         """Its mask (bool, True = kept), whole on every process. Assigning one changes it in place in every module that
         holds the parameter, and zeroes the weight and its optimizers' state where it is False."""
-        return self.layer.owner.get_buffer(f"{self.layer.param}_mask")
+        return self.layer.owner.get_buffer(self.layer.param + SUFFIX)
 
     @mask.setter
     def mask(self, mask: Tensor) -> None:
@@ -152,26 +146,19 @@ class Weight:
 
     def counted(self) -> dict[str, Any]:
         """Its zeros, and the pattern that its mask keeps: N:M, or the level that all rows or matrices have."""
-        mask = self.mask
-        matrix, pattern = self.layer.matrix(mask), self.algorithm.pattern
-        zeros = int((~mask).sum())
-        if pattern is not None and not pattern.count_nonzero_wrong(matrix):
-            return {"zeros": zeros, "pattern": str(pattern)}
-        scope = "row" if self.algorithm.scope.kind == "row" else "matrix"
-        return {"zeros": zeros, "pattern": str(level_of(matrix, scope))}
+        matrix, pattern = self.layer.matrix(self.mask), self.algorithm.pattern
+        if pattern is None or pattern.count_nonzero_wrong(matrix):
+            pattern = level_of(matrix, "row" if self.algorithm.scope.kind == "row" else "matrix")
+        return {"zeros": int((~matrix).sum()), "pattern": str(pattern)}
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
-        report = attached_report(self.model)
-        if report is not None:
-            now = self.counted()
+        if (report := attached_report(self.model)) is not None:
             layers = list(report.layers)
             for i, layer in enumerate(layers):
                 if layer.parameter == self.name:
-                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))] + [
-                        STILL
-                    ] * self.still
-                    layers[i] = replace(layer, **now, notes=notes)
+                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))]
+                    layers[i] = replace(layer, **self.counted(), notes=notes + [STILL] * self.still)
             attach_report(self.model, replace(report, layers=layers))
 
 
@@ -410,11 +397,11 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
 
 def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     """The level of each sparse parameter at a step, by name."""
-    levels: dict[str, float] = {}
-    for algorithm in dict.fromkeys(weight.algorithm for weight in weights):
-        shapes = {weight.name: weight.kernel_shape() for weight in weights if weight.algorithm is algorithm}
-        levels.update(algorithm.levels(shapes, step))
-    return levels
+    shapes: dict[Any, dict[str, tuple[int, ...]]] = {}  # ERK goes by those of the parameters, or of one expert
+    for weight in weights:
+        one = weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
+        shapes.setdefault(weight.algorithm, {})[weight.name] = one
+    return {name: level for algorithm, own in shapes.items() for name, level in algorithm.levels(own, step).items()}
 
 
 def zeros_by_name(
@@ -525,24 +512,21 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     >>> print(training.cost(model, input_ids=ids, dense_every=100))
     """
     model = unwrapped(model)
-    masks = dict(named_masks(model))
-    sparse_weights = [weight for weight in find_weights(model) if weight.name in masks]
+    sparse_weights = [weight for weight in find_weights(model) if weight.is_sparse]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # one operator with all products of attention in it
-        with in_eval_mode(model), Products(sparse_weights, masks) as products:
+        with in_eval_mode(model), Products(sparse_weights) as products:
             model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     pruned, plain_bytes, csr_bytes = 0, 0, 0
     for weight in sparse_weights:
-        mask, number = masks[weight.name], weight.parameter.element_size()
+        mask, size = weight.mask, weight.parameter.element_size()
         live = int(mask.count_nonzero())
-        zeros = mask.numel() - live
-        pruned += zeros
-        plain_bytes += mask.numel() * number
-        rows = mask.flatten(0, -2).shape[0] if mask.dim() > 1 else 1
-        csr_bytes += live * (number + INDEX) + (rows + 1) * INDEX
+        pruned += mask.numel() - live
+        plain_bytes += mask.numel() * size
+        csr_bytes += live * (size + INDEX) + (math.prod(mask.shape[:-1]) + 1) * INDEX
     weights = sum(parameter.numel() for parameter in model.parameters())
     dense, sparse = products.dense, round(products.sparse)
     unseen = [weight.name for weight in sparse_weights if len(weight.shape) > 1 and not products.flops[weight.name]]
@@ -559,16 +543,15 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
 class Products(TorchDispatchMode):
     """Counts FLOPs while a model runs, and whose weights they multiply: a product reads a weight's memory.
 
-    masks: bool, by parameter name. dense, sparse: all FLOPs, and without those of zeros. flops: of each weight, by
-    name. uncounted: operators that multiply and whose FLOPs are not known here.
+    dense, sparse: all FLOPs, and without those of zeros. flops: of each weight, by name. uncounted: operators that
+    multiply and whose FLOPs are not known here.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Iterable[Weight], masks: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Iterable[Weight]) -> None:
         super().__init__()
         self.weights = {weight.parameter.untyped_storage()._cdata: weight for weight in weights}
-        self.masks = masks
         self.dense, self.sparse = 0, 0.0
         self.flops = dict.fromkeys((weight.name for weight in self.weights.values()), 0.0)
         self.uncounted: set[str] = set()
@@ -589,18 +572,18 @@ class Products(TorchDispatchMode):
         for read in tree_leaves((args, kwargs)):
             if isinstance(read, Tensor) and (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
                 self.flops[weight.name] += flops
-                if weight.name in self.masks:
-                    share *= self._live_share(weight, read)
+                share *= _live_share(weight, read) if weight.is_sparse else 1.0
         self.dense += flops
         self.sparse += flops * share
         return out
 
-    def _live_share(self, weight: Weight, read: Tensor) -> float:
-        """The live share of a view of a weight: of one expert, or of attention's queries."""
-        values = weight.parameter.detach()
-        mask = torch.empty_like(values, dtype=torch.bool).copy_(self.masks[weight.name])  # strides of the weight
-        view = mask.as_strided(read.shape, read.stride(), read.storage_offset() - values.storage_offset())
-        return int(view.count_nonzero()) / max(1, view.numel())
+
+def _live_share(weight: Weight, read: Tensor) -> float:
+    """The live share of a view of a weight: of one expert, or of attention's queries."""
+    values = weight.parameter.detach()
+    mask = torch.empty_like(values, dtype=torch.bool).copy_(weight.mask)  # strides of the weight
+    view = mask.as_strided(read.shape, read.stride(), read.storage_offset() - values.storage_offset())
+    return int(view.count_nonzero()) / max(1, view.numel())
 
 
 def _grouped(inputs: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:

@@ -11,7 +11,7 @@ convolution Din counts kernel positions too.
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,33 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.reports.fold import first_few, nearest
-from modelopt_sparse.training.planner import BLOCKS, find_weights, reasons
 from modelopt_sparse.values import check_whole
 
 KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Activation = Callable[[], nn.Module] | None
-
-
-def wider(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple[nn.Module, dict[str, str]]:
-    """(the wider model with random weights, why each of its weights stays dense or "")."""
-    ends: dict[str, str] = {}
-    if isinstance(model, PreTrainedModel):
-        config = widened(model.config, factor, multiple)
-        with torch.device(next(model.parameters()).device):
-            wide: Any = type(model)(config)
-        wide.tie_weights()  # older versions of transformers do not do so on the meta device
-    elif example is None:
-        raise ValueError(f"this {type(model).__name__} is no model of transformers: give example=, an input")
-    else:
-        wide, ends = widened_layers(model, factor, multiple, example)
-    why = reasons(wide, find_weights(wide), BLOCKS)
-    return wide, {name: ends.get(name.rpartition(".")[0]) or reason for name, reason in why.items()}
 
 
 def call(model: nn.Module, example: Any) -> Any:
@@ -211,17 +194,19 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
     """
     _refuse_unknown(model)
     ends = _ends(model, example)
-    sizes = {name: _inner_sizes(model.get_submodule(name), own) for name, own in ends.items()}
+    sizes = {module: _inner_sizes(module, own) for module, own in ends.items()}
     inner = [size for own in sizes.values() for size in own.values()]
     if not inner:
         raise ValueError(f"this {type(model).__name__} has no width of its own: its first layer is its last")
-    unit = math.gcd(*inner)
-    step = math.lcm(multiple, *(step for name, own in sizes.items() for step in _steps(model, name, own, unit)))
+    unit, step = math.gcd(*inner), multiple
+    for module, own in sizes.items():
+        groups = getattr(module, "groups", getattr(module, "num_groups", 1))
+        if not _depthwise(module, own):  # there groups grow with the channels
+            step = math.lcm(step, *(groups // math.gcd(groups, size // unit) for size in own.values()))
     new = rounded_up(factor * unit, step)
     wide = copy.deepcopy(model)
     new_modules = {}
-    for name, own in sizes.items():
-        module = model.get_submodule(name)
+    for module, own in sizes.items():
         changes = {side: size // unit * new for side, size in own.items()}
         if _depthwise(module, own):
             changes["groups"] = changes["in_channels"]
@@ -231,45 +216,43 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
             wide.set_submodule(name, new_modules[module])
     _tie(model, wide)
     _check(model, wide, example)
-    layers = [name for name in ends if type(model.get_submodule(name)) in LAYERS]
-    return wide, {name: next((end for end in (READS, MAKES) if end in ends[name]), "") for name in layers}
+    layers = {name: module for name, module in model.named_modules() if type(module) in LAYERS}
+    return wide, {
+        name: next((end for end in (READS, MAKES) if end in ends[module]), "") for name, module in layers.items()
+    }
 
 
 def _refuse_unknown(model: nn.Module) -> None:
-    name = type(model).__name__
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own and type(module) not in SIZES and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
-            raise ValueError(
-                f"Sparse Wide does not know which sizes of {path or name!r} ({type(module).__name__} with "
-                f"{next(iter(own))!r}) are widths: choose another member"
-            )
+            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(own))!r})"
+            raise ValueError(f"Sparse Wide does not know which sizes of {what} are widths: choose another member")
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
             raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
         if any(parameter.is_meta for parameter in own.values()):
-            raise ValueError(f"this {name} is on the meta device: build it, so that it can be run on the example")
+            raise ValueError(f"this {type(model).__name__} is on the meta device: build it, to run it on the example")
 
 
-def _ends(model: nn.Module, example: Any) -> dict[str, set[str]]:
-    """READS and MAKES for each layer and norm whose sizes stay, by name: it reads memory that the model reads, or
-    writes what the model gives. What runs before the first layer reads, what runs after the last one makes."""
-    paths = {module: path for path, module in model.named_modules() if type(module) in SIZES}
+def _ends(model: nn.Module, example: Any) -> dict[nn.Module, set[str]]:
+    """READS and MAKES for each layer and norm whose sizes stay: it reads memory that the model reads, or writes what
+    the model gives. What runs before the first layer reads, what runs after the last one makes."""
+    ends: dict[nn.Module, set[str]] = {module: set() for module in model.modules() if type(module) in SIZES}
     calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
-        for module in paths:
+        for module in ends:
             hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
         outputs = _memory(call(model, example))
     reached = {module for module, _, _ in calls}
-    if missed := [path for module, path in paths.items() if module not in reached]:
+    if missed := [path for path, module in model.named_modules() if module in ends and module not in reached]:
         raise ValueError(f"the example does not reach {first_few(missed)}: whether its sizes may change is not known")
     inputs = _memory(example)
     layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in LAYERS]
-    ends: dict[str, set[str]] = {path: set() for path in paths.values()}
     for number, (module, read, made) in enumerate(calls):
         if number <= layers[0] or _memory(read) & inputs:
-            ends[paths[module]].add(READS)
+            ends[module].add(READS)
         if number >= layers[-1] or _memory(made) & outputs:
-            ends[paths[module]].add(MAKES)
+            ends[module].add(MAKES)
     return ends
 
 
@@ -281,15 +264,6 @@ def _inner_sizes(module: nn.Module, ends: set[str]) -> dict[str, int]:
     """The sizes of a module that are widths of the model, by the name of the setting."""
     inner = {name: getattr(module, name) for name, fixed in SIZES[type(module)].items() if not ends & fixed}
     return {name: size[0] if isinstance(size, tuple) else size for name, size in inner.items()}
-
-
-def _steps(model: nn.Module, name: str, own: Mapping[str, int], unit: int) -> Iterator[int]:
-    """What ``new / unit`` times the sizes must be divided by: groups, unless they grow with the channels."""
-    module = model.get_submodule(name)
-    groups = getattr(module, "groups", getattr(module, "num_groups", 1))
-    if groups > 1 and not _depthwise(module, own):
-        for size in own.values():
-            yield groups // math.gcd(groups, size // unit)
 
 
 def _depthwise(module: nn.Module, own: Mapping[str, int]) -> bool:
