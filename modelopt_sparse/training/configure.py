@@ -42,13 +42,7 @@ from modelopt_sparse.values import check_flag, read_yaml, shown
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
-SPELLINGS = (
-    "algorithm",
-    "type",
-    "schedule",
-    "sparsity_schedule",
-    "add_summaries",
-)  # keys that are no names of arguments
+SPELLINGS = ("algorithm", "type", "schedule", "sparsity_schedule", "add_summaries")  # keys that are no arguments
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
 
@@ -136,13 +130,12 @@ def _of_section(section: Any) -> Sparsity:
 def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityAlgorithm:
     """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
-    cls = _class_of(options.pop("algorithm", "static"), where)
-    known, summaries = _options_of(cls), options.pop("add_summaries", False)
+    name, classes = options.pop("algorithm", "static"), _classes()
+    if (cls := classes.get(str(name).lower())) is None:
+        raise ValueError(f"{where}: algorithm {shown(name)} is not known{nearest(name, classes)}")
+    summaries = options.pop("add_summaries", False)
     check_flag(f"{where}: add_summaries", summaries)
-    for key in options:
-        if key not in known:
-            hint = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
-            raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{hint}")
+    refuse_unknown(options, list(_options_of(cls)), f"{where}: {cls.__name__}: ")
     if isinstance(options.get("sparsity"), int):
         raise ValueError(f"{where}: sparsity is {shown(options['sparsity'])}, and must be a fraction such as 0.3")
     try:
@@ -212,13 +205,6 @@ def _classes() -> dict[str, type[SparsityAlgorithm]]:
         if not inspect.isabstract(cls):
             known[cls.__name__.lower()] = cls
     return known
-
-
-def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
-    known = _classes()
-    if str(name).lower() not in known:
-        raise ValueError(f"{where}: algorithm {shown(name)} is not known{nearest(name, known)}")
-    return known[str(name).lower()]
 
 
 # Sparse-IFT -----------------------------------------------------------------------------------------------------------

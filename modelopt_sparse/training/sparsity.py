@@ -121,8 +121,9 @@ class Sparsity(ABC):
         refuse_packed(model, "trained sparse")
         refuse_wrapped_parts(model, "trained sparse")
         plan, chosen = plan_training(model, self.members())
-        step = self._finished_steps(model, chosen)
-        masks = first_masks(chosen) if step is None else {}  # else the model has the masks of that step
+        record = self._record(model, chosen)
+        masks = {} if record else first_masks(chosen)  # with a record the model has the masks of its step
+        step = int(record["step"]) if record else 0
         for note in plan.notes:
             warnings.warn(note, stacklevel=3)
 
@@ -138,30 +139,28 @@ class Sparsity(ABC):
         if any(weight.moves for weight in chosen):
             self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
         before = attached_report(model)
-        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **self._describe_members()}})
+        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
         own.layers = [_entry(weight) for weight in chosen]
         for entry in own.layers:
             LOG.debug("sparse: %s, %s, %d of %d zeros", entry.parameter, entry.recipe, entry.zeros, entry.size)
         for each in plan.skipped:
             LOG.debug("dense: %s (%s)", each.name, each.reason)
         attach_report(model, own if before is None else merged_report(before, own))
-        self._set_step(step or 0)
+        self._set_step(step)
 
     def _describe_members(self) -> dict[str, Any]:
         """The algorithms in plain values, by which saved states are compared."""
         described = [[str(include), None if each is None else each.describe()] for include, each in self.members()]
         return {"algorithms": described}
 
-    def _finished_steps(self, model: nn.Module, chosen: Sequence[Weight]) -> int | None:
-        """How many steps the same algorithm has trained the model before, by its report and its masks; else None."""
-        record, masked = self._record(model), dict(named_masks(model))
-        return int(record["step"]) if record and all(weight.name in masked for weight in chosen) else None
-
-    def _record(self, model: nn.Module) -> dict[str, Any] | None:
-        """What stands of this algorithm in the model's report, among those that have trained other parameters."""
+    def _record(self, model: nn.Module, chosen: Sequence[Weight] = ()) -> dict[str, Any] | None:
+        """What stands of this algorithm in the model's report, among those that have trained other parameters. None if
+        it has not trained the model, or if one of ``chosen`` has lost its mask."""
         report, own = attached_report(model), self._describe_members()
-        runs = [] if report is None else [report.settings, *(run["settings"] for run in report.earlier)]
-        records = [run[SETTING] for run in runs if SETTING in run]
+        if report is None or not all(weight.is_sparse for weight in chosen):
+            return None
+        runs = [report.settings, *(run["settings"] for run in report.earlier)]
+        records = (run[SETTING] for run in runs if SETTING in run)
         return next((each for each in records if each.get("algorithms") == own["algorithms"]), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
@@ -229,7 +228,8 @@ class Sparsity(ABC):
         """Masks of parameters that no optimizer here trains do not move. The report says so, and a warning, once."""
         still = []
         for weight in self.sparse_params.values():
-            was, weight.still = weight.still, weight.moves and not weight.is_trained
+            is_trained = weight.optimizers and weight.parameter.requires_grad
+            was, weight.still = weight.still, weight.moves and not is_trained
             if was != weight.still:
                 weight.write_report()
                 still += [weight.name] * weight.still
@@ -344,10 +344,10 @@ class Sparsity(ABC):
 
         Raises ValueError, which names it, unless this algorithm wrote that report, at that step of Trainer's.
         """
-        _, chosen = plan_training(model, self.members())
-        finished, record = self._finished_steps(model, chosen), self._record(model)
-        if finished is None or record is None:
+        record = self._record(model, plan_training(model, self.members())[1])
+        if record is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
+        finished = int(record["step"])
         if (theirs := record.get(TRAINER, finished)) != step:
             raise ValueError(f"{where!r} holds masks of step {theirs}, and weights of step {step}")
         if self._model is None:
@@ -374,10 +374,8 @@ class Sparsity(ABC):
         if state["algorithm"] != self._describe_members():
             raise ValueError(f"make the algorithm with the options that the state was saved with: {state['algorithm']}")
         if wrong := [name for name, number in self._digests().items() if state["masks"].get(name) != number]:
-            raise ValueError(
-                f"{len(wrong)} masks of the model are not those that this state was saved with, such as {wrong[0]!r}: "
-                "load the model's state dict of the same checkpoint first"
-            )
+            problem = f"{len(wrong)} masks of the model are not those of this state ({wrong[0]!r} first)"
+            raise ValueError(f"{problem}: load the model's state dict of the same checkpoint first")
         self._restart(state["step"])
         self.report()
 
@@ -490,7 +488,6 @@ class SparsityCallback(TrainerCallback):
         self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        del control
         model = unwrapped(kwargs["model"])
         if is_fully_sharded(model) or args.deepspeed:
             raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/sparse-training.md)")
@@ -504,13 +501,11 @@ class SparsityCallback(TrainerCallback):
         self.sparsity.apply(kwargs["optimizer"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        del control
         if state.is_world_process_zero:
             self.sparsity.write_trainer_step(state.global_step)
             add_masks(kwargs["model"], _checkpoint(args, state.global_step))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        del control
         if args.load_best_model_at_end and state.best_model_checkpoint:
             _read_back(unwrapped(kwargs["model"]), Path(state.best_model_checkpoint))
 
@@ -530,7 +525,9 @@ def _read_back(model: nn.Module, folder: Path) -> None:
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 
-PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+# endings of files that hold pickles, or Cerebras' HDF5 -> what reads them
+PICKLED, HDF5 = "torch.load(path, weights_only=True)", 'cerebras.pytorch.load(path)["model"]'
+READERS = {".pt": PICKLED, ".pth": PICKLED, ".bin": PICKLED, ".ckpt": PICKLED, ".mdl": HDF5}
 
 
 def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | None = None) -> dict[str, Any]:
@@ -572,13 +569,9 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     """
     source, destination = Path(source), Path(destination)
     for path in (source, destination):
-        if path.suffix in (*PICKLES, ".mdl"):
-            kind, read = "a pickle file", "torch.load(path, weights_only=True)"
-            if path.suffix == ".mdl":
-                kind, read = "Cerebras' HDF5", 'cerebras.pytorch.load(path)["model"], where that is installed,'
+        if reader := READERS.get(path.suffix):
             raise ValueError(
-                f"{str(path)!r} looks like {kind}. Read it with {read} and\n"
-                "write what it holds with safetensors.torch.save_file(state, other_path)"
+                f"{str(path)!r} is no safetensors file: read it with {reader}, and write it as safetensors"
             )
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")

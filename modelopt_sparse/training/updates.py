@@ -140,35 +140,25 @@ def parse_schedule(value: Any, what: str) -> Schedule:
         return value
     if is_number(value):
         return Constant(float(value))
-    if isinstance(value, Mapping):
-        return _from_mapping(value, what)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if not value or not all(map(is_number, value)):
-            raise ValueError(f"{what}={shown(value)}: a list of levels holds numbers, at least one")
+    kind = str(value.get("type")).lower() if isinstance(value, Mapping) else ""
+    if kind in KINDS:
+        options = {key: number for key, number in value.items() if key != "type"}
+        for key, number in options.items():
+            if not is_number(number):
+                raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
+        try:
+            return KINDS[kind](**options)
+        except TypeError as error:
+            allowed = ", ".join(field.name for field in fields(KINDS[kind]))
+            raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(is_number, value)):
         return Cycling(tuple(map(float, value)))
     if callable(value):
         return Custom(value)
     raise ValueError(
-        f"{what}={shown(value)} is no schedule: give a number, a list of numbers, a function of the step, or one of "
-        f"{', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
+        f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}: give a number, numbers, a function of the step, "
+        f"or one of {', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
     )
-
-
-def _from_mapping(value: Mapping[str, Any], what: str) -> Schedule:
-    rest = dict(value)
-    kind = str(rest.pop("type", "")).lower()
-    if kind not in KINDS:
-        raise ValueError(
-            f"{what}={shown(dict(value))}: type must be one of {', '.join(KINDS)}{nearest(kind, list(KINDS))}"
-        )
-    for key, number in rest.items():
-        if not is_number(number):
-            raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
-    try:
-        return KINDS[kind](**rest)
-    except TypeError as error:
-        allowed = ", ".join(field.name for field in fields(KINDS[kind]))
-        raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
 
 
 # steps ----------------------------------------------------------------------------------------------------------------
@@ -233,24 +223,18 @@ def parse_update(value: Any) -> UpdateSchedule:
     function of the step -> when masks are updated. Raises ValueError for anything else."""
     if isinstance(value, UpdateSchedule):
         return value
-    if value is None:
-        return EveryFew()
-    if is_whole(value):
-        return EveryFew(value)
-    if isinstance(value, Mapping) and list(value) == ["steps"]:
-        steps = value["steps"]
-        if not isinstance(steps, Sequence) or not steps or not all(is_whole(step, 0) for step in steps):
-            raise ValueError(f"update: steps is {steps!r}, and must be a list of whole numbers")
-        return AtSteps(tuple(sorted(set(steps))))
-    if isinstance(value, Mapping):
-        if others := [key for key in value if key not in ("freq", "start", "stop")]:
-            raise ValueError(f"update takes freq, start and stop, or steps alone, not {others[0]!r}")
+    if value is None or is_whole(value):
+        return EveryFew(1 if value is None else value)
+    if isinstance(value, Mapping) and set(value) <= {"freq", "start", "stop"}:
         return EveryFew(**value)
+    steps = value["steps"] if isinstance(value, Mapping) and list(value) == ["steps"] else None
+    if isinstance(steps, Sequence) and steps and all(is_whole(step, 0) for step in steps):
+        return AtSteps(tuple(sorted(set(steps))))
     if callable(value):
         return When(value)
     raise ValueError(
-        f"update={shown(value)}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}}, "
-        "{'steps': [...]}, a function of the step, or None for every step"
+        f"update={shown(value)}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}} or some of these, "
+        "{'steps': [whole numbers]}, a function of the step, or None for every step"
     )
 
 
@@ -273,9 +257,7 @@ class Scope:
     def misfit(self, rows: int, columns: int) -> str | None:
         """Why a matrix of this size has no such scopes, or None if it has."""
         size, what = (rows, "rows") if self.kind == "out_groups" else (columns, "columns")
-        if self.kind not in ("out_groups", "in_groups") or size % self.groups == 0:
-            return None
-        return f"{size} {what} cannot be divided into {self.groups} equal groups"
+        return f"{size} {what} cannot be divided into {self.groups} equal groups" if size % self.groups else None
 
     def within(self, matrix: Tensor) -> Tensor:
         """``[..., R, C]`` -> ``[..., S, n]``."""

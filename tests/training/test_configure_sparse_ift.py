@@ -92,7 +92,7 @@ def test_a_gradual_rule_ends_at_the_level_of_each_layer():
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": 0.5}, "must be a mapping beside sparse_ift"),
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "sparsity": 0.5}}, "leave sparsity out"),
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "param_filter": "*"}}, "leave param_filter out"),
-        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "updates": 3}}, "no option 'updates'"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "updates": 3}}, "option 'updates' is not known"),
     ],
 )
 def test_what_is_refused(content, match):
