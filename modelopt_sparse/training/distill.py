@@ -218,18 +218,13 @@ def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Ten
     if name is None:
         return _token_mask(student, named, shape).to(logits.device)
     counts = named[name] != IGNORED
-    if name == "labels" and _shifts(student):
+    # transformers itself goes by ``loss_type``, and takes what has none for a causal language model
+    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
+    if name == "labels" and loss is ForCausalLMLoss and not is_encoder_decoder(student):  # one to the right
         counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
         raise ValueError(f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions")
     return counts.to(logits.device)
-
-
-def _shifts(student: nn.Module) -> bool:
-    """Whether predictions belong to the labels one to their right. transformers itself goes by ``loss_type``, and takes
-    what has none for a causal language model."""
-    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
-    return loss is ForCausalLMLoss and not is_encoder_decoder(student)
 
 
 def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:

@@ -169,11 +169,8 @@ def find_weights(model: nn.Module) -> list[Weight]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), {})[full_name(path, name)] = module
-    weights = []
-    for held in holders.values():
-        name = next(iter(held))
-        weights.append(Weight(model, held, layers.get(name) or as_row(model, name)))
-    return weights
+    names = {next(iter(held)): held for held in holders.values()}
+    return [Weight(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
 
 
 # filters --------------------------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mappin
         return no_layer.get(weight.name) or "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
-    if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
+    if not weight.is_layer and (reason := no_layer.get(weight.name.removesuffix(".weight"))):
         return reason
     word = next((word for word in DENSE_WORDS if word in weight.name.lower()), "")
     return f"{word!r} in its name" if word else ""

@@ -435,33 +435,26 @@ def fold(model: nn.Module) -> list[str]:
 def merge_members(module: Parallel | Factorized | Doped) -> nn.Module | None:
     """One layer that computes what a member does; None if a non-linearity stands between. Weights may become dense."""
     if isinstance(module, Doped):
-        layer = _copy(module.sparse)
-        layer.weight += _product(module.first, module.second)
-        return layer
+        layer: Any = module.sparse
+        return _layer(layer, layer.weight + _product(module.first, module.second), layer.bias)
     if not isinstance(module.activation, nn.Identity):
         return None
     if isinstance(module, Factorized):
-        outputs = "out_channels" if isinstance(module.first, Convolution) else "out_features"
-        sizes: dict[str, Any] = {outputs: getattr(module.second, outputs)}
-        layer = rebuilt(module.first, **sizes, bias=module.second.bias is not None)
-        layer.weight.copy_(_product(module.first, module.second))
-        if layer.bias is not None:
-            layer.bias.copy_(module.second.bias)
-        return layer
-    layer = _copy(module.branches[0])
-    for branch in module.branches[1:]:
-        layer.weight += branch.get_parameter("weight")
-        if layer.bias is not None:
-            layer.bias += branch.get_parameter("bias")
+        first, second = module.first, module.second
+        outputs = "out_channels" if isinstance(first, Convolution) else "out_features"
+        return _layer(first, _product(first, second), second.bias, **{outputs: getattr(second, outputs)})
+    branches: list[Any] = list(module.branches)
+    bias = None if branches[0].bias is None else sum(branch.bias for branch in branches)
+    return _layer(branches[0], sum(branch.weight for branch in branches), bias)
+
+
+def _layer(like: Any, weight: Any, bias: Any, **changes: Any) -> nn.Module:
+    """A layer of the kind and settings of another one, but for ``changes``, with this weight and bias."""
+    layer = rebuilt(like, bias=bias is not None, **changes)
+    layer.weight.copy_(weight)
+    if bias is not None:
+        layer.bias.copy_(bias)
     return layer
-
-
-def _copy(layer: nn.Module) -> Any:
-    copy = rebuilt(layer)
-    copy.weight.copy_(layer.get_parameter("weight"))
-    if copy.bias is not None:
-        copy.bias.copy_(layer.get_parameter("bias"))
-    return copy
 
 
 def _product(first: Any, second: Any) -> Tensor:
