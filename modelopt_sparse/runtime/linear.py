@@ -128,9 +128,7 @@ class SemiStructuredLinear(PackedLayer):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         del state_dict, local_metadata, strict, missing_keys, unexpected_keys
-        error_msgs.append(
-            f"{prefix}weight is packed 2:4 and cannot be loaded into: call modelopt_sparse.to_dense first"
-        )
+        error_msgs.append(f"{prefix}weight is packed 2:4: call modelopt_sparse.to_dense before loading into it")
 
 
 @torch.no_grad()

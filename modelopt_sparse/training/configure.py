@@ -105,9 +105,7 @@ def _of_section(section: Any) -> Sparsity:
     if isinstance(section, (list, tuple)):
         entries = {f"{SECTION}[{number}]": entry for number, entry in enumerate(section)}
     elif not isinstance(section, Mapping):
-        raise ValueError(
-            f"{SECTION}: {shown(section)} is neither a level such as 0.9, a mapping, nor a list of mappings"
-        )
+        raise ValueError(f"{SECTION}: {shown(section)} is neither a level such as 0.9, a mapping, nor a list of them")
     elif not isinstance(patterns := section.get("param_name_patterns"), Mapping):
         return _algorithm(section, SECTION, include=_include(section, SECTION))
     else:
@@ -181,9 +179,7 @@ def _include(section: Mapping[str, Any], where: str) -> Any:
     if patterns is None:
         return next(iter(named.values()), DEFAULT)
     if not isinstance(patterns, (str, list, tuple)):
-        raise ValueError(
-            f"{where}: param_name_patterns={shown(patterns)}: give a regular expression, several, or a mapping"
-        )
+        raise ValueError(f"{where}: param_name_patterns={shown(patterns)}: give regular expressions, or a mapping")
     try:
         return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
     except (re.error, TypeError) as error:
@@ -227,13 +223,10 @@ def configure_sparse_ift(
         raise ValueError(f"{config!r} holds no section {IFT!r} that is a mapping such as {{sparsity: 0.75}}")
     options = dict(section)
     refuse_unknown(options, IFT_OPTIONS, f"{IFT}: ")
-    if options.get("activation") is not None:
-        activation = getattr(nn, str(options["activation"]), None)
-        if not (inspect.isclass(activation) and issubclass(activation, nn.Module)):
-            raise ValueError(
-                f"{IFT}: activation={shown(options['activation'])}: give a class of torch.nn such as ReLU, or null"
-            )
-        options["activation"] = activation
+    if (name := options.get("activation")) is not None:
+        options["activation"] = getattr(nn, str(name), None)
+        if not (inspect.isclass(options["activation"]) and issubclass(options["activation"], nn.Module)):
+            raise ValueError(f"{IFT}: activation={shown(name)}: give a class of torch.nn such as ReLU, or null")
     trained = _without_level(content.get(SECTION))
 
     def rule(level: float) -> SparsityAlgorithm:

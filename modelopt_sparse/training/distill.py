@@ -126,8 +126,7 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in own:
             raise ValueError(
-                f"{name or type(part).__name__!r} of the teacher is the model's as well, and would change while it "
-                "teaches: give a copy, copy.deepcopy(model), made before the model was made sparse"
+                f"{name or type(part).__name__!r} of the teacher is the model's: give a deepcopy of the dense model"
             )
 
 
@@ -171,10 +170,10 @@ def _loss(
     items = named.get("num_items_in_batch")
     count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
     if weights.kl:
-        problem = getattr(getattr(student, "config", None), "problem_type", None)
-        if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
+        problem_type = getattr(getattr(student, "config", None), "problem_type", None)
+        if logits.shape[-1] == 1 or problem_type in ("regression", "multi_label_classification"):
             raise ValueError(
-                f"distill: logits {list(logits.shape)}, problem_type={problem!r} are no choice among classes: set kl=0"
+                f"distill: logits {list(logits.shape)}, {problem_type=} are no choice of classes: set kl=0"
             )
         taught = _logits(answer, "teacher").to(logits.device)
         if logits.shape != taught.shape:
@@ -200,8 +199,7 @@ def _logits(output: Any, who: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
         raise ValueError(
-            f"distill: the {type(output).__name__} of the {who} has no logits [batch, sequence, vocabulary] or [batch, "
-            "classes]: use a model with a head, and not return_dict=False"
+            f"distill: the {who} gives no logits [B, S, V] or [B, V]: use one with a head, not return_dict=False"
         )
     return logits
 

@@ -376,9 +376,7 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
         raise ValueError(f"{weight.name!r} is of an Embedding(sparse=True): build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
-        raise ValueError(
-            f"{weight.name!r} is float16, too coarse for {type(algorithm).__name__}: use float32 under autocast"
-        )
+        raise ValueError(f"{weight.name!r} is float16, too coarse for gradients: use float32 under autocast")
     rows, columns = weight.empty_matrix().shape[-2:]
     if pattern is not None:
         if not weight.is_layer:
@@ -439,8 +437,7 @@ def _notes(
         kinds = first_few(sorted({default[name] for name in unusual}))
         notes.append(
             f"{type(everything[0]).__name__} takes every parameter, {len(unusual)} among them that mostly stay dense "
-            f"({kinds}; {first_few(unusual, 3)}): include='default' leaves those dense, include='blocks' takes what "
-            "sparsify prunes"
+            f"({kinds}; {first_few(unusual, 3)}): choose others by include='default' or include='blocks'"
         )
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}

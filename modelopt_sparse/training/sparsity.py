@@ -174,27 +174,14 @@ class Sparsity(ABC):
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
-            raise ValueError(
-                f"this {type(optimizer).__name__} holds none of the {len(self.sparse_params)} sparse parameters of the "
-                "model: build it from model.parameters()"
-            )
+            raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
         self._steps[optimizer] = self.step
         for weight in trained:
             weight.optimizers.append(optimizer)
             weight.zero()
-
-        def after_step(*_: Any) -> None:
-            self._forget_plain()
-            overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
-            if self.sparse_params and not (isinstance(overflow, Tensor) and bool(overflow.item())):
-                for weight in self.sparse_params.values():
-                    if optimizer in weight.optimizers:
-                        weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
-                self._after_step(optimizer)
-
         if self._model in self._hooks:
             self._hooks.pop(self._model).remove()
-        self._hooks[optimizer] = optimizer.register_step_post_hook(after_step)
+        self._hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
         self._let_gradients_through()
 
     def release(self) -> None:
@@ -235,16 +222,22 @@ class Sparsity(ABC):
                 still += [weight.name] * weight.still
         if still:
             warnings.warn(
-                f"{len(still)} masks do not move, such as that of {still[0]!r}: no optimizer that this "
-                f"{type(self).__name__} is applied to trains them. Apply it to the others, too",
+                f"{len(still)} masks do not move ({still[0]!r} first): apply this to the optimizer that trains them",
                 stacklevel=2,
             )
 
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
+        self._forget_plain()
+        overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
+        if not self.sparse_params or (isinstance(overflow, Tensor) and bool(overflow.item())):
+            return
+        for weight in self.sparse_params.values():
+            if optimizer in weight.optimizers:
+                weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
         self._steps[optimizer] += 1
         finished = min(self._steps.values())
         if finished > self.step:
@@ -256,8 +249,7 @@ class Sparsity(ABC):
             if due and (difference := first_difference(self._digests())):
                 name, rank = difference
                 raise RuntimeError(
-                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use "
-                    "DistributedDataParallel or fully_shard, so that processes see the same weights and gradients"
+                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use DDP or FSDP"
                 )
             self._tell_levels()
 
@@ -394,11 +386,7 @@ class Reminder:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.forwards += 1
             if self.forwards == 2 and any(named_masks(model)):
-                warnings.warn(
-                    f"masks will not move: apply this {self.algorithm} to the optimizers, too, with "
-                    "sparsity.apply(optimizer), or call sparsity.update() after each step",
-                    stacklevel=2,
-                )
+                warnings.warn(f"masks will not move: apply this {self.algorithm} to the optimizers, too", stacklevel=2)
 
 
 @torch.no_grad()
@@ -454,9 +442,7 @@ def _entry(weight: Weight) -> LayerReport:
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's wrapper. Raises ValueError for one that cannot train sparse models."""
     if any("deepspeed" in base.__module__ for base in type(optimizer).__mro__):
-        raise ValueError(
-            "DeepSpeed keeps weights and gradients in buffers of its own: use DistributedDataParallel or fully_shard"
-        )
+        raise ValueError("DeepSpeed has buffers of its own for weights: use DistributedDataParallel or fully_shard")
     if isinstance(optimizer, AcceleratedOptimizer):
         return _torch_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -570,9 +556,7 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     source, destination = Path(source), Path(destination)
     for path in (source, destination):
         if reader := READERS.get(path.suffix):
-            raise ValueError(
-                f"{str(path)!r} is no safetensors file: read it with {reader}, and write it as safetensors"
-            )
+            raise ValueError(f"{str(path)!r} is no safetensors file: read it with {reader}, write it as safetensors")
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")
     try:
@@ -589,8 +573,5 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
 
 def _taken_masks(state: dict[str, Any]) -> dict[str, Tensor]:
     """The masks of a state dict, by the names of their weights, taken out of it."""
-    masks = {name: state[name + SUFFIX] for name in state if name + SUFFIX in state}
-    masks = {name: mask for name, mask in masks.items() if mask.dtype == torch.bool}
-    for name in masks:
-        del state[name + SUFFIX]
-    return masks
+    names = [name for name in state if name + SUFFIX in state and state[name + SUFFIX].dtype == torch.bool]
+    return {name: state.pop(name + SUFFIX) for name in names}

@@ -263,11 +263,9 @@ class Scope:
         """``[..., R, C]`` -> ``[..., S, n]``."""
         if self.kind == "row":
             return matrix
-        if self.kind == "matrix":
-            return matrix.flatten(-2).unsqueeze(-2)
-        if self.kind == "out_groups":
-            return matrix.unflatten(-2, (self.groups, -1)).flatten(-2)
-        return matrix.unflatten(-1, (self.groups, -1)).movedim(-2, -3).flatten(-2)
+        if self.kind == "in_groups":
+            return matrix.unflatten(-1, (self.groups, -1)).movedim(-2, -3).flatten(-2)
+        return matrix.unflatten(-2, (self.groups, -1)).flatten(-2)  # "matrix" is one group of all rows
 
     def back(self, scopes: Tensor, like: Tensor) -> Tensor:
         """``[..., S, n]`` -> the shape of the matrix ``like``."""
@@ -302,9 +300,7 @@ def initial_mask(
     if callable(method):
         mask = method(weight, level)
         if mask.dtype != torch.bool or mask.shape != weight.shape:
-            raise ValueError(
-                f"init_method returned {mask.dtype} {list(mask.shape)}: it must be a bool mask {list(weight.shape)}"
-            )
+            raise ValueError(f"init_method returned {mask.dtype} {list(mask.shape)}, no bool mask {list(weight.shape)}")
         return mask
     if method == "from_zeros":
         return (weight != 0) if present is None else (weight != 0) & present

@@ -144,7 +144,7 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
         ({"type": "set", "algorithm": "set", "sparsity": 0.5}, "type is another word for algorithm here"),
         ({"sparsity": 0.5, "schedule": 0.5}, "schedule is another word for sparsity here"),
         ({"sparsity": 0.5, "param_name_patterns": "("}, "holds no regular expression"),
-        ({"sparsity": 0.5, "param_name_patterns": 3}, "give a regular expression, several, or a mapping"),
+        ({"sparsity": 0.5, "param_name_patterns": 3}, "give regular expressions, or a mapping"),
         ({"sparsity": 0.5, "param_name_patterns": "a", "param_filter": "b"}, "give one of param_name_patterns and"),
         ({"param_name_patterns": {"ffn": 0.5}}, r"param_name_patterns\['ffn'\] is 0.5, and must be a mapping"),
         (

@@ -103,8 +103,7 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
     own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
     if not own and width % heads:
         raise ValueError(
-            f"{family.width}={width} of this {config.model_type!r} is no multiple of {family.heads}={heads}, as "
-            f"{rounded_up(width, heads)} would be"
+            f"{family.width}={width} is no multiple of {family.heads}={heads}, as {rounded_up(width, heads)} would be"
         )
     apart = own and own * heads != width  # the sizes of heads do not add up to the width
     even = 1 + family.rotary
@@ -115,10 +114,7 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         setattr(wide, family.head_size, size)
     rope = getattr(config, "rope_parameters", None) or {}
     if size != (own or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
-        raise ValueError(
-            f"rope_parameters of this {config.model_type!r} holds a list that fits its heads, and not heads of {size}: "
-            "choose another member, which keeps heads as they are"
-        )
+        raise ValueError(f"rope_parameters holds a list, which does not fit heads of {size}: choose another member")
     mlp = getattr(config, family.mlp)
     if mlp is not None:
         setattr(wide, family.mlp, rounded_up(mlp * new / width, multiple))
@@ -395,8 +391,7 @@ def branches_for(level: float) -> int:
     if abs(count - round(count)) > 1e-6 * count:
         lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
         raise ValueError(
-            f"Sparse Parallel at level {level:g} would have {count:.2f} branches: the nearest levels that work are "
-            f"{lower:.6g} and {upper:.6g}"
+            f"{count:.2f} branches at level {level:g}: the nearest that work are {lower:.6g} and {upper:.6g}"
         )
     return round(count)
 

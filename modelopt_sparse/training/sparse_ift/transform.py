@@ -295,9 +295,7 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
         for_sparse = plan.multiplications("weights") + plan.other - plan.new_other
         one = 1 - for_sparse / plan.multiplications("new_weights")
         if not 0 <= one < 1:
-            raise ValueError(
-                f"at level {level:g} the layers that stay dense cost more than the whole model did: give iso='layers'"
-            )
+            raise ValueError(f"at level {level:g} the dense layers cost more than the model did: give iso='layers'")
         plan = replace(plan, layers=tuple(replace(row, level=one) for row in plan.layers))
     return wide, plan
 
