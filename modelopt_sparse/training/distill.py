@@ -166,7 +166,7 @@ def _loss(
     """What replaces the student's own loss. ``named``: the arguments that it was called with."""
     work = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.zeros((), dtype=work, device=logits.device)
-    counts = _counts(student, named, logits)
+    counts = _counts(student, named, logits.shape[:-1]).to(logits.device)
     items = named.get("num_items_in_batch")
     count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
     if weights.kl:
@@ -204,17 +204,15 @@ def _logits(output: Any, who: str) -> Tensor:
     return logits
 
 
-def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Tensor:
+def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """Which predictions count: bool, of the logits' shape without its last dimension."""
-    shape = logits.shape[:-1]
     name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
     if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
-        labels = named[name] if name else logits
-        if labels.is_floating_point() or labels.numel() != shape[0]:
-            return torch.ones(shape, dtype=torch.bool, device=logits.device)
-        return (labels.flatten() != IGNORED).to(logits.device)
+        if name is None or named[name].is_floating_point() or named[name].numel() != shape[0]:
+            return torch.ones(shape, dtype=torch.bool)
+        return named[name].flatten() != IGNORED
     if name is None:
-        return _token_mask(student, named, shape).to(logits.device)
+        return _token_mask(student, named, shape)
     counts = named[name] != IGNORED
     # transformers itself goes by ``loss_type``, and takes what has none for a causal language model
     loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
@@ -222,7 +220,7 @@ def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Ten
         counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
         raise ValueError(f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions")
-    return counts.to(logits.device)
+    return counts
 
 
 def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
@@ -257,11 +255,10 @@ def _square_head(
             f"{len(taught)} with {list(taught[0].shape)}: leave square_head out"
         )
     real = _token_mask(student, named, states[0].shape[:-1])
-    return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
-
-
-def _relative_error(h: Tensor, t: Tensor, real: Tensor) -> Tensor:
-    work = torch.promote_types(h.dtype, torch.float32)
-    real, wanted = real.to(h.device), t.to(h.device, work)
-    error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
-    return error / scale
+    errors = []
+    for h, t in zip(states, taught):
+        work, real = torch.promote_types(h.dtype, torch.float32), real.to(h.device)
+        wanted = t.to(h.device, work)
+        error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
+        errors.append((error / scale).to(states[-1].device))
+    return torch.stack(errors).mean()

@@ -140,7 +140,7 @@ def parse_schedule(value: Any, what: str) -> Schedule:
         return value
     if is_number(value):
         return Constant(float(value))
-    kind = str(value.get("type")).lower() if isinstance(value, Mapping) else ""
+    kind = str(value.get("type", "")).lower() if isinstance(value, Mapping) else ""
     if kind in KINDS:
         options = {key: number for key, number in value.items() if key != "type"}
         for key, number in options.items():
@@ -156,7 +156,7 @@ def parse_schedule(value: Any, what: str) -> Schedule:
     if callable(value):
         return Custom(value)
     raise ValueError(
-        f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}: give a number, numbers, a function of the step, "
+        f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}; give a number, numbers, a function of the step, "
         f"or one of {', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
     )
 

@@ -59,11 +59,12 @@ def test_a_function_of_the_step():
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        ("0.5", "is no schedule: give a number"),
+        ("0.5", "is no schedule; give a number"),
         (True, "is no schedule"),
-        ([], "is no schedule: give a number, numbers"),
-        ([0.5, "x"], "is no schedule: give a number, numbers"),
-        ({"type": "cosin", "init": 1}, "did you mean 'cosine'"),
+        ([], "is no schedule; give a number, numbers"),
+        ([0.5, "x"], "is no schedule; give a number, numbers"),
+        ({"type": "cosin", "init": 1}, "is no schedule, did you mean 'cosine'.; give a number"),
+        ({"init": 1, "half_period": 4}, "is no schedule; give .* one of constant, linear"),
         ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
         ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: .*missing .*'half_period'"),
         ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
