@@ -26,7 +26,6 @@ from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
     FORMATS,
-    Backend,
     NotPackable,
     dtype_name,
     library_version,
@@ -355,13 +354,10 @@ def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterato
     layers, others = find_layers(model)
     uncalled = dict(_read_without_a_call(model))
     for layer in layers:
-        weight = layer.parameter
-        reason = _not_wanted(layer.name, settings)
-        if not reason and layer.tied_modules:
-            reason = "tied: another module holds the same weight"
-        if not reason:
-            reason = uncalled.get(layer.owner, "") or _not_eligible(layer.owner, weight, settings, place_of)
-        yield layer.owner, _dense(layer.name, weight, reason)
+        tied = "tied: another module holds the same weight" if layer.tied_modules else ""
+        reason = _not_wanted(layer.name, settings) or tied or uncalled.get(layer.owner)
+        reason = reason or _not_eligible(layer.owner, layer.parameter, settings, place_of)
+        yield layer.owner, _dense(layer.name, layer.parameter, reason)
     for other in others:
         if not isinstance(other.module, SemiStructuredLinear):
             weight = next(p for p in other.module.parameters(recurse=False) if tuple(p.shape) == other.shape)
@@ -446,42 +442,27 @@ def _convert_layer(
             lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
             slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
-    both = not all(choice.sparse for choice in choices)
-    pack_module(module, packed, scales, place.backend, choices, keep_dense=both)
+    errors = {}
+    if scales is not None:  # from tensors, not by calling the module: its bias may not be on the device yet
+        x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(ERROR_SEED)).to(weight)
+        output = multiply(x, *packed, scales, None, bias, len(weight), place.backend.name, ALWAYS_SPARSE)
+        wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        errors["weight_error"] = relative_squared_error(codes.float() * scales, weight)
+        errors["output_error"] = relative_squared_error(output, wanted)
+    pack_module(module, packed, scales, place.backend, choices)
     assert isinstance(module, SemiStructuredLinear)
     negative = int(((codes == 0) & torch.signbit(codes)).sum()) if codes.dtype in DTYPES else 0
     module.record = replace(
         dense,
-        runs=BOTH if both else SPARSE,
+        runs=SPARSE if module.dense_weight is None else BOTH,
         bytes=module.weight_bytes,
         backend=place.backend.name,
         packed_dtype=dtype_name(codes.dtype),
         timings=tuple(measured),
         notes=(f"{negative} weights were -0.0 and are +0.0 now",) if negative else (),
-        **({} if scales is None else _errors(packed, weight, bias, codes, scales, place.backend)),
+        **errors,
     )
     return module.record
-
-
-def _errors(
-    packed: tuple[Tensor, Tensor | None],
-    weight: Tensor,
-    bias: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    backend: Backend,
-) -> dict[str, float]:
-    """The errors that rounding to 8 bits makes, in the weight and in the output.
-
-    The output is computed from tensors, not by calling the module: its bias may not be on the device yet.
-    """
-    x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(ERROR_SEED)).to(weight)
-    output = multiply(x, *packed, scales, None, bias, len(weight), backend.name, ALWAYS_SPARSE)
-    wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    return {
-        "weight_error": relative_squared_error(codes.float() * scales, weight),
-        "output_error": relative_squared_error(output, wanted),
-    }
 
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, SemiStructuredLinear]]:

@@ -106,7 +106,6 @@ class Backend(ABC):
         self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
     ) -> list[Algorithm]:
         """The algorithms worth timing for this input, the default first."""
-        del packed, metadata, x, bias, out_dtype
         return [DEFAULT]
 
     def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
@@ -193,11 +192,9 @@ class Cutlass(Backend):
     def unpack(self, packed, metadata, columns):
         from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 
-        del columns
         return sparse_semi_structured_to_dense_cutlass(packed, metadata)
 
     def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=DEFAULT):
-        del algorithm
         assert metadata is not None
         if bias is None:
             product = torch._sparse_semi_structured_mm(packed, metadata, x.t(), out_dtype=out_dtype)

@@ -128,9 +128,7 @@ class SemiStructuredLinear(PackedLayer):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         del state_dict, local_metadata, strict, missing_keys, unexpected_keys
-        error_msgs.append(
-            f"{prefix}weight is packed 2:4 and cannot be loaded into: call modelopt_sparse.to_dense first"
-        )
+        error_msgs.append(f"{prefix}weight is packed 2:4: call modelopt_sparse.to_dense before loading into it")
 
 
 @torch.no_grad()
@@ -140,13 +138,11 @@ def pack_module(
     scales: Tensor | None,
     backend: Backend,
     choices: Sequence[Choice] = ALWAYS_SPARSE,
-    *,
-    keep_dense: bool = False,
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 
-    ``packed`` are (values, metadata) of its weight, ``scales`` those of a quantized one. ``keep_dense`` keeps the dense
-    Parameter beside them, as ``dense_weight``; otherwise it leaves the module.
+    ``packed`` are (values, metadata) of its weight, ``scales`` those of a quantized one. The dense Parameter stays
+    beside them, as ``dense_weight``, if one of the choices is dense; otherwise it leaves the module.
     """
     register_operators()
     weight = module.get_parameter("weight")
@@ -156,7 +152,7 @@ def pack_module(
         object.__setattr__(module, "__class__", SemiStructuredLinear)
         for name, tensor in zip(PACKED, (*packed, scales)):
             module.register_buffer(name, tensor, persistent=False)
-        module.register_parameter("dense_weight", weight if keep_dense else None)
+        module.register_parameter("dense_weight", None if all(choice.sparse for choice in choices) else weight)
         module.dtype, module.backend, module.choices = weight.dtype, backend.name, tuple(choices)
         module.requires_grad_before = weight.requires_grad
 

@@ -146,25 +146,21 @@ def time_layer(
             for library in place.libraries:
                 with blas_library(library):
                     dense[library] = place.timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
+            values, metadata = packed
+            probe = operand(x, place.backend.multiples(values.dtype).tokens)
+            if scales is None:
+                algorithms = place.backend.search(values, metadata, probe, bias, None)
+            else:
+                codes = quantize_rows(probe, values.dtype)[0]
+                algorithms = place.backend.search(values, metadata, codes, None, SUMS[values.dtype])
             sparse: dict[Algorithm, float] = {}
-            for algorithm in _algorithms(x, packed, scales, bias, place.backend):
+            for algorithm in algorithms:
                 choices = (Choice(0, True, algorithm),)
                 product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
                 sparse[algorithm] = place.timer([partial(product, x, *one, scales, None, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
     return timings
-
-
-def _algorithms(
-    x: Tensor, packed: tuple[Tensor, Tensor | None], scales: Tensor | None, bias: Tensor | None, backend: Backend
-) -> list[Algorithm]:
-    """The algorithms worth timing for these inputs."""
-    values, metadata = packed
-    x = operand(x, backend.multiples(values.dtype).tokens)
-    if scales is None:
-        return backend.search(values, metadata, x, bias, None)
-    return backend.search(values, metadata, quantize_rows(x, values.dtype)[0], None, SUMS[values.dtype])
 
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:

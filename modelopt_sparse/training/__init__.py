@@ -9,15 +9,13 @@ from modelopt_sparse.training.algorithms import (
     SparsityAlgorithm,
     Static,
 )
-from modelopt_sparse.training.checkpoints import SparsityCallback, finalize, from_sentinel, to_sentinel
 from modelopt_sparse.training.configure import configure, configure_sparse_ift
-from modelopt_sparse.training.cost import Cost, cost
 from modelopt_sparse.training.distill import distill
-from modelopt_sparse.training.planner import TrainingPlan
-from modelopt_sparse.training.schedules import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
+from modelopt_sparse.training.planner import Cost, TrainingPlan, cost
 from modelopt_sparse.training.sparse_ift.members import Doped, Factorized, Parallel, fold
 from modelopt_sparse.training.sparse_ift.transform import IsoPlan, SparseIFT, sparse_ift
-from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.sparsity import Sparsity, SparsityCallback, finalize, from_sentinel, to_sentinel
+from modelopt_sparse.training.updates import Constant, Cosine, Cubic, Cycling, Exp, Linear, Power
 
 __all__ = [
     "GMP",

@@ -12,24 +12,22 @@ from torch import Tensor
 
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
 from modelopt_sparse.training.planner import Filter, levels_at, parse_filter
-from modelopt_sparse.training.schedules import (
+from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.updates import (
+    INIT_METHODS,
     AtSteps,
     Constant,
     Cycling,
     EveryFew,
-    UpdateSchedule,
-    parse_schedule,
-    parse_update,
-)
-from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.training.updates import (
-    INIT_METHODS,
     InitMethod,
     Scope,
+    UpdateSchedule,
     drop_and_grow,
     erk_levels,
     generator_for,
     largest_magnitudes,
+    parse_schedule,
+    parse_update,
     uniform,
 )
 from modelopt_sparse.values import check_choice, check_number, check_whole, shown
@@ -43,7 +41,7 @@ class SparsityAlgorithm(Sparsity):
     """One algorithm for the parameters that it takes. One of your own implements `update`, which is called after every
     optimizer step: it loops over ``self.sparse_params.values()``, each with ``data`` and ``mask``, and assigns masks.
 
-    sparsity: the level, in [0, 1), or a schedule of it (`schedules.parse_schedule`).
+    sparsity: the level, in [0, 1), or a schedule of it (`updates.parse_schedule`).
     pattern: N:M in place of a level; masks are N:M after each update.
     scope: what competes: "matrix" (default) or "row". ``balance_out_groups=g`` or ``balance_in_groups=g``: rows or
       columns in g equal groups, each with the same number of zeros.
@@ -116,9 +114,7 @@ class SparsityAlgorithm(Sparsity):
         """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
         level = self.sparsity(step, self.when.before(step))
         if level >= 1:
-            warnings.warn(
-                f"{self!r}: the level has come to 1, where no weight is left: end updates before", stacklevel=2
-            )
+            warnings.warn(f"{self!r}: the level is 1, where no weight is left: end updates before", stacklevel=2)
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
         return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
@@ -173,9 +169,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
             if self.needs_gradient:
                 gradient = weight.gradient
                 if gradient is None:
-                    raise RuntimeError(
-                        f"{type(self).__name__} found no gradient of {name!r} after step {self.step}: keep it till then"
-                    )
+                    raise RuntimeError(f"{name!r} has no gradient after step {self.step}: keep it until then")
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
             for what, values in (("weight", matrix), ("gradient of", matrix.grad)):
@@ -201,9 +195,7 @@ class GMP(DynamicSparsityAlgorithm):
     def __init__(self, sparsity: Any, **options: Any) -> None:
         super().__init__(sparsity, **options)
         if isinstance(self.sparsity, Constant):
-            raise ValueError(
-                f"GMP prunes by a schedule, and sparsity={shown(sparsity)} is one level: give a Cubic, or use Static"
-            )
+            raise ValueError(f"GMP prunes by a schedule, not at one level ({sparsity}): give a Cubic, or use Static")
         if self.pattern is not None and self.init_method != "topk":
             raise ValueError(f"GMP towards {self.pattern} goes by magnitude: leave init_method out")
 
@@ -286,9 +278,7 @@ class Group(Sparsity):
         if algorithm is not None and algorithm.include != Filter():
             raise ValueError(f"{shown(include)}: the group says which parameters; leave include out of its algorithms")
         if any(algorithm is other for _, other in self._groups if other is not None):
-            raise ValueError(
-                f"{shown(include)}: this {type(algorithm).__name__} is in the group already: make another one"
-            )
+            raise ValueError(f"{shown(include)}: this {type(algorithm).__name__} is in the group already: make another")
         self._groups.append((parse_filter(include), algorithm))
 
     def extend(self, other: "Group") -> None:

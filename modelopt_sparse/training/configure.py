@@ -35,20 +35,14 @@ from transformers import PretrainedConfig
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
-from modelopt_sparse.training.schedules import KINDS
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import LOG, Sparsity
+from modelopt_sparse.training.updates import KINDS
 from modelopt_sparse.values import check_flag, read_yaml, shown
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")
-SPELLINGS = (
-    "algorithm",
-    "type",
-    "schedule",
-    "sparsity_schedule",
-    "add_summaries",
-)  # keys that are no names of arguments
+SPELLINGS = ("algorithm", "type", "schedule", "sparsity_schedule", "add_summaries")  # keys that are no arguments
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
 
@@ -111,9 +105,7 @@ def _of_section(section: Any) -> Sparsity:
     if isinstance(section, (list, tuple)):
         entries = {f"{SECTION}[{number}]": entry for number, entry in enumerate(section)}
     elif not isinstance(section, Mapping):
-        raise ValueError(
-            f"{SECTION}: {shown(section)} is neither a level such as 0.9, a mapping, nor a list of mappings"
-        )
+        raise ValueError(f"{SECTION}: {shown(section)} is neither a level such as 0.9, a mapping, nor a list of them")
     elif not isinstance(patterns := section.get("param_name_patterns"), Mapping):
         return _algorithm(section, SECTION, include=_include(section, SECTION))
     else:
@@ -136,13 +128,12 @@ def _of_section(section: Any) -> Sparsity:
 def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityAlgorithm:
     """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
-    cls = _class_of(options.pop("algorithm", "static"), where)
-    known, summaries = _options_of(cls), options.pop("add_summaries", False)
+    name, classes = options.pop("algorithm", "static"), _classes()
+    if (cls := classes.get(str(name).lower())) is None:
+        raise ValueError(f"{where}: algorithm {shown(name)} is not known{nearest(name, classes)}")
+    summaries = options.pop("add_summaries", False)
     check_flag(f"{where}: add_summaries", summaries)
-    for key in options:
-        if key not in known:
-            hint = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
-            raise ValueError(f"{where}: {cls.__name__} has no option {key!r}{hint}")
+    refuse_unknown(options, list(_options_of(cls)), f"{where}: {cls.__name__}: ")
     if isinstance(options.get("sparsity"), int):
         raise ValueError(f"{where}: sparsity is {shown(options['sparsity'])}, and must be a fraction such as 0.3")
     try:
@@ -188,9 +179,7 @@ def _include(section: Mapping[str, Any], where: str) -> Any:
     if patterns is None:
         return next(iter(named.values()), DEFAULT)
     if not isinstance(patterns, (str, list, tuple)):
-        raise ValueError(
-            f"{where}: param_name_patterns={shown(patterns)}: give a regular expression, several, or a mapping"
-        )
+        raise ValueError(f"{where}: param_name_patterns={shown(patterns)}: give regular expressions, or a mapping")
     try:
         return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
     except (re.error, TypeError) as error:
@@ -214,13 +203,6 @@ def _classes() -> dict[str, type[SparsityAlgorithm]]:
     return known
 
 
-def _class_of(name: Any, where: str) -> type[SparsityAlgorithm]:
-    known = _classes()
-    if str(name).lower() not in known:
-        raise ValueError(f"{where}: algorithm {shown(name)} is not known{nearest(name, known)}")
-    return known[str(name).lower()]
-
-
 # Sparse-IFT -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,13 +223,10 @@ def configure_sparse_ift(
         raise ValueError(f"{config!r} holds no section {IFT!r} that is a mapping such as {{sparsity: 0.75}}")
     options = dict(section)
     refuse_unknown(options, IFT_OPTIONS, f"{IFT}: ")
-    if options.get("activation") is not None:
-        activation = getattr(nn, str(options["activation"]), None)
-        if not (inspect.isclass(activation) and issubclass(activation, nn.Module)):
-            raise ValueError(
-                f"{IFT}: activation={shown(options['activation'])}: give a class of torch.nn such as ReLU, or null"
-            )
-        options["activation"] = activation
+    if (name := options.get("activation")) is not None:
+        options["activation"] = getattr(nn, str(name), None)
+        if not (inspect.isclass(options["activation"]) and issubclass(options["activation"], nn.Module)):
+            raise ValueError(f"{IFT}: activation={shown(name)}: give a class of torch.nn such as ReLU, or null")
     trained = _without_level(content.get(SECTION))
 
     def rule(level: float) -> SparsityAlgorithm:

@@ -126,8 +126,7 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in own:
             raise ValueError(
-                f"{name or type(part).__name__!r} of the teacher is the model's as well, and would change while it "
-                "teaches: give a copy, copy.deepcopy(model), made before the model was made sparse"
+                f"{name or type(part).__name__!r} of the teacher is the model's: give a deepcopy of the dense model"
             )
 
 
@@ -167,14 +166,14 @@ def _loss(
     """What replaces the student's own loss. ``named``: the arguments that it was called with."""
     work = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.zeros((), dtype=work, device=logits.device)
-    counts = _counts(student, named, logits)
+    counts = _counts(student, named, logits.shape[:-1]).to(logits.device)
     items = named.get("num_items_in_batch")
     count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
     if weights.kl:
-        problem = getattr(getattr(student, "config", None), "problem_type", None)
-        if logits.shape[-1] == 1 or problem in ("regression", "multi_label_classification"):
+        problem_type = getattr(getattr(student, "config", None), "problem_type", None)
+        if logits.shape[-1] == 1 or problem_type in ("regression", "multi_label_classification"):
             raise ValueError(
-                f"distill: logits {list(logits.shape)}, problem_type={problem!r} are no choice among classes: set kl=0"
+                f"distill: logits {list(logits.shape)}, {problem_type=} are no choice of classes: set kl=0"
             )
         taught = _logits(answer, "teacher").to(logits.device)
         if logits.shape != taught.shape:
@@ -200,36 +199,28 @@ def _logits(output: Any, who: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
         raise ValueError(
-            f"distill: the {type(output).__name__} of the {who} has no logits [batch, sequence, vocabulary] or [batch, "
-            "classes]: use a model with a head, and not return_dict=False"
+            f"distill: the {who} gives no logits [B, S, V] or [B, V]: use one with a head, not return_dict=False"
         )
     return logits
 
 
-def _counts(student: nn.Module, named: Mapping[str, Any], logits: Tensor) -> Tensor:
+def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """Which predictions count: bool, of the logits' shape without its last dimension."""
-    shape = logits.shape[:-1]
     name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
     if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
-        labels = named[name] if name else logits
-        if labels.is_floating_point() or labels.numel() != shape[0]:
-            return torch.ones(shape, dtype=torch.bool, device=logits.device)
-        return (labels.flatten() != IGNORED).to(logits.device)
+        if name is None or named[name].is_floating_point() or named[name].numel() != shape[0]:
+            return torch.ones(shape, dtype=torch.bool)
+        return named[name].flatten() != IGNORED
     if name is None:
-        return _token_mask(student, named, shape).to(logits.device)
+        return _token_mask(student, named, shape)
     counts = named[name] != IGNORED
-    if name == "labels" and _shifts(student):
+    # transformers itself goes by ``loss_type``, and takes what has none for a causal language model
+    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
+    if name == "labels" and loss is ForCausalLMLoss and not is_encoder_decoder(student):  # one to the right
         counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
         raise ValueError(f"distill: {name} {list(counts.shape)} does not fit {list(shape)} predictions")
-    return counts.to(logits.device)
-
-
-def _shifts(student: nn.Module) -> bool:
-    """Whether predictions belong to the labels one to their right. transformers itself goes by ``loss_type``, and takes
-    what has none for a causal language model."""
-    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
-    return loss is ForCausalLMLoss and not is_encoder_decoder(student)
+    return counts
 
 
 def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
@@ -264,11 +255,10 @@ def _square_head(
             f"{len(taught)} with {list(taught[0].shape)}: leave square_head out"
         )
     real = _token_mask(student, named, states[0].shape[:-1])
-    return torch.stack([_relative_error(h, t, real).to(states[-1].device) for h, t in zip(states, taught)]).mean()
-
-
-def _relative_error(h: Tensor, t: Tensor, real: Tensor) -> Tensor:
-    work = torch.promote_types(h.dtype, torch.float32)
-    real, wanted = real.to(h.device), t.to(h.device, work)
-    error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
-    return error / scale
+    errors = []
+    for h, t in zip(states, taught):
+        work, real = torch.promote_types(h.dtype, torch.float32), real.to(h.device)
+        wanted = t.to(h.device, work)
+        error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
+        errors.append((error / scale).to(states[-1].device))
+    return torch.stack(errors).mean()

@@ -1,9 +1,13 @@
-"""Which parameters of a model are trained sparse, by which algorithm, and why the others stay dense.
+"""Which parameters of a model are trained sparse, by which algorithm, why the others stay dense, and what it costs.
 
 `find_weights` lists the parameters, a `Filter` names some of them, and `plan_training` decides. It refuses what cannot
 work, and changes nothing.
+
+`cost` counts live weights, bytes, and FLOPs as if multiplications with zeros were skipped, which takes hardware that
+skips them: on CPUs and GPUs the products of a sparse module stay dense.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from modelopt_sparse.distributed import full
@@ -20,6 +27,8 @@ from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
+    SUFFIX,
+    SparseModule,
     apply_masks,
     dense_class,
     dense_gradient,
@@ -27,19 +36,21 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
-from modelopt_sparse.model.wrappers import full_name
+from modelopt_sparse.model.wrappers import full_name, unwrapped
 from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of
+from modelopt_sparse.reports.evaluate import in_eval_mode
+from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.report import attach_report, attached_report
 from modelopt_sparse.reports.values import REPLACED, Skipped
-from modelopt_sparse.training.schedules import AtSteps, Constant, EveryFew
+from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
 from modelopt_sparse.values import shown
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
 
+INDEX = 4  # bytes of an index in CSR
 STILL = "its mask does not move: no optimizer trains it"
 
 # parameters -----------------------------------------------------------------------------------------------------------
@@ -83,11 +94,8 @@ class Weight:
 
     @property
     def is_sparse(self) -> bool:
-        return f"{self.layer.param}_mask" in self.layer.owner._buffers
-
-    @property
-    def is_trained(self) -> bool:
-        return bool(self.optimizers) and self.parameter.requires_grad
+        owner = self.layer.owner
+        return isinstance(owner, SparseModule) and self.layer.param + SUFFIX in owner._buffers
 
     @property
     def moves(self) -> bool:
@@ -102,11 +110,6 @@ class Weight:
         """The matrix without values, to ask for its shape: a sharded parameter cannot be reshaped at will."""
         return self.layer.matrix(torch.empty(self.shape, device="meta"))
 
-    def kernel_shape(self) -> tuple[int, ...]:
-        """The sizes that ERK goes by: those of the parameter, of experts those of one expert's matrix."""
-        routed = isinstance(self.layer.adapter, RoutedAdapter)
-        return self.shape[-2:] if routed else self.shape
-
     @property
     def data(self) -> Tensor:
         """Its values. They share its memory, unless it is sharded: then they are gathered from all processes."""
@@ -116,7 +119,7 @@ class Weight:
     def mask(self) -> Tensor:
         """Its mask (bool, True = kept), whole on every process. Assigning one changes it in place in every module that
         holds the parameter, and zeroes the weight and its optimizers' state where it is False."""
-        return self.layer.owner.get_buffer(f"{self.layer.param}_mask")
+        return self.layer.owner.get_buffer(self.layer.param + SUFFIX)
 
     @mask.setter
     def mask(self, mask: Tensor) -> None:
@@ -143,26 +146,19 @@ class Weight:
 
     def counted(self) -> dict[str, Any]:
         """Its zeros, and the pattern that its mask keeps: N:M, or the level that all rows or matrices have."""
-        mask = self.mask
-        matrix, pattern = self.layer.matrix(mask), self.algorithm.pattern
-        zeros = int((~mask).sum())
-        if pattern is not None and not pattern.count_nonzero_wrong(matrix):
-            return {"zeros": zeros, "pattern": str(pattern)}
-        scope = "row" if self.algorithm.scope.kind == "row" else "matrix"
-        return {"zeros": zeros, "pattern": str(level_of(matrix, scope))}
+        matrix, pattern = self.layer.matrix(self.mask), self.algorithm.pattern
+        if pattern is None or pattern.count_nonzero_wrong(matrix):
+            pattern = level_of(matrix, "row" if self.algorithm.scope.kind == "row" else "matrix")
+        return {"zeros": int((~matrix).sum()), "pattern": str(pattern)}
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
-        report = attached_report(self.model)
-        if report is not None:
-            now = self.counted()
+        if (report := attached_report(self.model)) is not None:
             layers = list(report.layers)
             for i, layer in enumerate(layers):
                 if layer.parameter == self.name:
-                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))] + [
-                        STILL
-                    ] * self.still
-                    layers[i] = replace(layer, **now, notes=notes)
+                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))]
+                    layers[i] = replace(layer, **self.counted(), notes=notes + [STILL] * self.still)
             attach_report(self.model, replace(report, layers=layers))
 
 
@@ -173,11 +169,8 @@ def find_weights(model: nn.Module) -> list[Weight]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), {})[full_name(path, name)] = module
-    weights = []
-    for held in holders.values():
-        name = next(iter(held))
-        weights.append(Weight(model, held, layers.get(name) or as_row(model, name)))
-    return weights
+    names = {next(iter(held)): held for held in holders.values()}
+    return [Weight(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
 
 
 # filters --------------------------------------------------------------------------------------------------------------
@@ -254,7 +247,7 @@ def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mappin
         return no_layer.get(weight.name) or "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
-    if not weight.is_layer and (reason := no_layer.get(weight.name) or no_layer.get(weight.name[: -len(".weight")])):
+    if not weight.is_layer and (reason := no_layer.get(weight.name.removesuffix(".weight"))):
         return reason
     word = next((word for word in DENSE_WORDS if word in weight.name.lower()), "")
     return f"{word!r} in its name" if word else ""
@@ -383,9 +376,7 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
         raise ValueError(f"{weight.name!r} is of an Embedding(sparse=True): build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
-        raise ValueError(
-            f"{weight.name!r} is float16, too coarse for {type(algorithm).__name__}: use float32 under autocast"
-        )
+        raise ValueError(f"{weight.name!r} is float16, too coarse for gradients: use float32 under autocast")
     rows, columns = weight.empty_matrix().shape[-2:]
     if pattern is not None:
         if not weight.is_layer:
@@ -401,11 +392,11 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
 
 def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     """The level of each sparse parameter at a step, by name."""
-    levels: dict[str, float] = {}
-    for algorithm in dict.fromkeys(weight.algorithm for weight in weights):
-        shapes = {weight.name: weight.kernel_shape() for weight in weights if weight.algorithm is algorithm}
-        levels.update(algorithm.levels(shapes, step))
-    return levels
+    shapes: dict[Any, dict[str, tuple[int, ...]]] = {}  # ERK goes by those of the parameters, or of one expert
+    for weight in weights:
+        one = weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
+        shapes.setdefault(weight.algorithm, {})[weight.name] = one
+    return {name: level for algorithm, own in shapes.items() for name, level in algorithm.levels(own, step).items()}
 
 
 def zeros_by_name(
@@ -446,8 +437,7 @@ def _notes(
         kinds = first_few(sorted({default[name] for name in unusual}))
         notes.append(
             f"{type(everything[0]).__name__} takes every parameter, {len(unusual)} among them that mostly stay dense "
-            f"({kinds}; {first_few(unusual, 3)}): include='default' leaves those dense, include='blocks' takes what "
-            "sparsify prunes"
+            f"({kinds}; {first_few(unusual, 3)}): choose others by include='default' or include='blocks'"
         )
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
@@ -461,3 +451,141 @@ def _notes(
         if stop is not None and not any(map(each.when.fires, range(1, stop))):
             notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
     return tuple(notes)
+
+
+# cost -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """weights: how many there are, or are live. inference: FLOPs of a forward; a multiplication and an addition are
+    two. training: FLOPs of a training step. bytes: of the masked weights."""
+
+    weights: int
+    inference: int
+    training: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A model as a dense one, and with zeros skipped and masked weights stored as CSR with 32-bit indices.
+
+    uncounted: operators that multiply, but whose FLOPs are not known, and masked matrices that no counted product read.
+    """
+
+    dense: Numbers
+    sparse: Numbers
+    uncounted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        titles = {
+            "weights": "weights",
+            "inference": "FLOPs of a forward",
+            "training": "FLOPs of a training step",
+            "bytes": "bytes of masked weights (sparse: CSR)",
+        }
+        rows = []
+        for name, title in titles.items():
+            dense, sparse = getattr(self.dense, name), getattr(self.sparse, name)
+            rows.append((title, f"{dense:,.0f}", f"{sparse:,.0f}", f"{sparse / dense:.1%}" if dense else ""))
+        note = "FLOPs count as if zeros were skipped; on CPUs and GPUs the products stay dense."
+        note += f"\nNot counted: {first_few(self.uncounted)}." if self.uncounted else ""
+        return f"{table(('', 'dense', 'sparse', 'share'), rows)}\n\n{note}"
+
+
+@torch.no_grad()
+def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs: Any) -> Cost:
+    """The cost of a sparse model on one batch, ``model(*args, **kwargs)``, which is run once.
+
+    A training step counts as three forwards: the backward pass makes the gradients of inputs and of weights.
+    ``dense_every``: of RigL, every how many steps the gradients of weights are dense; that step's share is in the step
+    (arXiv 1911.11134, appendix H). FLOPs are counted by torch's formulas: matrix products, convolutions and attention.
+    The model runs in evaluation mode. What has no formula (an LSTM) is named.
+
+    >>> print(training.cost(model, input_ids=ids, dense_every=100))
+    """
+    model = unwrapped(model)
+    sparse_weights = [weight for weight in find_weights(model) if weight.is_sparse]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator with all products of attention in it
+        with in_eval_mode(model), Products(sparse_weights) as products:
+            model(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    pruned, plain_bytes, csr_bytes = 0, 0, 0
+    for weight in sparse_weights:
+        mask, size = weight.mask, weight.parameter.element_size()
+        live = int(mask.count_nonzero())
+        pruned += mask.numel() - live
+        plain_bytes += mask.numel() * size
+        csr_bytes += live * (size + INDEX) + (math.prod(mask.shape[:-1]) + 1) * INDEX
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    dense, sparse = products.dense, round(products.sparse)
+    unseen = [weight.name for weight in sparse_weights if len(weight.shape) > 1 and not products.flops[weight.name]]
+    step = 3.0 * sparse
+    if dense_every is not None:
+        step = (3 * sparse * (dense_every - 1) + 2 * sparse + dense) / dense_every
+    return Cost(
+        Numbers(weights, dense, 3.0 * dense, plain_bytes),
+        Numbers(weights - pruned, sparse, step, csr_bytes),
+        (*sorted(products.uncounted), *unseen),
+    )
+
+
+class Products(TorchDispatchMode):
+    """Counts FLOPs while a model runs, and whose weights they multiply: a product reads a weight's memory.
+
+    dense, sparse: all FLOPs, and without those of zeros. flops: of each weight, by name. uncounted: operators that
+    multiply and whose FLOPs are not known here.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Iterable[Weight]) -> None:
+        super().__init__()
+        self.weights = {weight.parameter.untyped_storage()._cdata: weight for weight in weights}
+        self.dense, self.sparse = 0, 0.0
+        self.flops = dict.fromkeys((weight.name for weight in self.weights.values()), 0.0)
+        self.uncounted: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "_overloadpacket", func))
+        formula = FORMULAS.get(name)
+        if formula is None and isinstance(func, torch._ops.OpOverload):
+            with self:
+                if (done := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return done
+        out = func(*args, **kwargs)
+        if formula is None:
+            self.uncounted |= {name} if MULTIPLIES.search(name) else set()
+            return out
+        flops, share = formula(*args, **kwargs, out_val=out), 1.0
+        for read in tree_leaves((args, kwargs)):
+            if isinstance(read, Tensor) and (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
+                self.flops[weight.name] += flops
+                share *= _live_share(weight, read) if weight.is_sparse else 1.0
+        self.dense += flops
+        self.sparse += flops * share
+        return out
+
+
+def _live_share(weight: Weight, read: Tensor) -> float:
+    """The live share of a view of a weight: of one expert, or of attention's queries."""
+    values = weight.parameter.detach()
+    mask = torch.empty_like(values, dtype=torch.bool).copy_(weight.mask)  # strides of the weight
+    view = mask.as_strided(read.shape, read.stride(), read.storage_offset() - values.storage_offset())
+    return int(view.count_nonzero()) / max(1, view.numel())
+
+
+def _grouped(inputs: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """Tokens [T, C] that are multiplied with the matrix of their group."""
+    return 2 * out_val.numel() * inputs.shape[-1]
+
+
+FORMULAS = {str(operator): formula for operator, formula in flop_registry.items()}
+FORMULAS["aten._scaled_dot_product_flash_attention_for_cpu"] = FORMULAS["aten._scaled_dot_product_flash_attention"]
+FORMULAS |= dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), _grouped)
+MULTIPLIES = re.compile(r"mm|mv|matmul|dot|conv|linear\b|attention|rnn|lstm|gru")

@@ -1,4 +1,11 @@
-"""Sparse training of a model: its masks are set, held while optimizers train it, moved between steps, and saved."""
+"""Sparse training of a model: its masks are set, held while optimizers train it, moved between steps, and saved.
+
+Trainer's checkpoints hold weights and no masks. Under older masks all that has grown since would be zeroed. So
+`SparsityCallback` writes masks beside the weights, and reads both back.
+
+Cerebras' first sparse checkpoints hold NaN for pruned weights. A model must never run with those: `from_sentinel` gives
+masks and zeros instead, and `finalize` writes a file with zeros and no masks.
+"""
 
 import logging
 import sys
@@ -6,16 +13,23 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from modelopt_sparse.distributed import first_difference
+from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.save import add_masks, restore
+from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.layers import refuse_packed
-from modelopt_sparse.model.masking import let_gradients_through, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
@@ -107,8 +121,9 @@ class Sparsity(ABC):
         refuse_packed(model, "trained sparse")
         refuse_wrapped_parts(model, "trained sparse")
         plan, chosen = plan_training(model, self.members())
-        step = self._finished_steps(model, chosen)
-        masks = first_masks(chosen) if step is None else {}  # else the model has the masks of that step
+        record = self._record(model, chosen)
+        masks = {} if record else first_masks(chosen)  # with a record the model has the masks of its step
+        step = int(record["step"]) if record else 0
         for note in plan.notes:
             warnings.warn(note, stacklevel=3)
 
@@ -124,30 +139,28 @@ class Sparsity(ABC):
         if any(weight.moves for weight in chosen):
             self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
         before = attached_report(model)
-        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step or 0, **self._describe_members()}})
+        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
         own.layers = [_entry(weight) for weight in chosen]
         for entry in own.layers:
             LOG.debug("sparse: %s, %s, %d of %d zeros", entry.parameter, entry.recipe, entry.zeros, entry.size)
         for each in plan.skipped:
             LOG.debug("dense: %s (%s)", each.name, each.reason)
         attach_report(model, own if before is None else merged_report(before, own))
-        self._set_step(step or 0)
+        self._set_step(step)
 
     def _describe_members(self) -> dict[str, Any]:
         """The algorithms in plain values, by which saved states are compared."""
         described = [[str(include), None if each is None else each.describe()] for include, each in self.members()]
         return {"algorithms": described}
 
-    def _finished_steps(self, model: nn.Module, chosen: Sequence[Weight]) -> int | None:
-        """How many steps the same algorithm has trained the model before, by its report and its masks; else None."""
-        record, masked = self._record(model), dict(named_masks(model))
-        return int(record["step"]) if record and all(weight.name in masked for weight in chosen) else None
-
-    def _record(self, model: nn.Module) -> dict[str, Any] | None:
-        """What stands of this algorithm in the model's report, among those that have trained other parameters."""
+    def _record(self, model: nn.Module, chosen: Sequence[Weight] = ()) -> dict[str, Any] | None:
+        """What stands of this algorithm in the model's report, among those that have trained other parameters. None if
+        it has not trained the model, or if one of ``chosen`` has lost its mask."""
         report, own = attached_report(model), self._describe_members()
-        runs = [] if report is None else [report.settings, *(run["settings"] for run in report.earlier)]
-        records = [run[SETTING] for run in runs if SETTING in run]
+        if report is None or not all(weight.is_sparse for weight in chosen):
+            return None
+        runs = [report.settings, *(run["settings"] for run in report.earlier)]
+        records = (run[SETTING] for run in runs if SETTING in run)
         return next((each for each in records if each.get("algorithms") == own["algorithms"]), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
@@ -161,27 +174,14 @@ class Sparsity(ABC):
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
-            raise ValueError(
-                f"this {type(optimizer).__name__} holds none of the {len(self.sparse_params)} sparse parameters of the "
-                "model: build it from model.parameters()"
-            )
+            raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
         self._steps[optimizer] = self.step
         for weight in trained:
             weight.optimizers.append(optimizer)
             weight.zero()
-
-        def after_step(*_: Any) -> None:
-            self._forget_plain()
-            overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
-            if self.sparse_params and not (isinstance(overflow, Tensor) and bool(overflow.item())):
-                for weight in self.sparse_params.values():
-                    if optimizer in weight.optimizers:
-                        weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
-                self._after_step(optimizer)
-
         if self._model in self._hooks:
             self._hooks.pop(self._model).remove()
-        self._hooks[optimizer] = optimizer.register_step_post_hook(after_step)
+        self._hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
         self._let_gradients_through()
 
     def release(self) -> None:
@@ -215,22 +215,29 @@ class Sparsity(ABC):
         """Masks of parameters that no optimizer here trains do not move. The report says so, and a warning, once."""
         still = []
         for weight in self.sparse_params.values():
-            was, weight.still = weight.still, weight.moves and not weight.is_trained
+            is_trained = weight.optimizers and weight.parameter.requires_grad
+            was, weight.still = weight.still, weight.moves and not is_trained
             if was != weight.still:
                 weight.write_report()
                 still += [weight.name] * weight.still
         if still:
             warnings.warn(
-                f"{len(still)} masks do not move, such as that of {still[0]!r}: no optimizer that this "
-                f"{type(self).__name__} is applied to trains them. Apply it to the others, too",
+                f"{len(still)} masks do not move ({still[0]!r} first): apply this to the optimizer that trains them",
                 stacklevel=2,
             )
 
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
+        self._forget_plain()
+        overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
+        if not self.sparse_params or (isinstance(overflow, Tensor) and bool(overflow.item())):
+            return
+        for weight in self.sparse_params.values():
+            if optimizer in weight.optimizers:
+                weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
         self._steps[optimizer] += 1
         finished = min(self._steps.values())
         if finished > self.step:
@@ -242,8 +249,7 @@ class Sparsity(ABC):
             if due and (difference := first_difference(self._digests())):
                 name, rank = difference
                 raise RuntimeError(
-                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use "
-                    "DistributedDataParallel or fully_shard, so that processes see the same weights and gradients"
+                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use DDP or FSDP"
                 )
             self._tell_levels()
 
@@ -330,10 +336,10 @@ class Sparsity(ABC):
 
         Raises ValueError, which names it, unless this algorithm wrote that report, at that step of Trainer's.
         """
-        _, chosen = plan_training(model, self.members())
-        finished, record = self._finished_steps(model, chosen), self._record(model)
-        if finished is None or record is None:
+        record = self._record(model, plan_training(model, self.members())[1])
+        if record is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
+        finished = int(record["step"])
         if (theirs := record.get(TRAINER, finished)) != step:
             raise ValueError(f"{where!r} holds masks of step {theirs}, and weights of step {step}")
         if self._model is None:
@@ -360,10 +366,8 @@ class Sparsity(ABC):
         if state["algorithm"] != self._describe_members():
             raise ValueError(f"make the algorithm with the options that the state was saved with: {state['algorithm']}")
         if wrong := [name for name, number in self._digests().items() if state["masks"].get(name) != number]:
-            raise ValueError(
-                f"{len(wrong)} masks of the model are not those that this state was saved with, such as {wrong[0]!r}: "
-                "load the model's state dict of the same checkpoint first"
-            )
+            problem = f"{len(wrong)} masks of the model are not those of this state ({wrong[0]!r} first)"
+            raise ValueError(f"{problem}: load the model's state dict of the same checkpoint first")
         self._restart(state["step"])
         self.report()
 
@@ -382,11 +386,7 @@ class Reminder:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.forwards += 1
             if self.forwards == 2 and any(named_masks(model)):
-                warnings.warn(
-                    f"masks will not move: apply this {self.algorithm} to the optimizers, too, with "
-                    "sparsity.apply(optimizer), or call sparsity.update() after each step",
-                    stacklevel=2,
-                )
+                warnings.warn(f"masks will not move: apply this {self.algorithm} to the optimizers, too", stacklevel=2)
 
 
 @torch.no_grad()
@@ -442,9 +442,7 @@ def _entry(weight: Weight) -> LayerReport:
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's wrapper. Raises ValueError for one that cannot train sparse models."""
     if any("deepspeed" in base.__module__ for base in type(optimizer).__mro__):
-        raise ValueError(
-            "DeepSpeed keeps weights and gradients in buffers of its own: use DistributedDataParallel or fully_shard"
-        )
+        raise ValueError("DeepSpeed has buffers of its own for weights: use DistributedDataParallel or fully_shard")
     if isinstance(optimizer, AcceleratedOptimizer):
         return _torch_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -452,3 +450,128 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS calls its closure several times in a step: use SGD, Adam, AdamW, Adafactor or Muon")
     return optimizer
+
+
+# Trainer --------------------------------------------------------------------------------------------------------------
+
+
+class SparsityCallback(TrainerCallback):
+    """Sparse training in Trainer.
+
+    >>> Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(RigL(0.9, scope="row", include="blocks"))])
+
+    sparsity: it is applied to the model when training starts, unless it has been, and to the optimizer.
+    resume_from: the checkpoint that ``trainer.train(resume_from_checkpoint=...)`` gets, if it lies elsewhere than in
+      ``output_dir``.
+
+    Resuming and ``load_best_model_at_end`` bring weights and masks of the checkpoint back together; the model may be
+    freshly built. Raises ValueError, which names the folder, if a checkpoint has no masks, or if its files do not
+    belong together.
+    """
+
+    def __init__(self, sparsity: Sparsity, resume_from: str | Path | None = None) -> None:
+        self.sparsity = sparsity
+        self.resume_from = None if resume_from is None else Path(resume_from)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        model = unwrapped(kwargs["model"])
+        if is_fully_sharded(model) or args.deepspeed:
+            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/sparse-training.md)")
+        if state.global_step > 0:
+            folder = self.resume_from or _checkpoint(args, state.global_step)
+            _read_back(model, folder)
+            self.sparsity.go_on(model, state.global_step, str(folder))
+        elif not self.sparsity.sparse_params:
+            self.sparsity.apply(model)
+        self.sparsity.release()  # of the optimizer of an earlier train()
+        self.sparsity.apply(kwargs["optimizer"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.sparsity.write_trainer_step(state.global_step)
+            add_masks(kwargs["model"], _checkpoint(args, state.global_step))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            _read_back(unwrapped(kwargs["model"]), Path(state.best_model_checkpoint))
+
+
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _read_back(model: nn.Module, folder: Path) -> None:
+    """Weights, masks and report of a checkpoint; Trainer has loaded the weights, but under other masks."""
+    if not (folder / DESCRIPTION).is_file():
+        raise ValueError(f"{str(folder)!r} holds no masks ({DESCRIPTION}): name the checkpoint as resume_from=folder")
+    restore(model, folder)
+
+
+# NaN ------------------------------------------------------------------------------------------------------------------
+
+
+# endings of files that hold pickles, or Cerebras' HDF5 -> what reads them
+PICKLED, HDF5 = "torch.load(path, weights_only=True)", 'cerebras.pytorch.load(path)["model"]'
+READERS = {".pt": PICKLED, ".pth": PICKLED, ".bin": PICKLED, ".ckpt": PICKLED, ".mdl": HDF5}
+
+
+def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """A sparse model's state dict with NaN where its masks are False, and without the masks; nothing else changes.
+
+    ``optimizer_state``: name of a parameter -> its state tensors by name. Those of the parameter's shape get NaN as
+    well, in place.
+    """
+    marked = dict(state)
+    for name, mask in _taken_masks(marked).items():
+        marked[name] = marked[name].masked_fill(~mask, torch.nan)
+        for value in (optimizer_state or {}).get(name, {}).values():
+            if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
+                value.masked_fill_(~mask, torch.nan)
+    return marked
+
+
+def from_sentinel(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `to_sentinel`: zeros where there is NaN, and a mask beside every tensor that holds one.
+
+    Raises ValueError for inf, which marks nothing: the file is damaged.
+    """
+    sparse: dict[str, Any] = {}
+    for name, value in state.items():
+        sparse[name] = value
+        if isinstance(value, Tensor) and value.is_floating_point():
+            if value.isinf().any():
+                raise ValueError(f"{name!r} holds inf, which marks no pruned weight: the checkpoint is damaged")
+            if (pruned := value.isnan()).any():
+                sparse[name] = value.masked_fill(pruned, 0)
+                sparse[name + SUFFIX] = ~pruned
+    return sparse
+
+
+def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Tensor], int]:
+    """Copy a safetensors file, with 0 in the place of every NaN -> (the masks, by name; how many tensors there are).
+
+    The copy holds no masks. Raises ValueError for any other kind of file, for a destination that exists, and for inf.
+    """
+    source, destination = Path(source), Path(destination)
+    for path in (source, destination):
+        if reader := READERS.get(path.suffix):
+            raise ValueError(f"{str(path)!r} is no safetensors file: read it with {reader}, write it as safetensors")
+    if destination.exists():
+        raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")
+    try:
+        with safe_open(source, framework="pt") as file:
+            metadata = file.metadata()
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(source)!r} cannot be read as safetensors: {error}") from None
+    sparse = from_sentinel(state)
+    masks = _taken_masks(sparse)
+    save_file(sparse, destination, metadata=metadata)
+    return masks, len(sparse)
+
+
+def _taken_masks(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The masks of a state dict, by the names of their weights, taken out of it."""
+    names = [name for name in state if name + SUFFIX in state and state[name + SUFFIX].dtype == torch.bool]
+    return {name: state.pop(name + SUFFIX) for name in names}

@@ -281,7 +281,7 @@ def test_update_without_a_gradient_says_so():
     sparsity.apply(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsity.apply(optimizer)
-    with pytest.raises(RuntimeError, match="RigL found no gradient of 'weight' after step 1"):
+    with pytest.raises(RuntimeError, match="'weight' has no gradient after step 1"):
         optimizer.step()
 
 
@@ -516,7 +516,7 @@ Z = Zoo
         (lambda: training.Static(), "Static needs a level"),
         (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
         (lambda: training.SET(-0.1), "sparsity=-0.1"),
-        (lambda: training.GMP(0.5), "GMP prunes by a schedule, and sparsity=0.5 is one level.*use Static"),
+        (lambda: training.GMP(0.5), "GMP prunes by a schedule, not at one level .0.5.*use Static"),
         (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
         (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
         (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
@@ -566,7 +566,7 @@ def test_what_apply_refuses():
     sparsity.apply(model)
     with pytest.raises(ValueError, match="applied to a Zoo already"):
         sparsity.apply(model)
-    with pytest.raises(ValueError, match="holds none of the 8 sparse parameters of the model"):
+    with pytest.raises(ValueError, match=r"this SGD holds no sparse parameter: use model.parameters"):
         sparsity.apply(torch.optim.SGD(Zoo().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
         sparsity.apply(torch.optim.LBFGS(model.parameters()))
@@ -575,7 +575,7 @@ def test_what_apply_refuses():
     with pytest.raises(ValueError, match="applied to no model yet"):
         training.SET(0.5).report()
     deepspeed = type("DeepSpeedOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime"})
-    with pytest.raises(ValueError, match="DeepSpeed keeps weights and gradients in buffers of its own"):
+    with pytest.raises(ValueError, match="DeepSpeed has buffers of its own"):
         sparsity.apply(deepspeed(model.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsity.apply(optimizer)

@@ -92,7 +92,7 @@ def test_a_gradual_rule_ends_at_the_level_of_each_layer():
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": 0.5}, "must be a mapping beside sparse_ift"),
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "sparsity": 0.5}}, "leave sparsity out"),
         ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "param_filter": "*"}}, "leave param_filter out"),
-        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "updates": 3}}, "no option 'updates'"),
+        ({"sparse_ift": {"sparsity": 0.5}, "sparsity": {**SET, "updates": 3}}, "option 'updates' is not known"),
     ],
 )
 def test_what_is_refused(content, match):
@@ -173,7 +173,7 @@ def test_the_plan_as_json(command, tmp_path):
     ("flags", "message"),
     [
         (["--sparsity", "1"], "must be a number in [0, 1)"),
-        (["--sparsity", "0.6", "--member", "parallel"], "the nearest levels that work are 0.5 and 0.666667"),
+        (["--sparsity", "0.6", "--member", "parallel"], "the nearest that work are 0.5 and 0.666667"),
         (["--sparsity", "0.5", "--recipe", "nothing.yaml"], "cannot be read as YAML"),
     ],
 )

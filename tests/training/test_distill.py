@@ -441,11 +441,11 @@ def test_weights_that_are_none(weights, message):
 
 def test_a_teacher_that_is_the_model():
     model, teacher = pair()
-    itself = "'LlamaForCausalLM' of the teacher is the model's as well, and would change while it teaches: give a copy"
+    itself = "'LlamaForCausalLM' of the teacher is the model's: give a deepcopy of the dense"
     refused(distill, model, model, parts=[itself])
     refused(distill, nn.DataParallel(model), model, parts=[itself])
     teacher.model.norm.weight = model.model.norm.weight
-    refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's as well", "give a copy"])
+    refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's: give a deepcopy of"])
     model.model.norm.weight.requires_grad_(False)  # frozen, it is the same for both, and stays it
     distill(model, teacher).remove()
 
@@ -485,25 +485,21 @@ def test_a_model_without_logits():
     call_refused(
         model.model,
         teacher.model,
-        "the BaseModelOutputWithPast of the model has no logits",
-        "use a model with a head",
+        "the model gives no logits",
+        "use one with a head",
         **padded(),
     )
 
 
 def test_a_tuple_and_logits_of_other_dimensions():
     model, teacher = pair()
-    call_refused(
-        model, teacher, "the tuple of the model has no logits", "not return_dict=False", return_dict=False, **padded()
-    )
+    call_refused(model, teacher, "the model gives no logits", "not return_dict=False", return_dict=False, **padded())
 
     class Image(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"logits": x}
 
-    call_refused(
-        Image(), Image(), "the dict of the model has no logits [batch, sequence, vocabulary]", x=torch.zeros(2, 3, 4, 5)
-    )
+    call_refused(Image(), Image(), "the model gives no logits [B, S, V]", x=torch.zeros(2, 3, 4, 5))
 
 
 def test_labels_that_do_not_fit():
@@ -554,7 +550,7 @@ def test_a_regression():
     config.num_labels, config.pad_token_id = 1, PAD
     teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
     batch = {**padded(), "labels": torch.randn(4)}
-    call_refused(model.train(), teacher, "problem_type='regression' are no choice among classes", "set kl=0", **batch)
+    call_refused(model.train(), teacher, "problem_type='regression' are no choice of classes", "set kl=0", **batch)
     config.num_labels = 3
     teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
     model.config.problem_type = "multi_label_classification"

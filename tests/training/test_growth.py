@@ -292,7 +292,7 @@ def test_warnings_of_schedules_that_do_nothing_or_too_much():
     linear.apply(model)
     optimizer = linear.apply(torch.optim.SGD(model.parameters(), lr=0.1))
     step(model, optimizer)
-    with pytest.warns(UserWarning, match="come to 1, where no weight is left"):
+    with pytest.warns(UserWarning, match="the level is 1, where no weight is left"):
         step(model, optimizer)
 
 

@@ -296,7 +296,7 @@ def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
     state = copy.deepcopy(sparsity.state_dict())
     with pytest.raises(ValueError, match="make the algorithm with the options that the state was saved with"):
         started(Mlp(), ALGORITHMS["set"])[0].load_state_dict(state)
-    with pytest.raises(ValueError, match="2 masks of the model are not those that this state was saved with"):
+    with pytest.raises(ValueError, match="2 masks of the model are not those of this state"):
         started(Mlp())[0].load_state_dict(state)
     with pytest.raises(ValueError, match="apply this RigL to the model, load the model's state dict"):
         rigl().load_state_dict(state)

@@ -1,20 +1,299 @@
-"""Members of Sparse-IFT that replace one layer by several (arXiv 2303.11525): Parallel, Factorized, Doped.
+"""Members of Sparse-IFT (arXiv 2303.11525): a wider model, or several layers in the place of one.
 
-Din and Dout are a layer's inputs and outputs; of a convolution Din counts kernel positions too.
+Sparse Wide makes the config of a model of transformers wider. Of any other model the layers of a copy are made wider,
+all by the same fraction, so that what is equal, concatenated or flattened in the model stays so. What the model reads
+and gives keeps its size.
+
+Parallel, Factorized and Doped replace one layer by several. Din and Dout are a layer's inputs and outputs; of a
+convolution Din counts kernel positions too.
 """
 
+import copy
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PretrainedConfig
 
-from modelopt_sparse.training.sparse_ift.wide import rebuilt
+from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.reports.fold import first_few, nearest
+from modelopt_sparse.values import check_whole
 
 KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Activation = Callable[[], nn.Module] | None
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    """The model's output for an example: a tuple holds positional arguments, a mapping keywords, else it is the only
+    argument. Of a model on the meta device it is moved there."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta:
+        example = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, example)
+    try:
+        if isinstance(example, Mapping):
+            return model(**example)
+        return model(*example) if isinstance(example, tuple) else model(example)
+    except RuntimeError as error:
+        if not on_meta:
+            raise
+        problem = f"this {type(model).__name__} is on the meta device and cannot be run on the example there"
+        raise ValueError(f"{problem}: build it, or leave example out") from error
+
+
+# configs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the sizes in a config.
+
+    width: of the hidden states. heads: how many attention heads share it. mlp: its width; None in the config stands for
+    four times the width. head_size: where a config has one of its own. rotary: heads have even sizes. alike: further
+    sizes that are equal to the width.
+    """
+
+    width: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    mlp: str = "intermediate_size"
+    head_size: str | None = None
+    rotary: bool = False
+    alike: tuple[str, ...] = ()
+
+
+LLAMA = Family(head_size="head_dim", rotary=True)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3"), LLAMA),
+    "gpt_neox": Family(rotary=True),
+    "gpt2": Family("n_embd", "n_head", "n_inner"),
+    "opt": Family(mlp="ffn_dim", alike=("word_embed_proj_dim",)),
+    "t5": Family("d_model", "num_heads", "d_ff", "d_kv"),
+    "distilbert": Family("dim", "n_heads", "hidden_dim"),
+    **dict.fromkeys(("bert", "roberta", "vit", "deit"), Family()),
+}
+STAGES = ("resnet", "swin")
+
+
+def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> PretrainedConfig:
+    """A copy of a config whose hidden states, heads and MLPs are ``factor`` times as wide, rounded up.
+
+    The width is rounded to what its heads need: to a multiple of their number, with even sizes where they are rotary;
+    and to ``multiple``, which hardware may want. The MLP grows as the width did. Numbers of layers and heads, the
+    vocabulary and all else stay.
+
+    Raises ValueError for a kind of model that is not in FAMILIES or STAGES.
+    """
+    wide = copy.deepcopy(config)
+    if config.model_type in STAGES:
+        _widen_stages(wide, factor, multiple)
+        return wide
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        close = nearest(config.model_type, [*FAMILIES, *STAGES])
+        raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
+    check_whole("multiple", multiple)
+    width, heads = getattr(config, family.width), getattr(config, family.heads)
+    own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
+    if not own and width % heads:
+        raise ValueError(
+            f"{family.width}={width} is no multiple of {family.heads}={heads}, as {rounded_up(width, heads)} would be"
+        )
+    apart = own and own * heads != width  # the sizes of heads do not add up to the width
+    even = 1 + family.rotary
+    new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
+    size = rounded_up(own * factor, even) if apart else new // heads
+    setattr(wide, family.width, new)
+    if family.head_size and own:
+        setattr(wide, family.head_size, size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if size != (own or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
+        raise ValueError(f"rope_parameters holds a list, which does not fit heads of {size}: choose another member")
+    mlp = getattr(config, family.mlp)
+    if mlp is not None:
+        setattr(wide, family.mlp, rounded_up(mlp * new / width, multiple))
+    for name in family.alike:
+        if getattr(config, name) == width:
+            setattr(wide, name, new)
+    return wide
+
+
+def _widen_stages(wide: Any, factor: float, multiple: int) -> None:
+    """ResNet: the widths of the stem and of all stages. Swin: that of the first stage, which the others follow."""
+    if wide.model_type == "resnet":
+        wide.embedding_size = rounded_up(wide.embedding_size * factor, multiple)
+        # stages of bottlenecks are divided by four inside
+        step = math.lcm(multiple, 4 if wide.layer_type == "bottleneck" else 1)
+        wide.hidden_sizes = [rounded_up(size * factor, step) for size in wide.hidden_sizes]
+    else:
+        steps = (heads // math.gcd(heads, 2**stage) for stage, heads in enumerate(wide.num_heads))
+        wide.embed_dim = rounded_up(wide.embed_dim * factor, math.lcm(multiple, *steps))
+        wide.hidden_size = wide.embed_dim * 2 ** (len(wide.depths) - 1)
+
+
+def rounded_up(size: float, step: int) -> int:
+    """The next multiple of ``step``; a size that is one but for rounding stays."""
+    return math.ceil(round(size / step, 6)) * step
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+
+
+READS, MAKES = "reads what the model reads", "makes what the model gives"
+CHANNELS = {"in_channels": {READS}, "out_channels": {MAKES}}
+FEATURES, SHAPE = {"num_features": {READS, MAKES}}, {"normalized_shape": {READS, MAKES}}
+SIZES: dict[type[nn.Module], dict[str, set[str]]] = {  # a module's sizes -> the ends of a model where they stay
+    nn.Linear: {"in_features": {READS}, "out_features": {MAKES}},
+    nn.Embedding: {"embedding_dim": {MAKES}},
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), CHANNELS),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), CHANNELS),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), FEATURES),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), FEATURES),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), SHAPE),
+    nn.GroupNorm: {"num_channels": {READS, MAKES}},
+}
+LAYERS = [kind for kind, sizes in SIZES.items() if {READS, MAKES} not in sizes.values()]  # the others are norms
+
+
+def rebuilt(module: nn.Module, **changes: Any) -> Any:
+    """A new module of the same kind and settings, but for ``changes``, freshly initialized as torch does it.
+
+    torch's layers and norms keep the arguments of their constructors under the same names.
+    """
+    kind = next(kind for kind in SIZES if isinstance(module, kind))
+    settings: dict[str, Any] = {}
+    for name in inspect.signature(kind).parameters:
+        if name == "bias":
+            settings[name] = module.bias is not None
+        elif name not in ("device", "dtype") and not name.startswith("_"):
+            settings[name] = getattr(module, name)
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
+        settings.update(device=tensor.device, dtype=tensor.dtype)
+    return kind(**{**settings, **changes}).train(module.training)
+
+
+def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple[nn.Module, dict[str, str]]:
+    """(a wider copy of a model, why its layers are to stay dense or "", by name).
+
+    Widths grow by ``factor``, rounded up to the next fraction that keeps all of them whole, multiples of ``multiple``
+    and divisible by their groups. All layers of the copy are new; their weights are random. The copy is run once.
+
+    Raises ValueError for parameters in modules whose sizes are not known, for layers that the example does not reach,
+    and for a model that does not run or gives another shape when it is wider.
+    """
+    _refuse_unknown(model)
+    ends = _ends(model, example)
+    sizes = {module: _inner_sizes(module, own) for module, own in ends.items()}
+    inner = [size for own in sizes.values() for size in own.values()]
+    if not inner:
+        raise ValueError(f"this {type(model).__name__} has no width of its own: its first layer is its last")
+    unit, step = math.gcd(*inner), multiple
+    for module, own in sizes.items():
+        groups = getattr(module, "groups", getattr(module, "num_groups", 1))
+        if not _depthwise(module, own):  # there groups grow with the channels
+            step = math.lcm(step, *(groups // math.gcd(groups, size // unit) for size in own.values()))
+    new = rounded_up(factor * unit, step)
+    wide = copy.deepcopy(model)
+    new_modules = {}
+    for module, own in sizes.items():
+        changes = {side: size // unit * new for side, size in own.items()}
+        if _depthwise(module, own):
+            changes["groups"] = changes["in_channels"]
+        new_modules[module] = rebuilt(module, **changes)
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in new_modules:
+            wide.set_submodule(name, new_modules[module])
+    _tie(model, wide)
+    _check(model, wide, example)
+    layers = {name: module for name, module in model.named_modules() if type(module) in LAYERS}
+    return wide, {
+        name: next((end for end in (READS, MAKES) if end in ends[module]), "") for name, module in layers.items()
+    }
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own and type(module) not in SIZES and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
+            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(own))!r})"
+            raise ValueError(f"Sparse Wide does not know which sizes of {what} are widths: choose another member")
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
+            raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
+        if any(parameter.is_meta for parameter in own.values()):
+            raise ValueError(f"this {type(model).__name__} is on the meta device: build it, to run it on the example")
+
+
+def _ends(model: nn.Module, example: Any) -> dict[nn.Module, set[str]]:
+    """READS and MAKES for each layer and norm whose sizes stay: it reads memory that the model reads, or writes what
+    the model gives. What runs before the first layer reads, what runs after the last one makes."""
+    ends: dict[nn.Module, set[str]] = {module: set() for module in model.modules() if type(module) in SIZES}
+    calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
+    with calibrating(model), ExitStack() as hooks:
+        for module in ends:
+            hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
+        outputs = _memory(call(model, example))
+    reached = {module for module, _, _ in calls}
+    if missed := [path for path, module in model.named_modules() if module in ends and module not in reached]:
+        raise ValueError(f"the example does not reach {first_few(missed)}: whether its sizes may change is not known")
+    inputs = _memory(example)
+    layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in LAYERS]
+    for number, (module, read, made) in enumerate(calls):
+        if number <= layers[0] or _memory(read) & inputs:
+            ends[module].add(READS)
+        if number >= layers[-1] or _memory(made) & outputs:
+            ends[module].add(MAKES)
+    return ends
+
+
+def _memory(value: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in flat_tensors(value)}
+
+
+def _inner_sizes(module: nn.Module, ends: set[str]) -> dict[str, int]:
+    """The sizes of a module that are widths of the model, by the name of the setting."""
+    inner = {name: getattr(module, name) for name, fixed in SIZES[type(module)].items() if not ends & fixed}
+    return {name: size[0] if isinstance(size, tuple) else size for name, size in inner.items()}
+
+
+def _depthwise(module: nn.Module, own: Mapping[str, int]) -> bool:
+    return len(own) == 2 and getattr(module, "groups", 1) == getattr(module, "in_channels", 0) > 1
+
+
+def _tie(model: nn.Module, wide: nn.Module) -> None:
+    """Modules of the wide model share the parameters that they share in the model."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        path, _, own = name.rpartition(".")
+        if wide.get_parameter(known).shape != wide.get_parameter(name).shape:
+            raise ValueError(f"{known!r} and {name!r} are one parameter, and differ in size in a wider model")
+        wide.get_submodule(path).register_parameter(own, wide.get_parameter(known))
+
+
+def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
+    """Run both on the example. Raises ValueError unless the shapes of what they give are the same."""
+
+    def shapes(one: nn.Module) -> list[tuple[int, ...]]:
+        with calibrating(one):
+            return [tuple(tensor.shape) for tensor in flat_tensors(call(one, example))]
+
+    dense = shapes(model)
+    try:
+        now = shapes(wide)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"this {type(model).__name__} does not run when its layers are wider: {error}") from error
+    if dense != now:
+        raise ValueError(f"this {type(model).__name__} gives {now} instead of {dense} when its layers are wider")
+
+
+# several layers for one -----------------------------------------------------------------------------------------------
 
 
 class Parallel(nn.Module):
@@ -112,8 +391,7 @@ def branches_for(level: float) -> int:
     if abs(count - round(count)) > 1e-6 * count:
         lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
         raise ValueError(
-            f"Sparse Parallel at level {level:g} would have {count:.2f} branches: the nearest levels that work are "
-            f"{lower:.6g} and {upper:.6g}"
+            f"{count:.2f} branches at level {level:g}: the nearest that work are {lower:.6g} and {upper:.6g}"
         )
     return round(count)
 
@@ -152,33 +430,26 @@ def fold(model: nn.Module) -> list[str]:
 def merge_members(module: Parallel | Factorized | Doped) -> nn.Module | None:
     """One layer that computes what a member does; None if a non-linearity stands between. Weights may become dense."""
     if isinstance(module, Doped):
-        layer = _copy(module.sparse)
-        layer.weight += _product(module.first, module.second)
-        return layer
+        layer: Any = module.sparse
+        return _layer(layer, layer.weight + _product(module.first, module.second), layer.bias)
     if not isinstance(module.activation, nn.Identity):
         return None
     if isinstance(module, Factorized):
-        outputs = "out_channels" if isinstance(module.first, Convolution) else "out_features"
-        sizes: dict[str, Any] = {outputs: getattr(module.second, outputs)}
-        layer = rebuilt(module.first, **sizes, bias=module.second.bias is not None)
-        layer.weight.copy_(_product(module.first, module.second))
-        if layer.bias is not None:
-            layer.bias.copy_(module.second.bias)
-        return layer
-    layer = _copy(module.branches[0])
-    for branch in module.branches[1:]:
-        layer.weight += branch.get_parameter("weight")
-        if layer.bias is not None:
-            layer.bias += branch.get_parameter("bias")
+        first, second = module.first, module.second
+        outputs = "out_channels" if isinstance(first, Convolution) else "out_features"
+        return _layer(first, _product(first, second), second.bias, **{outputs: getattr(second, outputs)})
+    branches: list[Any] = list(module.branches)
+    bias = None if branches[0].bias is None else sum(branch.bias for branch in branches)
+    return _layer(branches[0], sum(branch.weight for branch in branches), bias)
+
+
+def _layer(like: Any, weight: Any, bias: Any, **changes: Any) -> nn.Module:
+    """A layer of the kind and settings of another one, but for ``changes``, with this weight and bias."""
+    layer = rebuilt(like, bias=bias is not None, **changes)
+    layer.weight.copy_(weight)
+    if bias is not None:
+        layer.bias.copy_(bias)
     return layer
-
-
-def _copy(layer: nn.Module) -> Any:
-    copy = rebuilt(layer)
-    copy.weight.copy_(layer.get_parameter("weight"))
-    if copy.bias is not None:
-        copy.bias.copy_(layer.get_parameter("bias"))
-    return copy
 
 
 def _product(first: Any, second: Any) -> Tensor:

@@ -13,10 +13,24 @@ from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
-from modelopt_sparse.training.cost import Products
-from modelopt_sparse.training.planner import BLOCKS, Weight, find_weights, parse_filter, reasons, zeros_by_name
-from modelopt_sparse.training.sparse_ift.members import Activation, Convolution, member_of, why_not
-from modelopt_sparse.training.sparse_ift.wide import call, wider
+from modelopt_sparse.training.planner import (
+    BLOCKS,
+    Products,
+    Weight,
+    find_weights,
+    parse_filter,
+    reasons,
+    zeros_by_name,
+)
+from modelopt_sparse.training.sparse_ift.members import (
+    Activation,
+    Convolution,
+    call,
+    member_of,
+    why_not,
+    widened,
+    widened_layers,
+)
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
 
@@ -126,10 +140,9 @@ class IsoPlan(Printed):
         ]
         costs = [("parameters", self.parameters, self.new_parameters)]
         costs.append(("of them live", self.parameters, self.live_parameters))
-        if self.flops is not None:
-            before, after = self.flops
-            costs.append((f"FLOPs of {self.unit}, forward", before, after))
-            costs.append((f"FLOPs of {self.unit}, training", 3 * before, 3 * after))
+        for times, what in ((1, "forward"), (3, "training")):
+            if self.flops is not None:
+                costs.append((f"FLOPs of {self.unit}, {what}", times * self.flops[0], times * self.flops[1]))
         parts = [
             paragraph(summary, all_rows=all_rows),
             rows_of("layer", names, columns, skipped, all_rows=all_rows),
@@ -257,27 +270,33 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
     if isinstance(model, PretrainedConfig):
         with torch.device("meta"):
             model = model_class(model, model.model_type)(model)
-    unit = _unit(model, example)
-    if iso == "model" and unit is None:
-        raise ValueError(f"iso='model' needs example= for the convolutions in this {type(model).__name__}")
-    wide, why = wider(model, (1 / (1 - level)) ** 0.5, multiple, example)
-    weights, dense = find_weights(wide), find_weights(model)
-    sizes, uses = _sizes(dense), _uses(model, dense, example)
-    rows = []
+    factor, ends = (1 / (1 - level)) ** 0.5, {}
+    if isinstance(model, PreTrainedModel):
+        with torch.device(next(model.parameters()).device):
+            wide: Any = type(model)(widened(model.config, factor, multiple))
+        wide.tie_weights()  # older versions of transformers do not do so on the meta device
+    elif example is None:
+        raise ValueError(f"this {type(model).__name__} is no model of transformers: give example=, an input")
+    else:
+        wide, ends = widened_layers(model, factor, multiple, example)
+    weights, rows = find_weights(wide), {}
+    why = reasons(wide, weights, BLOCKS)
+    why = {name: ends.get(name.rpartition(".")[0]) or reason for name, reason in why.items()}
     for weight in weights:
         if not why[weight.name]:
-            old, new = sizes[weight.name], weight.parameter.numel()
-            own, shape = 1 - old / new, " x ".join(map(str, weight.shape))
-            rows.append(Replaced(weight.name, old, shape, new, own, new, uses[weight.name]))
-    plan = _plan(model, rows, sizes, weights, why, uses, sum(_sizes(weights).values()), unit)
+            old, new = model.get_parameter(weight.name).numel(), weight.parameter.numel()
+            words = " x ".join(map(str, weight.shape))
+            rows[weight.name] = Replaced(weight.name, old, words, new, 1 - old / new, new)
+    parameters = sum(weight.parameter.numel() for weight in weights)
+    plan = _plan(model, find_weights(model), weights, why, rows, parameters, example)
     if iso == "model":
+        if plan.unit is None:
+            raise ValueError(f"iso='model' needs example= for the convolutions in this {type(model).__name__}")
         for_sparse = plan.multiplications("weights") + plan.other - plan.new_other
         one = 1 - for_sparse / plan.multiplications("new_weights")
         if not 0 <= one < 1:
-            raise ValueError(
-                f"at level {level:g} the layers that stay dense cost more than the whole model did: give iso='layers'"
-            )
-        plan = replace(plan, layers=tuple(replace(row, level=one) for row in rows))
+            raise ValueError(f"at level {level:g} the dense layers cost more than the model did: give iso='layers'")
+        plan = replace(plan, layers=tuple(replace(row, level=one) for row in plan.layers))
     return wide, plan
 
 
@@ -294,9 +313,8 @@ def _replaced(
     """
     weights = find_weights(model)
     why = _why_dense(model, weights, include)
-    sizes, uses = _sizes(weights), _uses(model, weights, example)
-    modules, sparse, rows = {}, {}, []
-    parameters = sum(sizes.values())
+    modules, sparse, rows = {}, {}, {}
+    parameters = sum(weight.parameter.numel() for weight in weights)
     for weight in weights:
         if why[weight.name]:
             continue
@@ -304,12 +322,12 @@ def _replaced(
         new, words, parts, own = member_of(layer, member, level, activation)
         sparse[name] = [f"{name}.{part}.weight" for part in parts]
         size = sum(each.numel() for each in new.parameters() if each.dim() > 1)
-        rows.append(Replaced(name, sizes[weight.name], words, size, own, size, uses[weight.name]))
+        rows[weight.name] = Replaced(name, weight.parameter.numel(), words, size, own, size)
         if new is not layer:
             modules[name] = new
             parameters += sum(each.numel() for each in new.parameters())
             parameters -= sum(each.numel() for each in layer.parameters())
-    return modules, sparse, _plan(model, rows, sizes, weights, why, uses, parameters, _unit(model, example))
+    return modules, sparse, _plan(model, weights, weights, why, rows, parameters, example)
 
 
 def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[str, str]:
@@ -342,48 +360,36 @@ def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[st
 
 def _plan(
     model: nn.Module,
-    rows: list[Replaced],
-    sizes: Mapping[str, int],
-    weights: list[Weight],
+    before: list[Weight],
+    after: list[Weight],
     why: Mapping[str, str],
-    uses: Mapping[str, float],
+    rows: Mapping[str, Replaced],
     parameters: int,
-    unit: str | None,
+    example: Any,
 ) -> IsoPlan:
-    """``sizes``: of all weights before. ``weights``: those of the new model, or of the old one where others stay.
-    ``parameters``: how many there are afterwards."""
+    """before: the weights of the model. after: those of the new model, or the same where others stay. rows: by names of
+    weights. parameters: how many there are afterwards."""
     if not rows:
         kinds = first_few(sorted(set(why.values())))
         raise ValueError(f"no layer of this {type(model).__name__} would be sparse: {kinds}")
-    rest = [weight for weight in weights if why[weight.name]]
+    sizes = {weight.name: weight.parameter.numel() for weight in before}
+    uses = dict.fromkeys(sizes, 1.0)  # how often each weight is multiplied
+    unit = None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
+    if example is not None:
+        unit = "the example"
+        with calibrating(model), Products(before) as products:
+            call(model, example)
+        uses = {name: products.flops[name] / 2 / max(1, size) for name, size in sizes.items()}
+    rest = [weight for weight in after if why[weight.name]]
     fixed = [weight for weight in rest if _multiplies(weight)]
     other = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
     new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
     skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
-    return IsoPlan(tuple(rows), skipped, sum(sizes.values()), parameters, other, new_other, unit)
+    layers = tuple(replace(row, uses=uses[name]) for name, row in rows.items())
+    return IsoPlan(layers, skipped, sum(sizes.values()), parameters, other, new_other, unit)
 
 
 def _multiplies(weight: Weight) -> bool:
     """Whether a weight is multiplied with every token: heads are, tied ones too, and embeddings are looked up."""
     in_linear = any(isinstance(module, nn.Linear) for module in weight.holders.values())
     return len(weight.shape) > 1 and (weight.is_layer or in_linear)
-
-
-def _uses(model: nn.Module, weights: list[Weight], example: Any) -> dict[str, float]:
-    """How often each weight is multiplied in a forward of the example; 1 without an example."""
-    if example is None:
-        return {weight.name: 1.0 for weight in weights}
-    with calibrating(model), Products(weights, {}) as products:
-        call(model, example)
-    return {weight.name: products.flops[weight.name] / 2 / max(1, weight.parameter.numel()) for weight in weights}
-
-
-def _unit(model: nn.Module, example: Any) -> str | None:
-    """What multiplications in a model can be counted for, see `IsoPlan`."""
-    if example is not None:
-        return "the example"
-    return None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
-
-
-def _sizes(weights: list[Weight]) -> dict[str, int]:
-    return {weight.name: weight.parameter.numel() for weight in weights}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from modelopt_sparse.training.schedules import (
+from modelopt_sparse.training.updates import (
     Constant,
     Cosine,
     Cubic,
@@ -59,11 +59,12 @@ def test_a_function_of_the_step():
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        ("0.5", "is no schedule: give a number"),
+        ("0.5", "is no schedule; give a number"),
         (True, "is no schedule"),
-        ([], "holds numbers, at least one"),
-        ([0.5, "x"], "holds numbers"),
-        ({"type": "cosin", "init": 1}, "did you mean 'cosine'"),
+        ([], "is no schedule; give a number, numbers"),
+        ([0.5, "x"], "is no schedule; give a number, numbers"),
+        ({"type": "cosin", "init": 1}, "is no schedule, did you mean 'cosine'.; give a number"),
+        ({"init": 1, "half_period": 4}, "is no schedule; give .* one of constant, linear"),
         ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
         ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: .*missing .*'half_period'"),
         ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
@@ -100,10 +101,13 @@ def test_the_steps_of_updates(update, fires):
     [
         (0, "freq=0: must be a positive whole number"),
         ("100", "give a number of steps"),
-        ({"freq": 10, "begin": 5}, "takes freq, start and stop, or steps alone, not 'begin'"),
+        (
+            {"freq": 10, "begin": 5},
+            "begin.*give a number of steps, {'freq': 100, .*} or some of these",
+        ),
         ({"freq": 1.5}, "freq=1.5: must be a positive whole number"),
-        ({"steps": []}, "must be a list of whole numbers"),
-        ({"steps": [1], "freq": 2}, "or steps alone, not 'steps'"),
+        ({"steps": []}, r"give .* {'steps': .whole numbers.}"),
+        ({"steps": [1], "freq": 2}, r"update={'freq': 2, 'steps': .1.}: give a number"),
     ],
 )
 def test_what_is_no_update(update, match):

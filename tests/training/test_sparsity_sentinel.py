@@ -65,8 +65,8 @@ def test_finalize(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("model.mdl", r"(?s)looks like Cerebras' HDF5.*cerebras.pytorch.load.path..\"model\""),
-        ("model.pt", r"(?s)looks like a pickle file.*weights_only=True"),
+        ("model.mdl", r"is no safetensors file: .*cerebras.pytorch.load.path..\"model\".*write it as safetensors"),
+        ("model.pt", r"is no safetensors file: .*weights_only=True.*write it as safetensors"),
     ],
 )
 def test_finalize_refuses_other_files(name, match, tmp_path):
