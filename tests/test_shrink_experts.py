@@ -31,8 +31,9 @@ QUICK = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "longcat_flash", "llama4
 SLOW = (
     "afmoe", "aria", "aria_text", "axk2", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo",
     "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm5_next", "glm5_next_text", "glm_moe_dsa", "granitemoe",
-    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2", "inkling2_text",
-    "inkling_mm_model", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4", "mellum",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "hy_v4_vl", "hy_v4_vl_text", "inkling2",
+    "inkling2_loop", "inkling2_loop_text", "inkling2_text",
+    "inkling_mm_model", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4",
     "mistral_large4", "mistral_large4_text", "muse_spark_text", "olmoe", "openai_privacy_filter", "phimoe",
     "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
@@ -112,7 +113,7 @@ def test_a_smaller_mixture_is_the_whole_one_that_never_chooses_the_others(tmp_pa
         wanted = output(whole, batch)
     change = (wanted - output(whole, batch)).abs().max()
     assert change > 0
-    assert (small - wanted).abs().max() <= 1e-4 * change
+    assert (small - wanted).abs().max() <= 1e-4 * change + 4 * torch.finfo(wanted.dtype).eps * wanted.abs().max()
     model.save_pretrained(tmp_path)
     assert_bits(output(type(model).from_pretrained(tmp_path).eval(), batch), small)
 
