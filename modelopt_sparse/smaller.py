@@ -32,7 +32,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select, write_aliases
+from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
 from modelopt_sparse.model.seconds import seconds_of_call
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
@@ -148,7 +148,7 @@ def criterion_of(
     criterion = criteria[0] if criterion is None else criterion
     check_choice("criterion", criterion, criteria)
     check_choice("blocks_by", blocks_by, BLOCKS_BY)
-    refit = not sizes.experts or config.reconstruct is None if refit is None else refit
+    refit = sizes.refits(config, refit)
     check_flag("refit", refit)
     choice = {} if asked.kept is None else kept_in(asked.kept)
     fixed = choice.get("mlp", {}), blocks_by, choice.get("experts", {})
@@ -312,11 +312,10 @@ class _Cut:
         else then."""
         model: Any = data.run.model
         narrow = sizes.narrow(model)
+        pools, mixtures = sizes.pools(model, data.run.plan)
         if sizes.experts:
-            mixtures = expert_pools_in(model, narrow, layers_by_block(data.run.plan), sizes.groups)
             mixtures = {name: [sizes.guarded(pool) for pool in pools] for name, pools in mixtures.items()}
             return cls(sizes, narrow, {}, mixtures=mixtures).with_experts_tried(data)
-        pools = pools_in(model, narrow, layers_by_block(data.run.plan)) if sizes.width else {}
         for interleaved in (False, True):
             pools = {name: [replace(pool, interleaved=interleaved) for pool in each] for name, each in pools.items()}
             some = {name: [choose.any_channels(pool) for pool in each] for name, each in pools.items()}

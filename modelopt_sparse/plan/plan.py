@@ -165,20 +165,19 @@ class Plan(Printed):
                 Column("why", [weight.reason for weight in self.skipped], shared=False),
             ]
             parts.append(rows_of("stays dense", stay, columns, names, all_rows=all_rows))
-        parts.append(self._memory())
+        parts.append(memory_table({"beside the model": self.memory}, self.streamed))
         return "\n\n".join([*parts, *(paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)])
 
-    def _memory(self) -> str:
-        """The bytes as a table in MiB: where, what lies there, and the sum."""
-        places = {"beside the model": self.memory}
-        places |= {f"streaming, {place}": held for place, held in self.streamed.items()}
-        rows: list[tuple[str, str, str]] = []
-        for place, held in places.items():
-            for part, size in {**held, "in all": sum(held.values())}.items():
-                rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
-                place = ""  # said once
-        width = max(len(size) for _, _, size in rows)
-        return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
+
+def memory_table(places: Mapping[str, Mapping[str, int]], streamed: Mapping[str, Mapping[str, int]]) -> str:
+    """The bytes as a table in MiB: where, what lies there, and the sum."""
+    rows: list[tuple[str, str, str]] = []
+    for place, held in {**places, **{f"streaming, {place}": held for place, held in streamed.items()}}.items():
+        for part, size in {**held, "in all": sum(held.values())}.items():
+            rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
+            place = ""  # said once
+    width = max(len(size) for _, _, size in rows)
+    return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 
 
 def _columns(layers: Sequence[LayerPlan]) -> list[Column]:
