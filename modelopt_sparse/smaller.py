@@ -5,7 +5,6 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +32,8 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, expert_pools_in, pools_in, select, write_aliases
+from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
+from modelopt_sparse.model.seconds import seconds_of_call
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -64,8 +64,6 @@ LITTLE = 0.25  # an error from which on a block had no channels to spare
 # share of what matrices of other experts change
 SAME = 0.1
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
-TIMES, LONG = 5, 2.0  # so many calls are timed, and more until the least three agree, or they took so many seconds
-AGREE = 1.05
 SHORT = 1  # epochs of reconstruction that sizes within a budget are compared after
 WORSE = 2  # so many sizes in a row that are worse than the best end the search
 
@@ -150,7 +148,7 @@ def criterion_of(
     criterion = criteria[0] if criterion is None else criterion
     check_choice("criterion", criterion, criteria)
     check_choice("blocks_by", blocks_by, BLOCKS_BY)
-    refit = not sizes.experts or config.reconstruct is None if refit is None else refit
+    refit = sizes.refits(config, refit)
     check_flag("refit", refit)
     choice = {} if asked.kept is None else kept_in(asked.kept)
     fixed = choice.get("mlp", {}), blocks_by, choice.get("experts", {})
@@ -314,11 +312,10 @@ class _Cut:
         else then."""
         model: Any = data.run.model
         narrow = sizes.narrow(model)
+        pools, mixtures = sizes.pools(model, data.run.plan)
         if sizes.experts:
-            mixtures = expert_pools_in(model, narrow, layers_by_block(data.run.plan), sizes.groups)
             mixtures = {name: [sizes.guarded(pool) for pool in pools] for name, pools in mixtures.items()}
             return cls(sizes, narrow, {}, mixtures=mixtures).with_experts_tried(data)
-        pools = pools_in(model, narrow, layers_by_block(data.run.plan)) if sizes.width else {}
         for interleaved in (False, True):
             pools = {name: [replace(pool, interleaved=interleaved) for pool in each] for name, each in pools.items()}
             some = {name: [choose.any_channels(pool) for pool in each] for name, each in pools.items()}
@@ -466,6 +463,14 @@ class _Cut:
             if choice.values is not None:
                 choice.last_in(block).data.copy_(choice.values)
 
+    def one_of_each_kind(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Name -> the block in its smaller size, of one of each kind of blocks that are cut."""
+        kinds = {repr(block): name for name, block in blocks.items() if name in self.cut_names}
+        smaller = {name: clone(blocks[name], hooks=False) for name in kinds.values()}
+        for name, block in smaller.items():
+            self.block(block, name, values=False)
+        return smaller
+
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
         twin = self.sizes.narrow(model, self.stay)
@@ -555,30 +560,18 @@ def _has_logits(data: CalibrationData) -> bool:
 
 
 def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:
-    """Of the model and the smaller one, if they write text, of each kind of call here."""
+    """Of the model and the smaller one, if they write text, of each kind of call here: measured, and predicted."""
     model: Any = data.run.model
-    both, measured = (model, cutting.cut_clone(model)), dict[str, list[float]]()
+    smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
+    blocks = {name: block for name, (block, _) in layers_by_block(data.run.plan).items()}
     longest = longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
         if length <= longest and not ids.is_floating_point():
             row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
-            if seconds := _seconds(both, row):
-                measured[what] = seconds
+            if seconds := seconds_of_call(model, smaller, blocks, cutting.gone, cutting.one_of_each_kind(blocks), row):
+                before, *after = seconds
+                measured |= {name: [before, each] for name, each in zip((what, f"{what}, predicted"), after)}
             else:
                 data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
     return measured
-
-
-def _seconds(models: Sequence[nn.Module], ids: Tensor) -> list[float]:
-    """The least seconds of a call of each, in turns. Nothing where other work on the machine disturbs them: where three
-    calls of the same model do not agree."""
-    seconds: list[list[float]] = [[] for _ in models]
-    while len(seconds[0]) < TIMES or sum(map(sum, seconds)) < LONG:
-        for model, of_model in zip(models, seconds):
-            began = time.perf_counter()
-            flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
-            of_model.append(time.perf_counter() - began)
-        if len(seconds[0]) >= TIMES and all(sorted(of_model)[2] <= AGREE * min(of_model) for of_model in seconds):
-            return [min(of_model) for of_model in seconds]
-    return []

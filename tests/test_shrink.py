@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,28 +329,6 @@ def test_a_budget_takes_the_best_of_all_pairs(budget):
     mts.shrink(model, budget=budget, multiple_of=32, data_loader=batches, progress=False)
     best = min(divergences, key=divergences.__getitem__)
     assert (model.config.num_hidden_layers, model.config.intermediate_size) == best
-
-
-@pytest.mark.parametrize(
-    ("durations", "wanted"),
-    [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[*range(1, 40)], [1] * 40], [])],
-)
-def test_times_are_the_least_of_calls_in_turns_or_none(durations, wanted, monkeypatch):
-    clock, turns = [0.0], []
-    left = [[*of_model, *[9] * 9] for of_model in durations]
-
-    def model(place: int) -> Any:
-        def call(input_ids: Tensor) -> Tensor:
-            turns.append(place)
-            clock[0] += left[place].pop(0) / 100
-            return input_ids
-
-        return call
-
-    monkeypatch.setattr(smaller, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    seconds = smaller._seconds([model(0), model(1)], torch.zeros(1, 1))  # pyright: ignore[reportPrivateUsage]
-    assert [round(100 * each) for each in seconds] == wanted
-    assert turns == [0, 1] * (len(turns) // 2)
 
 
 def test_what_was_kept_is_taken_back(tmp_path):

@@ -39,8 +39,8 @@ def refit(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) 
     as_is = least = error(best)
     mean = gram.diagonal().mean().clamp_min(1e-30)
     for damping in DAMPINGS:
-        among = gram[kept_K][:, kept_K]
-        damped = among + torch.eye(len(kept_K), dtype=gram.dtype, device=gram.device) * (damping * mean)
+        damped = gram[kept_K][:, kept_K]
+        damped.diagonal().add_(damping * mean)
         goal = weight @ gram[:, kept_K] + weight[:, kept_K] * (damping * mean)
         values = torch.cholesky_solve(goal.mT, torch.linalg.cholesky(damped)).mT.to(weight_RC.dtype).double()
         if (now := error(values)) < least:

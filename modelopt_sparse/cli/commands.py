@@ -440,7 +440,8 @@ def shrink(
     settings.pop("method")
     sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
     source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    planned = mts.plan_shrink(source.empty(False)[0], **sizes)
+    of_run = {name: value for name, value in settings.items() if name not in ("data", "progress")}
+    planned = mts.plan_shrink(source.empty(False)[0], **sizes, **of_run)
     if show_plan:
         typer.echo(planned.to_json() if as_json else planned)
         return

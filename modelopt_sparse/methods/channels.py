@@ -18,10 +18,10 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHU
     channel j is ||w_j||^2 / [H^-1]_jj, at the time that it goes; of one that stays, at the end.
     """
     columns = weight_RC.shape[1]
-    weight, hessian = weight_RC.double(), gram_CC.double()
-    damping = (DAMPING * hessian.diagonal().mean()).clamp_min(1e-30)
-    damped = hessian + damping * torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    weight, hessian = weight_RC.double(), gram_CC.to(torch.float64, copy=True)
+    hessian.diagonal().add_((DAMPING * hessian.diagonal().mean()).clamp_min(1e-30))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    del hessian  # as large as the inverse
     scores = torch.zeros(columns, dtype=torch.float64, device=weight.device)
     left = torch.arange(columns, device=weight.device)
     while True:

@@ -23,6 +23,10 @@ WORKSPACE_WEIGHTS, WORKSPACE_GRAMS = 10, 4
 # copies of a block's weights that reconstruction holds: the optimizer's own, gradients, two moments, the best so far,
 # and the masked weights of the graph
 RECONSTRUCTION = 6
+# bytes for each number of a Gram matrix, and of a weight, that the choice of channels and the refit hold beside the
+# sums: five and nine copies in float64, and the sum of both Gram matrices in float32
+CHOICE_GRAMS, CHOICE_WEIGHTS = 5 * 8 + 4, 9 * 8
+ROUTE = 20  # bytes of a token and an expert that it is routed to: two places and a gate
 # copies of the logits in a step of distillation: those of the dense and the sparse model, and three gradients
 LOGITS = 5
 # copies of the statistics with deterministic=True: sums of one call, and the totals in float64
@@ -30,22 +34,29 @@ DETERMINISTIC_COPIES = 3
 
 
 def estimated(
-    model: nn.Module, planned: Sequence[LayerPlan], stacks: Sequence[Stack], config: SparsifyConfig
+    model: nn.Module,
+    planned: Sequence[LayerPlan],
+    stacks: Sequence[Stack],
+    config: SparsifyConfig,
+    takers: Mapping[str, bool] | None = None,
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """(memory, streamed memory) of a run: part -> bytes.
 
     memory: of a run of `sparsify`, beside the model.
-    streamed memory: of a run of `sparsify_checkpoint`, with the model, by place: "host", and the device if it is
-      another; {} for a model without blocks.
+    streamed memory: of a run of `sparsify_checkpoint` (with ``takers``, layers -> whether they are refit when channels
+      or experts go: of `shrink_checkpoint`), with the model, by place; {} for a model without blocks.
     """
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
     window, own = config.seq_len or default_seq_len(model), config.self_data
     if own == "auto":
         own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
     tokens = (config.num_samples + int(own)) * window if config.holds_text else 0  # 0: not known before they are read
-    calibrated = any(layer_plan.calibrated for layer_plan in planned)
+    calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
     widens, experts = calibrated and config.widens(model), getattr(text, "num_experts_per_tok", None)
     layers = [_of_layer(layer_plan, config, experts, widens=widens) for layer_plan in planned]
+    if takers is not None:
+        layers = [_of_choice(layer, each, takers, experts or 1) for layer, each in zip(layers, planned)]
+        tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
     together = _largest(layers, [x.block for x in planned])
@@ -237,6 +248,29 @@ def _of_layer(
         "routed": routed,
         "batch": through * ((rows + columns) * (value + widens * BYTES_PER_SUM) + columns * BYTES_PER_SUM),
     }
+
+
+def _of_choice(
+    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], chosen: int
+) -> dict[str, int]:
+    """The same of a layer with what it takes to choose which channels or experts stay, and to refit these, in place of
+    what a method takes. ``chosen``: experts for a token."""
+    layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
+    if layer_plan.name not in takers:
+        return layer
+    if not isinstance(layer_plan.layer.adapter, RoutedAdapter):
+        layer["statistics"] = 2 * BYTES_PER_SUM * columns**2  # what is fitted to and what judges, apart
+        layer["workspace"] = CHOICE_GRAMS * columns**2 + CHOICE_WEIGHTS * layer_plan.size
+        return layer
+    layer["batch"] += 2 * BYTES_PER_SUM * chosen * rows  # what each expert puts out, and the same times its gate
+    if takers[layer_plan.name]:
+        # of each token: what the mixture takes in, what the smaller one puts out less than it, gates and places, and of
+        # one expert at a time what its last matrix takes in
+        value = layer_plan.layer.parameter.element_size()
+        layer["routed"] = (value + BYTES_PER_SUM) * rows + ROUTE * chosen + BYTES_PER_SUM * columns
+        # copies of all matrices; the sums of one expert, of what it takes in and of what the output lacks
+        layer["workspace"] = 2 * BYTES_PER_SUM * layer_plan.size + CHOICE_GRAMS * (columns + rows) ** 2
+    return layer
 
 
 def _of_a_matrix(layer_plan: LayerPlan) -> tuple[int, int]:

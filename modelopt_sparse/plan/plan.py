@@ -165,16 +165,16 @@ class Plan(Printed):
                 Column("why", [weight.reason for weight in self.skipped], shared=False),
             ]
             parts.append(rows_of("stays dense", stay, columns, names, all_rows=all_rows))
-        parts.append(self._memory())
+        parts.append(memory_table({"beside the model": self.memory}, self.streamed))
         return "\n\n".join([*parts, *(paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)])
 
-    def _memory(self) -> str:
-        """The bytes as a table in MiB: where, what lies there, and the sum."""
-        places = {"beside the model": self.memory}
-        places |= {f"streaming, {place}": held for place, held in self.streamed.items()}
-        rows = [(place, part, f"{size / 2**20:,.1f}") for place, part, size in sizes_by_place(places)]
-        width = max(len(size) for _, _, size in rows)
-        return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
+
+def memory_table(places: Mapping[str, Mapping[str, int]], streamed: Mapping[str, Mapping[str, int]]) -> str:
+    """The bytes as a table in MiB: where, what lies there, and the sum."""
+    streaming = {f"streaming, {place}": held for place, held in streamed.items()}
+    rows = [(place, part, f"{size / 2**20:,.1f}") for place, part, size in sizes_by_place({**places, **streaming})]
+    width = max(len(size) for _, _, size in rows)
+    return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 
 
 def _columns(layers: Sequence[LayerPlan]) -> list[Column]:

@@ -25,6 +25,7 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.resize import (
     Depth,
     ExpertPool,
+    Pool,
     expert_pools_in,
     find_experts,
     find_width,
@@ -35,9 +36,10 @@ from modelopt_sparse.model.resize import (
 )
 from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
+from modelopt_sparse.plan.memory import estimated
 from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
-from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Shrunk
@@ -71,7 +73,7 @@ HINTS = {
 }
 
 
-def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
+def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> SparsifyConfig:
     """The options of `shrink` that it has in common with `sparsify`, checked."""
     for name in options.keys() & HINTS.keys():
         raise ValueError(f"option {name!r} is not known to shrink: {HINTS[name]}")
@@ -84,10 +86,10 @@ def shrink_config(options: Mapping[str, Any]) -> SparsifyConfig:
             raise ValueError("reconstruct: masks: a shrunk model has none: leave it out")
         chosen["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
     tuned = chosen.get("reconstruct") or chosen.get("distill")  # such runs see to it themselves
-    if chosen.get("data") is not None and not tuned:
+    if chosen.get("data_loader") is None and not tuned:
         chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
     config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)
-    if config.data is None and config.data_loader is None:
+    if not only_planned and config.data is None and config.data_loader is None:
         raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
     return config
 
@@ -172,6 +174,16 @@ class Sizes:
         depth = {} if self.depth is None or stay is None else self.depth.changes(stay)
         numbers = {name: new for name, (_, new) in [*self.width.items(), *self.experts.items()]}
         return twin_of(model, {**numbers, **depth})
+
+    def pools(self, model: PreTrainedModel, planned: Plan) -> tuple[dict[str, list[Pool]], dict[str, list[ExpertPool]]]:
+        """Block -> its channels that go together, and block -> its mixtures, of which fewer stay."""
+        narrow, blocks = self.narrow(model), layers_by_block(planned)
+        channels = pools_in(model, narrow, blocks) if self.width else {}
+        return channels, expert_pools_in(model, narrow, blocks, self.groups) if self.experts else {}
+
+    def refits(self, config: SparsifyConfig, refit: bool | None) -> bool:
+        """What ``refit`` stands for: of experts whose blocks are reconstructed, that does as well."""
+        return not self.experts or config.reconstruct is None if refit is None else refit
 
 
 def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
@@ -296,8 +308,7 @@ def _protected(
     protect: Mapping[str, Sequence[int]], model: PreTrainedModel, planned: Plan, sizes: Sizes
 ) -> dict[str, list[int]]:
     """Layer of a mixture's last matrices -> the experts that ``protect=`` names, by globs of mixtures and layers."""
-    narrow = sizes.narrow(model) if sizes.experts and protect else None
-    mixtures = {} if narrow is None else expert_pools_in(model, narrow, layers_by_block(planned), sizes.groups)
+    mixtures = sizes.pools(model, planned)[1] if protect else {}
     pools = {pool.taker.name: pool for of_block in mixtures.values() for pool in of_block}
     holders = {name: [name, *accumulate(name.split("."), "{}.{}".format)] for name in pools}
     check_globs(protect, [each for of_layer in holders.values() for each in of_layer], "mixture whose experts go")
@@ -397,13 +408,11 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
 def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan, sizes: Sizes) -> None:
     """Raise ValueError if a choice does not name just the layers that are cut in blocks that stay, or if it leaves
     more experts of one group than of another."""
-    blocks, narrow, depth = layers_by_block(planned), sizes.narrow(model), sizes.depth
+    depth, (channels, mixtures) = sizes.depth, sizes.pools(model, planned)
     if depth is not None:
         gone = {name for place, name in enumerate(depth.stack.names) if place not in sizes.stay}
     else:
         gone = set[str]()
-    channels = pools_in(model, narrow, blocks) if sizes.width else {}
-    mixtures = expert_pools_in(model, narrow, blocks, sizes.groups) if sizes.experts else {}
     for what, pools in (("mlp", channels), ("experts", mixtures)):
         takers = {pool.taker.name for name, of_block in pools.items() if name not in gone for pool in of_block}
         if different := sorted(takers ^ choice.get(what, {}).keys()):
@@ -484,38 +493,50 @@ class ShrinkPlan(Printed):
     changes: what -> (before, after): names in the config, "parameters", "bytes", and, where the model can be called on
       token ids, "FLOPs of a call" and "bytes of keys and values" after it.
     notes: sentences for the reader.
+    streamed: place ("host", and the device if it is another) -> part -> bytes that a run of `shrink_checkpoint` takes
+      at most; {} if it cannot be streamed.
     """
 
     changes: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
+    streamed: Mapping[str, Mapping[str, int]]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes."""
-        return {"changes": {what: list(pair) for what, pair in self.changes.items()}, "notes": list(self.notes)}
+        changes = {what: list(pair) for what, pair in self.changes.items()}
+        return {"changes": changes, "streamed_memory_bytes": self.streamed, "notes": list(self.notes)}
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows."""
         del all_rows
         lines = [f"{what}: {old:,} -> {new:,} ({new / old:.1%})" for what, (old, new) in self.changes.items() if old]
-        return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
+        memory = [f"\n{memory_table({}, self.streamed)}\n"] if self.streamed else []
+        return "\n".join([*lines, *memory, *(f"Note: {note}." for note in self.notes)])
 
 
-def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **sizes: Any) -> ShrinkPlan:
-    """The plan of ``shrink(model, ...)`` with the same ``sizes`` (mlp, blocks, experts, to, budget, kept, multiple_of,
-    tensor_parallel), without data.
+def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int = 1024, **options: Any) -> ShrinkPlan:
+    """The plan of ``shrink(model, ...)`` with the same ``options``: what goes (mlp, blocks, experts, to, budget, kept,
+    multiple_of, tensor_parallel), and what the memory of `shrink_checkpoint` depends on (num_samples, seq_len, quality
+    and others). It needs no data.
 
     The model is not changed, and may be on meta. ``batch_size`` and ``length`` are those of the call whose FLOPs and
-    cache it tells.
+    cache it tells; batches of calibration data have that size too.
 
     Raises ValueError for what cannot work, with the model's own reasons.
     """
     plain = checked(model)
-    refuse_unknown(sizes, Asked._fields)
-    planned = plan_for(plain, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
-    first, *others = sizes_for(plain, planned, Asked(**sizes).in_full(planned))
+    asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
+    refit = {name: options.pop(name) for name in HOW if name in options}.get("refit")
+    config = shrink_config({**options, **({"batch_size": batch_size} if batch_size else {})}, only_planned=True)
+    planned = plan_for(plain, Magnitude(), config)
+    first, *others = sizes_for(plain, planned, asked.in_full(planned))
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
-    old, new = (costs(twin, batch_size, length) for twin in twins)
-    notes = [f"calls are of {batch_size} x {length} tokens", STALE]
+    old, new = (costs(twin, batch_size or 1, length) for twin in twins)
+    pools = [pool for kind in first.pools(plain, planned) for of_block in kind.values() for pool in of_block]
+    takers = {pool.taker.name: first.refits(config, refit) for pool in pools}
+    _, streamed = estimated(plain, planned.layers, planned.stacks, replace(config, enforce=False), takers)
+    streamed = {place: {part: size for part, size in held.items() if size} for place, held in streamed.items()}
+    notes = [f"calls are of {batch_size or 1} x {length} tokens", STALE]
     if "FLOPs of a call" not in new:
         notes[0] = "FLOPs and cache are not known: the model cannot be called without values, or writes no text"
     if (first.depth is not None and not first.named) or others:
@@ -526,7 +547,8 @@ def plan_shrink(model: nn.Module, *, batch_size: int = 1, length: int = 1024, **
             notes.append(f"{further[0]} becomes 0: transformers leaves the weights of these heads out")
     if others:
         notes.append(f"data chooses among this and {', or '.join(map(said_of, others))}")
-    return ShrinkPlan({**first.changes, **{what: (old[what], new[what]) for what in old if what in new}}, tuple(notes))
+    changes = {**first.changes, **{what: (old[what], new[what]) for what in old if what in new}}
+    return ShrinkPlan(changes, tuple(notes), {} if asked.budget is not None else streamed)
 
 
 def said_of(sizes: Sizes) -> str:

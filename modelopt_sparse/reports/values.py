@@ -129,7 +129,8 @@ class Shrunk:
     tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
       influence.
     kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
-    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
+    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after]; "seconds of 1 x 128 tokens,
+      predicted": by parts of the model before.
     """
 
     sizes: dict[str, list[int]]

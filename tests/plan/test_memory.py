@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from modelopt_sparse.accuracy import choose as choose_channels
+from modelopt_sparse.accuracy.choose import Criterion
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
+from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
 from tests.helpers import LiveBytes, tiny_llama
+from tests.models.shrinkable import shrinkable
 
 pytestmark = pytest.mark.core
 
@@ -196,3 +200,59 @@ def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
 def test_numbers_of_processes_that_cannot_be(processes, nodes):
     with pytest.raises(ValueError, match=r"processes|nodes"):
         SharedOut.of(make_plan(tiny_llama(), "sparsegpt", deterministic=True), processes, nodes)
+
+
+# shrink ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_streamed_shrink_agrees_with_a_hand_computation():
+    """32 wide, 2 blocks, as above; MLPs of 64."""
+    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    model, data = untied().bfloat16(), {"num_samples": 5, "seq_len": 10}
+    held = {
+        "outside_of_the_blocks": 2 * (2 * 97 * 32 + 32 + 2 * 4),
+        "one_block_twice": 2 * 2 * (matrices + 2 * 32),
+        "activations": 2 * 5 * 10 * 32 * 2,
+    }
+    channels = {"statistics_of_one_block": 2 * 4 * 64 * 64, "workspace": 44 * 64 * 64 + 72 * 32 * 64}
+    plan = plan_shrink(model, mlp=0.25, **data)
+    assert plan.streamed == {"host": held | channels}
+    assert plan.as_dict()["streamed_memory_bytes"] == plan.streamed
+    assert f"in all {sum(plan.streamed['host'].values()) / 2**20:,.1f}" in " ".join(str(plan).split())
+    # without channels the largest are a batch of ten tokens, or what tunes the block
+    columns, rows = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
+    assert plan_shrink(model, blocks=1, **data).streamed == {
+        "host": held | {"workspace": 10 * (2 * (rows + columns) + 4 * columns)}
+    }
+    tuned = plan_shrink(model, blocks=1, reconstruct=1, **data).streamed["host"]
+    assert tuned["workspace"] == 6 * 4 * matrices
+    assert plan_shrink(model, budget="90% params").streamed == {}
+
+
+def test_memory_of_experts_that_are_refit_agrees_with_a_hand_computation():
+    """Mixtral, 32 wide, 4 experts of 48, of which two work on a token."""
+    model, data = shrinkable("Mixtral").bfloat16(), {"num_samples": 8, "seq_len": 16, "batch_size": 1}
+    refit, tuned = (plan_shrink(model, experts=1, **data, **more).streamed["host"] for more in ({}, {"reconstruct": 1}))
+    of_token = (2 + 4) * 32 + 20 * 2 + 4 * 48
+    assert refit["routed_tokens_of_one_block"] == 8 * 16 * of_token
+    assert refit["workspace"] == 2 * 4 * 4 * 32 * 48 + 44 * (32 + 48) ** 2
+    assert "routed_tokens_of_one_block" not in tuned
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
+@pytest.mark.parametrize("criterion", ["gram", "norm"])
+def test_a_choice_of_channels_holds_no_more_than_the_plan_says(criterion, shape):
+    rows, columns = shape
+    model = tiny_llama(hidden_size=rows, intermediate_size=columns)
+    held = plan_shrink(model, mlp=0.25, num_samples=4, seq_len=8).streamed["host"]
+    planned = make_plan(model, "magnitude")
+    name, *_ = (each.name for each in planned.layers if each.name.endswith("down_proj"))
+    sizes = Sizes({"intermediate_size": (columns, columns * 3 // 4)})
+    pool = next(pool for of_block in sizes.pools(model, planned)[0].values() for pool in of_block)
+    assert pool.taker.name == name
+    fitted, judging = (x.mT @ x for x in torch.randn(2, columns + 8, columns))
+    choose = choose_channels._choice  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad(), LiveBytes(*model.parameters(), fitted, judging) as live:
+        choose(pool, fitted, judging, fitted.diagonal(), Criterion(criterion, True, {}))
+    assert held["statistics_of_one_block"] == fitted.nbytes + judging.nbytes
+    assert held["workspace"] / 2 < live.peak <= held["workspace"]
