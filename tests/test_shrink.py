@@ -3,7 +3,9 @@
 import copy
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import modelopt_sparse as mts
 from modelopt_sparse import smaller
+from modelopt_sparse.accuracy.choose import calls_counted
 from modelopt_sparse.accuracy.refit import refit
+from modelopt_sparse.calibration.inputs import AtBlock
 from modelopt_sparse.methods.channels import gram_scores
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
@@ -490,3 +494,15 @@ def test_scores_of_channels_are_the_published_ones(criterion):
     name = "model.layers.2.mlp.down_proj"
     assert shrunk.scores[name] == pytest.approx(wanted.tolist(), rel=2e-3)
     assert shrunk.kept["mlp"][name] == sorted(wanted.argsort(descending=True)[:36].tolist())
+
+
+def test_calls_that_do_not_come_to_a_block_count_for_what_judges():
+    """Of four calls the second and the fourth do."""
+    block = nn.Linear(2, 2)
+    waiting = [SimpleNamespace(numbered=SimpleNamespace(number=number)) for number in (1, 3)]
+    seen, places = SimpleNamespace(place=0), []
+    with calls_counted(seen, Mock(spec=AtBlock, block=block, calls=waiting), Mock()):
+        for _ in waiting:
+            places.append(seen.place)
+            block(torch.ones(2))
+    assert places == [1, 3]

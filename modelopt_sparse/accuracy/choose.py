@@ -4,6 +4,7 @@ Nothing is changed here but for the length of a call of the model. Shape letters
 that stay, B batch, S sequence.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -227,10 +228,6 @@ class _Seen:
         sums = means.flatten(0, -2).square().sum(0)
         self.absolute[layer.name] = self.absolute.get(layer.name, torch.zeros_like(sums)) + sums
 
-    def count(self, *_: Any) -> None:
-        """The block, or the model, is at the end of a call."""
-        self.place += 1
-
 
 def channels(
     data: CalibrationData,
@@ -271,6 +268,21 @@ def visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, 
                 bar.update()
 
 
+@contextmanager
+def calls_counted(seen: Any, inputs: Inputs, run: Run) -> Iterator[None]:
+    """While entered, ``seen.place`` is that of the present call of the model among this process's: some calls may not
+    come to a block."""
+    at_block = isinstance(inputs, AtBlock)
+    places = iter([call.numbered.number for call in inputs.calls]) if at_block else itertools.count()
+
+    def next_call(*_: Any) -> None:
+        seen.place = next(places, 0)
+
+    next_call()
+    with (inputs.block if at_block else run.model).register_forward_hook(next_call):
+        yield
+
+
 def any_channels(pool: Pool) -> Choice:
     """Some of the channels, to try with."""
     stay = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new].sort().values
@@ -285,11 +297,10 @@ def _sums(
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
     judging_calls = {batches.own[number] for number in batches.held_back if number in batches.own}
     sums = SumsOfAllProcesses(collector, run)
-    counted = inputs.block if isinstance(inputs, AtBlock) else run.model
     go_on = inputs.blockwise and not run.config.deterministic
     while True:
         seen = _Seen(collector, judging_calls)
-        with counted.register_forward_hook(seen.count):
+        with calls_counted(seen, inputs, run):
             inputs.collect(takers, seen.see, sums, go_on=go_on)
         if (groups := sums.groups()) is not None:
             break

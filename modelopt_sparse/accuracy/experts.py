@@ -3,9 +3,8 @@
 Shape letters: T tokens, k experts chosen for each, E experts, R rows (what an expert puts out).
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.choose import Criterion, visit_blocks
+from modelopt_sparse.accuracy.choose import Criterion, calls_counted, visit_blocks
 from modelopt_sparse.accuracy.refit import RoutedCall, refit_experts
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import AtBlock, Inputs
+from modelopt_sparse.calibration.inputs import Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, without_data
 from modelopt_sparse.methods.channels import largest
@@ -220,7 +219,7 @@ def experts(
             return
         seen = _Seen({name: ExpertSums.of(pool.old) for name, pool in of_layer.items()}, run, whole=criterion.refit)
         takers = [plan for plan in task.layer_plans if plan.name in of_layer]
-        with seen.counting(inputs):
+        with calls_counted(seen, inputs, run):
             nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
             inputs.collect(takers, seen.see, nothing, go_on=inputs.blockwise and not criterion.refit)
         choices = [_choice(pool, seen.of_all(name), criterion) for name, pool in of_layer.items()]
@@ -243,19 +242,6 @@ class _Seen:
     whole: bool
     place: int = 0
     outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
-
-    @contextmanager
-    def counting(self, inputs: Inputs) -> Iterator[None]:
-        """While entered, calls are counted."""
-        at_block = isinstance(inputs, AtBlock)
-        places = iter([call.numbered.number for call in inputs.calls]) if at_block else itertools.count()
-        self.place = next(places, 0)
-
-        def next_call(*_: Any) -> None:
-            self.place = next(places, 0)
-
-        with (inputs.block if at_block else self.run.model).register_forward_hook(next_call):
-            yield
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         inputs = tuple(real_rows(x, token_mask) for x in inputs)
@@ -323,7 +309,7 @@ def _refitted(
             free_what_can_be_freed()
 
     nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
-    with seen.counting(inputs), smaller(task.name, choices, look):
+    with calls_counted(seen, inputs, run), smaller(task.name, choices, look):
         inputs.collect([], seen.see, nothing, go_on=False)
     refitted = []
     for choice in choices:
