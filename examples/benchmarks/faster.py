@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="predict also where calls do not agree")
     given = parser.parse_args()
     if given.busy:
-        seconds.TIMES, seconds.AGREE = given.rounds, float("inf")
+        seconds.TIMES, seconds.AGREE = max(given.rounds, 3), float("inf")
     torch.set_num_threads(given.threads)
     models = variants(dense(given.width))
     calls = {title: calls_of(model) for title, model in models.items()}

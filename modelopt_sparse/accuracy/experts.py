@@ -22,7 +22,6 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, without_data
 from modelopt_sparse.methods.channels import largest
 from modelopt_sparse.model.adapters import real_rows
-from modelopt_sparse.model.devices import free_what_can_be_freed
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.resize import ExpertPool
 
@@ -305,8 +304,6 @@ def _refitted(
         call = RoutedCall.of(seen.place, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
         call.lacks = run.storage.hold_activations(call.lacks)
         calls[layer.name].append(call)
-        if not run.storage.resident:  # smaller copies of the block, which calls have left behind in cycles
-            free_what_can_be_freed()
 
     nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
     with calls_counted(seen, inputs, run), smaller(task.name, choices, look):
@@ -316,6 +313,7 @@ def _refitted(
         layer = choice.pool.taker
         values, errors = refit_experts(modules[layer.name], layer.adapter, calls[layer.name], batches, run)
         refitted.append(replace(choice, values=run.storage.hold_weights(values), errors=tuple(errors)))
+    modules.clear()  # their hooks hold them
     return refitted
 
 

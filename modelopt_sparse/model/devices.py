@@ -343,6 +343,8 @@ def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
             if isinstance(source, OffloadedWeightsLoader):
                 index.update(source.index)
     remove_hook_from_module(model, recurse=True)
+    for module in model.modules():  # what accelerate puts back is bound to the module, which would not end by itself
+        vars(module).pop("forward", None)
     model.__dict__.pop("hf_device_map", None)  # transformers takes a model that has it for one that is still offloaded
     return index
 
