@@ -1,6 +1,7 @@
 """`shrink(experts=)`: fewer experts in every mixture, of all types of models that have some, against oracles."""
 
 import copy
+import gc
 import json
 import re
 from itertools import combinations
@@ -560,3 +561,17 @@ def test_the_plan_tells_numbers_and_heads_that_go():
     assert plan.changes["n_routed_experts"] == (4, 3)
     assert plan.changes["num_nextn_predict_layers"] == (1, 0)
     assert "num_nextn_predict_layers becomes 0" in str(plan)
+
+
+def test_refit_leaves_no_copies_of_blocks_behind():
+    """They end with the run, and not with the next garbage collection: streamed, each takes as much as a block."""
+    model = MODELS["mixtral"]()
+    kind = type(model.model.layers[0].mlp.experts)
+    gc.collect()
+    gc.disable()
+    try:
+        mts.shrink(model, experts=0.25, **given(model))
+        alive = [each for each in gc.get_objects() if type(each) is kind]
+    finally:
+        gc.enable()
+    assert {id(each) for each in alive} <= {id(module) for module in model.modules()}

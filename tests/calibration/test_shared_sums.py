@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modelopt_sparse.calibration.sums import SharedSums
+from modelopt_sparse.calibration.sums import ROWS_AT_ONCE, SharedSums
 
 GRAM, SQUARES = "a Gram matrix", "square sums"
 
@@ -104,6 +104,17 @@ def test_any_number_of_processes_gives_the_same_bits(seed, count, exponents, lat
     for size in (2, 3, 4):
         together, _ = summed(calls, size)
         assert all(torch.equal(alone[key], together[key]) for key in alone)
+
+
+def test_gram_matrices_of_several_strips_are_whole():
+    """Each strip of rows adds what begins at its diagonal; the rest is mirrored at the end."""
+    random = torch.Generator().manual_seed(0)
+    rows = [torch.randn(9, 2 * ROWS_AT_ONCE + 7, generator=random) for _ in range(5)]
+    calls = [{GRAM: x.T @ x} for x in rows]
+    for size in (1, 2):
+        totals, _ = summed(calls, size)
+        assert_right(totals, calls)
+        assert torch.equal(totals[GRAM], totals[GRAM].T)
 
 
 @pytest.mark.parametrize(("late", "passes"), [(0, 1), (6, 1), (30, 2)])
