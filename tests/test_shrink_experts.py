@@ -532,7 +532,7 @@ def test_experts_that_no_token_reached_are_named_and_go_first():
     ],
 )
 def test_wrong_options_are_refused_untouched(options, problem):
-    model = MODELS["mixtral"]()
+    model: Any = MODELS["mixtral"]()
     before = state_of(model)
     with pytest.raises(ValueError, match=re.escape(problem)):
         mts.shrink(model, data_loader=mixtral_data(), progress=False, **options)
@@ -565,7 +565,7 @@ def test_the_plan_tells_numbers_and_heads_that_go():
 
 def test_refit_leaves_no_copies_of_blocks_behind():
     """They end with the run, and not with the next garbage collection: streamed, each takes as much as a block."""
-    model = MODELS["mixtral"]()
+    model: Any = MODELS["mixtral"]()
     kind = type(model.model.layers[0].mlp.experts)
     gc.collect()
     gc.disable()
