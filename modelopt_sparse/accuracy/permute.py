@@ -99,25 +99,24 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
 
 
 def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Fold]:
-    """What might be reordered in a block, for every layer with those called right before it.
+    """What might be reordered in a block, for every layer that has its input alone, with those called right before it.
 
     ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
-    one module holds and that carry no mask yet.
+    one module holds and that carry no mask yet. Layers that share an input cannot take another order of it each.
     """
-    for before, stage in pairwise(stages):
-        for taker in stage:
-            columns = taker.shape[-1]
-            if not isinstance(taker.pattern, NM) or not _movable(taker.layer):
-                continue
-            head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
-            if isinstance(head, int) and head % taker.pattern.m == 0:
-                for maker in reversed(before):  # values mostly come after queries and keys
-                    if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
-                        yield Fold(taker, (maker.layer,), head)
-            # a layer that makes twice as many channels is gate and up in one
-            makers = tuple(maker.layer for maker in before if maker.shape[-2] in (columns, 2 * columns))
-            if makers and all(map(_movable, makers)):
-                yield Fold(taker, makers)
+    for before, (taker, *others) in pairwise(stages):
+        columns = taker.shape[-1]
+        if others or not isinstance(taker.pattern, NM) or not _movable(taker.layer):
+            continue
+        head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
+        if isinstance(head, int) and head % taker.pattern.m == 0:
+            for maker in reversed(before):  # values mostly come after queries and keys
+                if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
+                    yield Fold(taker, (maker.layer,), head)
+        # a layer that makes twice as many channels is gate and up in one
+        makers = tuple(maker.layer for maker in before if maker.shape[-2] in (columns, 2 * columns))
+        if makers and all(map(_movable, makers)):
+            yield Fold(taker, makers)
 
 
 def _movable(layer: Layer) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.permute import channel_order, kept_share, permute
+from modelopt_sparse.accuracy.permute import channel_order, kept_share, permute, possible_folds
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.inputs import AtBlock
 from modelopt_sparse.calibration.run import calibrating
@@ -115,6 +115,15 @@ def test_the_model_computes_the_same(name):
         assert torch.equal(moved.flatten().sort().values, before.flatten().sort().values)
     expected = first_output(dense, batches[0])
     torch.testing.assert_close(first_output(model, batches[0]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_no_order_is_looked_for_where_layers_share_an_input():
+    """o_proj makes as many channels as gate_proj and up_proj take; each would have to take the other's order."""
+    run, data = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(), permute=True)
+    with calibrating(run.model), ExitStack() as ending:
+        block = blocks_in_call_order(run, data, ending)[0]
+        takers = {fold.taker.name.rpartition(".")[2] for fold in possible_folds(run.model, block.by_input())}
+    assert takers == {"o_proj", "down_proj"}
 
 
 def test_rows_columns_and_biases_move_alike():
