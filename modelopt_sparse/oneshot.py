@@ -204,12 +204,6 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
         raise ValueError(
             f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
         )
-    for layer_plan in plan.layers if config.deterministic else ():
-        if layer_plan.at_once is not None and layer_plan.needs == "gram":
-            raise ValueError(
-                f"layer {layer_plan.name!r}: memory_limit keeps tokens, to form {layer_plan.at_once} experts' Gram "
-                "matrices at a time, and deterministic=True sums them up batch by batch: leave one of them out"
-            )
 
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:

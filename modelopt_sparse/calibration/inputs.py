@@ -33,6 +33,7 @@ from modelopt_sparse.calibration.sums import (
     few,
     fill,
     filled,
+    pool_of,
     pooled,
     says_nothing,
     warn_of_few_tokens,
@@ -371,7 +372,8 @@ def _with_few_tokens(
         ((_, everyone),) = sum_up(own, inputs, _collector(own, share=False, all_tokens=experts), run)
     if isinstance(stats, DeferredStats):
         assert not isinstance(everyone, Stats)
-        return replace(stats, minimum=config.min_tokens, how=config.experts, everyone=everyone)
+        pool = pool_of(stats, run)
+        return replace(stats, minimum=config.min_tokens, how=config.experts, pool=pool, everyone=everyone)
     assert not isinstance(everyone, DeferredStats)
     return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
 

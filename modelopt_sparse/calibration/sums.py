@@ -9,8 +9,8 @@ Shape letters: T tokens, C columns, E experts.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -165,15 +165,14 @@ class RunningSum:
     """A sum over rows, in float32, or float64 for float64 inputs: a Gram matrix or square sums. Of fused experts one
     for each, ``[E, C, C]`` or ``[E, C]``, and the ``counts`` of their rows.
 
-    routes: the rows of each expert, if they are held. Rows that experts share are held once, in the dtype that they
-    came in.
+    routes: the rows of experts, if they are held; once where experts share them, in the dtype that they came in.
     """
 
     gram: bool
     sums: Tensor | None = None
     tokens: int = 0
     counts: Tensor | None = None
-    routes: list[list[Route]] | None = None
+    routes: list[Route] | None = None
 
     @classmethod
     def of_experts(cls, layer: Layer, like: Tensor, need: str) -> "RunningSum":
@@ -181,8 +180,7 @@ class RunningSum:
         experts, _, columns = layer.matrix(layer.parameter).shape
         shape = (experts, columns, columns) if need == "gram" else (experts, columns)
         sums = torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        routes = [[] for _ in range(experts)] if need == ROWS else None
-        return cls(need == "gram", sums, 0, torch.zeros(experts, dtype=torch.long), routes)
+        return cls(need == "gram", sums, 0, torch.zeros(experts, dtype=torch.long), [] if need == ROWS else None)
 
     def add(self, rows: Tensor) -> None:
         rows = rows.detach()
@@ -204,12 +202,12 @@ class RunningSum:
         else:
             own += rows.square().sum(0)
         if self.routes is not None:
-            self.routes[route.expert].append(route)
+            self.routes.append(route)
 
     def stats(self) -> "Stats | DeferredStats":
         assert self.sums is not None
         if self.routes is not None and self.counts is not None:
-            return DeferredStats(self.counts, self.sums, self.routes)
+            return DeferredStats(self.counts, self.sums, [self.routes])
         sums = completed(self.sums) if self.gram and self.counts is None else self.sums
         return _of_sums(self.tokens, sums, gram=self.gram, counts=self.counts)
 
@@ -289,17 +287,17 @@ def fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats
 class DeferredStats:
     """What `Stats` is for all experts at once, for a few at a time: `part_of` forms theirs, from rows that are held.
 
-    counts, square_sums: of the rows that were routed, before experts with few of them are filled.
-    processes: whose rows ``routes`` are a share of; counts and square sums are of all.
-    minimum, how, everyone: experts with fewer than ``minimum`` rows are filled as ``how`` says, see `filled`.
+    counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are filled.
+    calls: the rows that this process has, by call of the model: of its own calls all, or see `sent_to`.
+    minimum, how, pool, everyone: experts with fewer than ``minimum`` rows are filled as ``how`` says, see `filled`.
     """
 
     counts: Tensor
     square_sums: Tensor
-    routes: list[list[Route]]
-    processes: Processes = field(default_factory=Processes)
+    calls: list[list[Route]]
     minimum: int = 0
     how: str = "pool"
+    pool: Stats | None = None
     everyone: "DeferredStats | None" = None
 
     gram = None  # of all experts at once
@@ -322,33 +320,50 @@ class DeferredStats:
         stats = self._formed(experts)
         if not few(stats, self.minimum):
             return stats
+        assert self.pool is not None
         everyone = None if self.everyone is None else self.everyone._formed(experts)
-        return filled(stats, self.minimum, self.how, self._pool, everyone)
+        return filled(stats, self.minimum, self.how, self.pool, everyone)
+
+    def sent_to(self, owner: int, experts: range, processes: Processes) -> "DeferredStats":
+        """All processes call this. -> in the ``owner`` what forms these experts: the rows that all processes had, in
+        the order of the calls of the model, which were dealt out in turns."""
+        if processes.size == 1:
+            return self
+        what, rank = f"the tokens of experts {experts.start} to {experts.stop - 1}", processes.rank
+        nothing = self.square_sums.new_empty(0)
+        held = [[route for route in call if route.expert in experts] for call in self.calls]
+        rows = [route.rows.detach() for call in held for route in call]
+        own = torch.cat(rows) if rows else nothing
+        sizes = [[(route.expert, len(route.rows)) for route in call] for call in held]
+        heads = processes.all_gather(what, (sizes, own.to("meta")))
+        tensors = [torch.empty_like(like, device=nothing.device) if rank == owner else nothing for _, like in heads]
+        tensors[rank] = own
+        processes.broadcast(what, tensors, range(processes.size), receivers=[owner] * processes.size)
+        everyone = self.everyone and self.everyone.sent_to(owner, experts, processes)
+        if rank != owner:
+            return self
+        of_ranks = []
+        for (sizes, _), tensor in zip(heads, tensors):
+            parts = iter(tensor.split([count for call in sizes for _, count in call]))
+            of_ranks.append([[Route(expert, next(parts)) for expert, _ in call] for call in sizes])
+        calls = [[route for call in turn for route in call] for turn in zip_longest(*of_ranks, fillvalue=[])]
+        return replace(self, calls=calls, everyone=everyone)
 
     def _formed(self, experts: range) -> Stats:
         columns = self.square_sums.shape[-1]
         gram = self.square_sums.new_zeros(len(experts), columns, columns)
-        for place, expert in enumerate(experts):
-            self._add_gram(expert, gram[place])
-        self.processes.all_reduce(f"the tokens of experts {experts.start} to {experts.stop - 1}", [gram])
+        for call in self.calls:
+            for route in call:
+                if route.expert in experts:
+                    _add_gram(gram[route.expert - experts.start], route)
         counts = self.counts[experts.start : experts.stop]
         return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
 
-    def _add_gram(self, expert: int, total: Tensor) -> None:
-        """Add the Gram matrix of one expert to ``total`` ``[C, C]``, of the rows that are held here."""
-        for route in self.routes[expert]:
-            rows = route.rows.detach().to(total.dtype)
-            total.addmm_(rows.mT, rows)
 
-    @cached_property
-    def _pool(self) -> Stats:
-        columns = self.square_sums.shape[-1]
-        total = self.square_sums.new_zeros(columns, columns)
-        if self.how == "pool":  # the others need no Gram matrix of it
-            for expert in range(len(self.routes)):
-                self._add_gram(expert, total)
-            self.processes.all_reduce("the tokens of all experts", [total])
-        return Stats(self.tokens, self.square_sums.sum(0), total)
+def _add_gram(total: Tensor, route: Route) -> None:
+    """Add the Gram matrix of the rows to ``total``. They are copied: bits may depend on where rows begin in memory."""
+    rows = route.rows.detach().to(total.dtype, copy=True)
+    total.addmm_(rows.mT, rows)
 
 
 def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None:
@@ -595,7 +610,7 @@ class SumsOfAllProcesses:
         device = run.config.device or torch.device("cpu")
         self._sums = SharedSums(run.processes, device, exact=run.config.deterministic)
         self._stats: dict[Names, Stats] = {}  # without their sums
-        self._routes: dict[Names, list[list[Route]]] = {}
+        self._calls: list[dict[Names, list[Route]]] = []  # the rows that are held, by call
 
     def end_call(self) -> None:
         self._collector.end_call()
@@ -617,11 +632,11 @@ class SumsOfAllProcesses:
         calls have to be run once more: by layers that share no input if ``sharing_changed``."""
         if not self._deterministic:
             self._add(self._collector.take())
-        totals, merged, deferred = self._sums.totals(), dict[Names, Stats](), self._routes
+        totals, merged, calls = self._sums.totals(), dict[Names, Stats](), self._calls
         for of_rank in self._processes.all_gather(EXCHANGE, self._stats):
             for names, stats in of_rank.items():
                 merged[names] = merged[names] + stats if names in merged else stats
-        self._stats, self._routes = {}, {}
+        self._stats, self._calls = {}, []
         every = [name for names in merged for name in names]
         changed = self._collector.sharing_changed or len(set(every)) < len(every)
         self.sharing_changed = any(self._processes.all_gather("whether layers share inputs", changed))
@@ -629,11 +644,10 @@ class SumsOfAllProcesses:
             return None
         groups: Groups = []
         for names, stats in merged.items():
+            sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
             if stats.counts is not None and self._collector.needs[names[0]] == ROWS:
-                routes = deferred.get(names, [[] for _ in stats.counts])
-                groups.append((list(names), DeferredStats(stats.counts, totals[names], routes, self._processes)))
+                groups.append((list(names), DeferredStats(stats.counts, sums, [call.get(names, []) for call in calls])))
             else:
-                sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
                 groups.append((list(names), _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
         return groups
 
@@ -642,8 +656,8 @@ class SumsOfAllProcesses:
         for names, stats in of_call.items():
             without = _without_sums(stats)
             self._stats[names] = self._stats[names] + without if names in self._stats else without
-            if isinstance(stats, DeferredStats):
-                self._routes[names] = stats.routes
+        held = {names: stats.calls[0] for names, stats in of_call.items() if isinstance(stats, DeferredStats)}
+        self._calls.append(held)
         grams = {names for names, stats in of_call.items() if stats.gram is not None}
         self._sums.add({names: _sums(stats) for names, stats in of_call.items()}, grams)
 
@@ -657,3 +671,25 @@ def _without_sums(stats: Stats | DeferredStats) -> Stats:
     """What the other processes have to know of statistics beside their sums: shapes in the place of these."""
     gram = None if stats.gram is None else stats.gram.to("meta")
     return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
+
+
+# rows of experts ------------------------------------------------------------------------------------------------------
+
+
+POOL = "the tokens of all experts"
+
+
+def pool_of(stats: DeferredStats, run: Run) -> Stats:
+    """The sums over all experts, in all processes."""
+    columns, gram = stats.square_sums.shape[-1], None
+    if run.config.experts == "pool":  # the others need no Gram matrix of it
+        sums, totals = SharedSums(run.processes, stats.square_sums.device, exact=run.config.deterministic), None
+        while totals is None:
+            for call in stats.calls:
+                total = stats.square_sums.new_zeros(columns, columns)
+                for route in call:
+                    _add_gram(total, route)
+                sums.add({POOL: total} if call else {}, {POOL})
+            totals = sums.totals()
+        gram = totals[POOL].to(stats.square_sums.dtype)
+    return Stats(stats.tokens, stats.square_sums.sum(0), gram)

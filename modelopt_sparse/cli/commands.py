@@ -355,7 +355,7 @@ def plan(
         if quantized is not None:
             planned = replace(planned, notes=(*planned.notes, str(quantized)))
         if processes is not None:
-            shared = [SharedOut.of(planned, processes, 1 if nodes is None else nodes)]
+            shared = [SharedOut.of(planned, empty, processes, 1 if nodes is None else nodes)]
     if as_json:
         more = {"processes": shared[0].as_dict()} if shared else {}
         _print_json({**json.loads(planned.to_json()), **more})

@@ -1,5 +1,6 @@
 """The memory of a run, estimated from shapes alone: upper bounds in bytes."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,9 +163,11 @@ class SharedOut(Printed):
 
     each: place -> part -> bytes of one process. Of the host, "outside of the blocks" and half of "one block twice" are
       pages of files, which the processes of a machine have in common.
-    sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; each solution goes from
-      the process that has it to all others.
-    costliest: the layer of a block that takes the largest ``share`` of its solver's operations. One process solves it.
+    sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; of experts that are
+      solved a few at a time their tokens go to the process that solves them; each solution goes from there to all
+      others, with masks as bits.
+    costliest: the layer of a block, or as many of its experts as are solved at a time, that takes the largest ``share``
+      of its solver's operations. One process solves it.
     """
 
     processes: int
@@ -176,29 +179,40 @@ class SharedOut(Printed):
     share: float
 
     @classmethod
-    def of(cls, plan: Plan, processes: int, nodes: int) -> "SharedOut":
-        """``plan`` is made with ``deterministic``, as a streaming run of several processes is."""
+    def of(cls, plan: Plan, model: nn.Module, processes: int, nodes: int) -> "SharedOut":
+        """``plan`` is made with ``deterministic``, as a streaming run of several processes is. Experts are taken to get
+        equally many tokens."""
         check_whole("processes", processes, 2)
         check_whole("nodes", nodes)
         if processes % nodes:
             raise ValueError(f"{processes} processes on {nodes} machines: give as many to each")
         if not plan.streamed:
             raise ValueError("a model without blocks is not streamed: leave processes out")
-        split = {"activations", "routed_tokens_of_one_block"}
-        each = {
-            place: {part: -(-size // processes) if part in split else size for part, size in parts.items()}
-            for place, parts in plan.streamed.items()
-        }
         blocks: dict[str | None, list[LayerPlan]] = defaultdict(list)
         for layer_plan in plan.layers:
             blocks[layer_plan.block].append(layer_plan)
         block = max(blocks.values(), key=lambda of_block: sum(each.size for each in of_block))
-        costs = {each.name: each.size * each.shape[-1] + each.matrices * each.shape[-1] ** 3 / 3 for each in block}
-        costliest, others = max(costs, key=costs.__getitem__), processes - 1
-        totals = sum(8 * each.matrices * each.shape[-1] ** 2 for each in block if _needs(each) == "gram")
-        values = sum(each.size * (each.layer.parameter.element_size() + 1) for each in block)
+        costs = [each.size * each.shape[-1] + each.matrices * each.shape[-1] ** 3 / 3 for each in block]
+        alone: dict[str, float] = {}
+        for x, cost in zip(block, costs):
+            name = f"{x.at_once} experts of {x.name}" if x.at_once else x.name
+            alone[name] = cost * (x.at_once or x.matrices) / x.matrices
+        costliest, others = max(alone, key=alone.__getitem__), processes - 1
+        grams = [each for each in block if _needs(each) == "gram"]
+        # of experts that are solved a few at a time only that of all of them, for those with few tokens
+        totals = sum(8 * (1 if each.at_once else each.matrices) * each.shape[-1] ** 2 for each in grams)
+        values = sum(each.size * each.layer.parameter.element_size() + -(-each.size // 8) for each in block)
         sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
-        return cls(processes, nodes, each, sent, len(block), costliest, costs[costliest] / sum(costs.values()))
+        added = {"activations": 0, "routed_tokens_of_one_block": 0}  # to a process's share
+        if held := plan.memory.get("routed_tokens_of_one_block", 0):
+            few = [each for each in grams if each.at_once is not None]
+            rows, at_a_time = _rows_of_experts(few, held, getattr(text_config_of(model), "num_experts_per_tok", 0))
+            sent["tokens"], added["routed_tokens_of_one_block"] = others * rows // processes**2, at_a_time
+        each = {
+            place: {part: -(-size // processes) + added[part] if part in added else size for part, size in x.items()}
+            for place, x in plan.streamed.items()
+        }
+        return cls(processes, nodes, each, sent, len(block), costliest, alone[costliest] / sum(costs))
 
     def text(self, *, all_rows: bool = False) -> str:
         count, width, rows = self.processes // self.nodes, 14, []
@@ -248,6 +262,15 @@ def _of_layer(
         "routed": routed,
         "batch": through * ((rows + columns) * (value + widens * BYTES_PER_SUM) + columns * BYTES_PER_SUM),
     }
+
+
+def _rows_of_experts(few: Sequence[LayerPlan], held: int, chosen: int) -> tuple[int, int]:
+    """Bytes of the rows of all experts of some layers, and of the experts of one that are solved at a time, where
+    ``held`` is what they take if those that experts share are held once. ``chosen``: experts for a token."""
+    columns = [chosen * each.shape[-1] for each in few]
+    once = sum(each.shape[-1] if each.layer.adapter is UP else own for each, own in zip(few, columns))
+    at_a_time = max(own * (each.at_once or 0) / each.matrices for each, own in zip(few, columns))
+    return held * sum(columns) // once, math.ceil(held * at_a_time / once)
 
 
 def _of_choice(

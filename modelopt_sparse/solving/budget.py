@@ -32,6 +32,7 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
+from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.kl import kl_divergence
@@ -85,7 +86,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
     with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
-            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients)
+            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients, run.processes)
             losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")
             bar.update()
     return run.processes.all_gather("the losses of choices", losses)[0]
@@ -98,9 +99,11 @@ def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
     return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
 
 
-def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients) -> float:
+def _loss(
+    layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients, processes: Processes
+) -> float:
     """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
-    square of the input, which meets errors relative to that."""
+    square of the input, which meets errors relative to that. Of rows that are held the first process has all."""
     layer, total = layer_plan.layer, 0.0
     dense, rows, step = (
         layer.matrix(layer.values),
@@ -110,7 +113,8 @@ def _loss(layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, g
     for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
         experts = range(start, min(start + step, layer_plan.matrices))
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        part = part_of(stats, experts) if layer_plan.routed else stats
+        held = stats.sent_to(0, experts, processes) if isinstance(stats, DeferredStats) else stats
+        part = part_of(held, experts) if layer_plan.routed else held
         assert isinstance(part, Stats)
         assert part.gram is not None
         error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)

@@ -278,12 +278,13 @@ FEW = 30
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4"])
-@pytest.mark.parametrize("limit", [None, 100_000])
+@pytest.mark.parametrize(("limit", "exact"), [(None, False), (100_000, False), (100_000, True)])
 @pytest.mark.parametrize("how", ["pool", "all_tokens", "weight_only"])
-def test_what_experts_with_few_tokens_are_solved_with(name, how, limit):
+def test_what_experts_with_few_tokens_are_solved_with(name, how, limit, exact):
     """By the words of docs/experts.md, in plain float64; the same whether Gram matrices are formed at once or not."""
     dense, method = MODELS[name](), Recording()
     options = {"experts": how, "min_tokens": FEW, "memory_limit": limit, "sequential": "none", "progress": False}
+    options["deterministic"] = exact
     sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts("left"), **options)
     found = in_parts(method, dense)
     seen, counts = brute_experts(dense, texts("left"), blocks_of(dense))
@@ -302,6 +303,7 @@ def test_what_experts_with_few_tokens_are_solved_with(name, how, limit):
             elif missing > 0:
                 gram = FEW * average.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
             actual = torch.cat([stats.gram for _, stats in found[key]])[expert]
+            assert actual.dtype == torch.float32
             assert float((actual - gram).abs().max() / gram.abs().max()) <= 1e-5, (key, expert)
             squares = torch.cat([stats.square_sums for _, stats in found[key]])[expert]
             assert torch.allclose(squares.double(), gram.diagonal(), rtol=1e-5)

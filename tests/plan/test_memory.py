@@ -16,6 +16,7 @@ from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
 from tests.helpers import LiveBytes, tiny_llama
+from tests.models import expert_models
 from tests.models.shrinkable import shrinkable
 
 pytestmark = pytest.mark.core
@@ -182,12 +183,12 @@ def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
     config = {"data": ["text"], "tokenizer": object(), "num_samples": 8, "seq_len": 64, "deterministic": True}
     model = tiny_llama(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4)
     plan = make_plan(model, "sparsegpt", **config)
-    shared = SharedOut.of(plan, 8, 2)
+    shared = SharedOut.of(plan, model, 8, 2)
     one = plan.streamed["host"]
     assert shared.each["host"] == {**one, "activations": one["activations"] // 8}
     grams = 8 * (6 * 32**2 + 64**2)  # float64: q, k, v, o, gate, up; down
     weights = 4 * 32 * 32 + 3 * 32 * 64
-    assert shared.sent == {"statistics": 2 * 7 * grams // 8, "weights and masks": 7 * 5 * weights // 8}
+    assert shared.sent == {"statistics": 2 * 7 * grams // 8, "weights and masks": 7 * (4 * weights + weights // 8) // 8}
     costs = [32**3 + 32**3 / 3] * 4 + [64 * 32**2 + 32**3 / 3] * 2 + [32 * 64**2 + 64**3 / 3]
     assert shared.costliest == "model.layers.0.mlp.down_proj"
     assert shared.share == pytest.approx(costs[-1] / sum(costs))
@@ -199,7 +200,24 @@ def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
 @pytest.mark.parametrize(("processes", "nodes"), [(1, 1), (3, 2), (2, 0)])
 def test_numbers_of_processes_that_cannot_be(processes, nodes):
     with pytest.raises(ValueError, match=r"processes|nodes"):
-        SharedOut.of(make_plan(tiny_llama(), "sparsegpt", deterministic=True), processes, nodes)
+        SharedOut.of(make_plan(tiny_llama(), "sparsegpt", deterministic=True), tiny_llama(), processes, nodes)
+
+
+def test_what_processes_hold_and_send_of_experts_that_are_solved_a_few_at_a_time():
+    """A Mixtral, 32 wide, with 4 experts of 24 channels, of which a token goes to 2."""
+    config = {"data": ["text"], "tokenizer": object(), "num_samples": 8, "seq_len": 32, "deterministic": True}
+    model = expert_models.MODELS["mixtral"]()
+    plan = make_plan(model, "sparsegpt", **config, memory_limit=100_000)
+    at_once = {layer.layer.parameter_name: layer.at_once for layer in plan.layers[:6] if len(layer.shape) == 3}
+    assert [*at_once.values()] == [1, 2]
+    shared = SharedOut.of(plan, model, 2, 1)
+    tokens = 8 * 32
+    once, largest = 4 * (32 + 2 * 24), 4 * max(2 * 32 * 1 / 4, 2 * 24 * 2 / 4)
+    assert shared.each["host"]["routed_tokens_of_one_block"] == tokens * (once // 2 + largest)
+    assert shared.sent["tokens"] == tokens * 4 * 2 * (32 + 24) // 4
+    attention, pools = 4 * 32**2, 32**2 + 24**2  # q, k, v and o; all experts of a layer together
+    assert shared.sent["statistics"] == 2 * 8 * (attention + pools) // 2
+    assert shared.costliest == "1 experts of model.layers.0.mlp.experts.gate_up_proj"
 
 
 # shrink ---------------------------------------------------------------------------------------------------------------
