@@ -11,7 +11,7 @@ from modelopt_sparse.model.adapters import UP, RoutedAdapter
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
-from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.fold import Printed, paragraph, sizes_by_place, table
 from modelopt_sparse.values import check_whole
@@ -163,7 +163,8 @@ class SharedOut(Printed):
     each: place -> part -> bytes of one process. Of the host, "outside of the blocks" and half of "one block twice" are
       pages of files, which the processes of a machine have in common.
     sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; each solution goes from
-      the process that has it to all others.
+      the process that has it to all others. In each step that tunes a block, gradients go to the process that steps the
+      weight, and weights from it to all others.
     costliest: the layer of a block that takes the largest ``share`` of its solver's operations. One process solves it.
     """
 
@@ -198,6 +199,14 @@ class SharedOut(Printed):
         totals = sum(8 * each.matrices * each.shape[-1] ** 2 for each in block if _needs(each) == "gram")
         values = sum(each.size * (each.layer.parameter.element_size() + 1) for each in block)
         sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
+        if tuned := [layer_plan for layer_plan in block if "reconstruct" in layer_plan.steps]:
+            gradients = [_bytes_per_number(each) * each.size for each in tuned]
+            # the memory tells whether masks move: then all weights have gradients, else those that are kept
+            if plan.memory["reconstruction_of_one_block"] == RECONSTRUCTION * sum(gradients):
+                gradients = [count * (1 - each.pattern.sparsity) for count, each in zip(gradients, tuned)]
+            parts = processes if processes in (2, 4) else UNITS  # of a sum of gradients: each is one process's
+            weights = sum(each.size * each.layer.parameter.element_size() for each in tuned)
+            sent["each step that tunes it"] = others * round(parts * sum(gradients) / processes + weights) // processes
         return cls(processes, nodes, each, sent, len(block), costliest, costs[costliest] / sum(costs.values()))
 
     def text(self, *, all_rows: bool = False) -> str:

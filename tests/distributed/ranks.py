@@ -17,11 +17,12 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from modelopt_sparse.methods.scores import Magnitude
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
-from tests.models.architectures import ARCHITECTURES
+from tests.models.architectures import ARCHITECTURES, VOCAB
 from tests.models.changing import Choosing, Sharing
 
 LIMIT = 140.0  # seconds for each group; about 40 on a quiet machine
@@ -57,8 +58,9 @@ def mixtral() -> nn.Module:
 
 
 BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
+BATCHES["phi3"] = token_batches(6, vocab=VOCAB)
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral, "phi3": ARCHITECTURES["phi3"].build}
 DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
 
 
@@ -311,6 +313,7 @@ STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, metho
     "stage, five batches": ("llama", "alps", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
+    "no shared inputs": ("phi3", None, {"quality": "balanced"}),
     "not calibrated": ("llama", "magnitude", {}),
 }
 
@@ -339,10 +342,43 @@ def stream(folder: Path, target: Path, name: str, method: Any, **options: Any) -
     return {"files": hashes, "layers": layers, "notes": report.notes, "settings": report.settings}
 
 
+Exchange = tuple[str, str, tuple[int, ...], int, int, int]  # what for, how, shape, bytes, from and to whom; -1: all
+
+
+@contextmanager
+def recorded() -> Iterator[list[Exchange]]:
+    """All that this process exchanges with the others, in order."""
+    done: list[Exchange] = []
+
+    def gather(values: list[Any], own: Any, group: Any) -> None:
+        done.append((own[1][0], "header", (), 0, -1, -1))
+        real["all_gather_object"](values, own, group=group)
+
+    def noted(how: str, place: Callable[[int], tuple[int, int]]) -> Callable[..., None]:
+        def run(tensor: Tensor, other: int = -1, *, src: int = -1, group: Any) -> None:
+            done.append((done[-1][0], how, tuple(tensor.shape), tensor.nbytes, *place(max(other, src))))
+            arguments = {"src": src} if how == "broadcast" else {}
+            real[how](tensor, *([other] if other >= 0 else []), **arguments, group=group)
+
+        return run
+
+    places: dict[str, Callable[[int], tuple[int, int]]] = {
+        "all_reduce": lambda _: (-1, -1),
+        "broadcast": lambda src: (src, -1),
+        "send": lambda to: (rank(), to),
+        "recv": lambda sender: (sender, rank()),
+    }
+    real = {name: getattr(dist, name) for name in ("all_gather_object", *places)}
+    with patch.multiple(dist, all_gather_object=gather, **{how: noted(how, place) for how, place in places.items()}):
+        yield done
+
+
 def streamed(folder: Path) -> Found:
     found = {}
     for name, (model, method, options) in STREAMED.items():
-        found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
+        with recorded() as exchanges:
+            found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
+        found[name]["exchanges"] = exchanges
     return found
 
 
@@ -593,6 +629,8 @@ def work(number: int, group: str, folder: Path) -> None:
     if group.startswith("launched"):  # the command line makes a group of its own
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     elif count > 1:
+        if group == "streaming":  # torch, too, compares what is done; of three it would miss sends between the others
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
         store = dist.FileStore(str(folder / f"{group}.store"), count)
         dist.init_process_group("gloo", store=store, rank=number, world_size=count)
     found: Found = {}

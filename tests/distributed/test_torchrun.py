@@ -56,7 +56,7 @@ REUSED = re.compile(r"\d of 6 blocks were reused from a stopped run")
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """The SHA-256 of each file; all of sparsity.json but times, memory, the number of processes, and what was reused."""
+    """The SHA-256 of each file; of sparsity.json all but times, memory, processes, and what was reused."""
     facts: dict[str, Any] = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())
     }
