@@ -39,7 +39,10 @@ from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
+from modelopt_sparse.methods.sparsegpt import SparseGPT
+from modelopt_sparse.plan.plan import library_versions
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
+from tests.faults.faulty import flip
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, VOCAB
@@ -307,12 +310,24 @@ def command_that_fails(folder: Path) -> Found:
 
 # streaming -----------------------------------------------------------------------------------------------------------
 
+
+class Slow(SparseGPT):
+    """SparseGPT that takes its time in the second process, which then has fewer layers to solve in the next block."""
+
+    name = "slow"
+
+    def solve(self, weight, state, pattern, options):
+        time.sleep(0.05 if rank() == 1 else 0)
+        return super().solve(weight, state, pattern, options)
+
+
 EVERYTHING: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
 STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, method, options
     "everything, spilled": ("llama", "sparsegpt", {**EVERYTHING, "spill": True}),
     "stage, five batches": ("llama", "alps", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
+    "a slow process": ("llama", Slow(), {}),
     "no shared inputs": ("phi3", None, {"quality": "balanced"}),
     "not calibrated": ("llama", "magnitude", {}),
 }
@@ -434,11 +449,15 @@ def streaming_killed(folder: Path) -> Found:
 def streaming_refused(folder: Path) -> Found:
     """What is wrong for one process is an error in all, and nothing is left."""
     other, dense = rank() == 1, source(folder, "llama")
-    own = folder / f"dense-of-rank-{rank()}"
+    own, changed = folder / f"dense-of-rank-{rank()}", folder / f"changed-of-rank-{rank()}"
+    copy = shutil.copytree(dense, folder / f"copy-of-rank-{rank()}")
+    shutil.copytree(dense, changed)
     shutil.copytree(dense, own)
     if other:
+        flip(str(changed / "model.safetensors"))
         with (own / "config.json").open("a") as file:
             file.write(" ")
+    versions = {**library_versions(), **({"torch": "2.5.0"} if other else {})}
     target = folder / "streamed-refused"
 
     def run(place: Path = dense, out: Path = target, **options: Any) -> str:
@@ -447,11 +466,17 @@ def streaming_refused(folder: Path) -> Found:
 
     cases = {
         "source": run(own),
+        "byte": run(changed),
+        "copies": run(copy, folder / "streamed-of-copies"),
+        "devices": run(out=folder / "streamed-on-devices", device=f"cpu:{rank()}"),
         "option": run(pattern="2:4" if other else "1:4"),
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
+        "kind of device": run(device="meta" if other else "cpu"),
         "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1))),
     }
+    with patch("modelopt_sparse.plan.plan.library_versions", lambda: versions):
+        cases["version"] = run()
     return {"errors": cases, "left": sorted(path.name for path in folder.glob("streamed-refused*"))}
 
 

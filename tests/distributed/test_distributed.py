@@ -389,6 +389,18 @@ def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path)
 WRONG_FOR_ONE = {  # what rank 0 and rank 1 say
     "source": (r"ValueError: the size of 'config.json' is not the same in all processes: rank 0 has \d+, rank 1 has",)
     * 2,
+    "byte": (
+        r"ValueError: the SHA-256 of 'model.safetensors' is not the same in all.* rank 0 has \w+, rank 1 has \w+; copy",
+    )
+    * 2,
+    "copies": ("nothing was raised",) * 2,
+    "devices": ("nothing was raised",) * 2,
+    "kind of device": (r"ValueError: device is not the same in all processes: rank 0 has cpu, rank 1 has meta; give",)
+    * 2,
+    "version": (
+        r"ValueError: version of torch is not the same in all processes: rank 0 has .*, rank 1 has 2.5.0; give",
+    )
+    * 2,
     "option": (r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes: .*give all of",)
     * 2,
     "data": (r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False",)
