@@ -293,7 +293,13 @@ def launched_group() -> Iterator[None]:
         yield
         return
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=TIMEOUT)
+    store, *place = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # torchrun has one store for all attempts, which still says where the processes of the last one were to be
+        # reached. Machines count their attempts each for itself.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=place[0], world_size=place[1])
     try:
         yield
     finally:

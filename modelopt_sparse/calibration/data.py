@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
-from modelopt_sparse.plan.options import STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.reports.fold import first_few
 
 # calls ----------------------------------------------------------------------------------------------------------------
 
 
 IMAGES = 8  # of a batch, if nobody says how many
-UNITS = 8  # that a batch is cut into where processes share it, as far as it has so many windows
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 

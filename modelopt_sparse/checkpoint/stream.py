@@ -309,7 +309,8 @@ def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
 def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None) -> dict[str, Any]:
     """All that the result depends on, but for the files, and the calibration data, which is known when it is read."""
     facts = started_with(plan, config)
-    facts.update(dtype=str(dtype), device=str(config.device))
+    # the kind of device: each process has a GPU of its own
+    facts.update(dtype=str(dtype), device=str(config.device and config.device.type))
     if quantized is not None:
         facts["quantized source"] = str(quantized)
     return facts

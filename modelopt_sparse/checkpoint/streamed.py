@@ -70,13 +70,17 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
     return folder
 
 
+COPY_AGAIN = "copy the source again, or put it where all processes see it"
+
+
 class SourceFiles:
     """The weight files of a folder, and its ``config.json``.
 
     A file is hashed when a block is first read from it: what is read for the hash, in order and fast, is in the
-    system's cache when the block is read. Several processes share the hashing. Raises ValueError for a file that is
-    missing, that is not as long as its own header says, or that has another size for another process. Wrong numbers in
-    a file cannot be noticed, as safetensors stores no checksums.
+    system's cache when the block is read. Several processes share the hashing of files that all of them see; of copies
+    each hashes its own. Raises ValueError for a file that is missing, that is not as long as its own header says, or
+    that is another one for another process. Wrong numbers in a file cannot be noticed, as safetensors stores no
+    checksums.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:
@@ -85,7 +89,6 @@ class SourceFiles:
         self._names: dict[Path, str] = {}
         self._as_seen: dict[Path, tuple[int, ...]] = {}
         names = ["config.json", *weight_files(folder)]
-        self._mine = set(names[processes.rank :: processes.size])
         for name in names:
             path = folder / name
             if not path.is_file():
@@ -98,13 +101,20 @@ class SourceFiles:
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"{str(path)!r} is truncated or damaged ({error}): get the file again") from None
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
-        processes.check_same(sizes, "copy the source again, or put it where all processes see it")
+        processes.check_same(sizes, COPY_AGAIN)
+        # a file that all see has one inode and one time in all processes; its device has a number in each machine
+        looks = processes.all_gather("the files of the source", [look[1:] for look in self._as_seen.values()])
+        self._copied = any(look != looks[0] for look in looks)
+        self._mine = set(names if self._copied else names[processes.rank :: processes.size])
 
     @cached_property
     def hashes(self) -> dict[str, str]:
         """File name -> SHA-256, of all files. All processes ask for it at the same time."""
         for path in self._names:
             self.begin(path)
+        if self._copied:
+            facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in self._hashes.items()}
+            self._processes.check_same(facts, COPY_AGAIN)
         of_ranks = self._processes.all_gather("the hashes of the source", self._hashes)
         together = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
         return {name: together[name] for name in self._names.values()}

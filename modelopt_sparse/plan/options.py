@@ -154,6 +154,7 @@ DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CON
 FILES = (".txt", ".jsonl")
 LEAST_BATCHES = 4  # of text, if the model is tuned and the user gives no batch_size
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
+UNITS = 8  # that a batch is cut into where processes share it, as far as it has so many windows
 SELF = "self"  # as data: text that the model writes, all of it
 # options of other libraries, whose names are like those of other options here
 ELSEWHERE = {

@@ -17,11 +17,12 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,13 @@ from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
+from modelopt_sparse.methods.sparsegpt import SparseGPT
+from modelopt_sparse.plan.plan import library_versions
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
+from tests.faults.faulty import flip
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
-from tests.models.architectures import ARCHITECTURES
+from tests.models.architectures import ARCHITECTURES, VOCAB
 from tests.models.changing import Choosing, Sharing
 
 LIMIT = 140.0  # seconds for each group; about 40 on a quiet machine
@@ -57,8 +61,9 @@ def mixtral() -> nn.Module:
 
 
 BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
+BATCHES["phi3"] = token_batches(6, vocab=VOCAB)
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral, "phi3": ARCHITECTURES["phi3"].build}
 DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
 HALF = "mixtral in bfloat16"
 
@@ -317,12 +322,25 @@ def command_that_fails(folder: Path) -> Found:
 
 # streaming -----------------------------------------------------------------------------------------------------------
 
+
+class Slow(SparseGPT):
+    """SparseGPT that takes its time in the second process, which then has fewer layers to solve in the next block."""
+
+    name = "slow"
+
+    def solve(self, weight, state, pattern, options):
+        time.sleep(0.05 if rank() == 1 else 0)
+        return super().solve(weight, state, pattern, options)
+
+
 EVERYTHING: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
 STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, method, options
     "everything, spilled": ("llama", "sparsegpt", {**EVERYTHING, "spill": True}),
     "stage, five batches": ("llama", "alps", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
+    "a slow process": ("llama", Slow(), {}),
+    "no shared inputs": ("phi3", None, {"quality": "balanced"}),
     "not calibrated": ("llama", "magnitude", {}),
     "few at a time": ("mixtral", "sparsegpt", FEW_AT_A_TIME),
 }
@@ -352,10 +370,43 @@ def stream(folder: Path, target: Path, name: str, method: Any, **options: Any) -
     return {"files": hashes, "layers": layers, "notes": report.notes, "settings": report.settings}
 
 
+Exchange = tuple[str, str, tuple[int, ...], int, int, int]  # what for, how, shape, bytes, from and to whom; -1: all
+
+
+@contextmanager
+def recorded() -> Iterator[list[Exchange]]:
+    """All that this process exchanges with the others, in order."""
+    done: list[Exchange] = []
+
+    def gather(values: list[Any], own: Any, group: Any) -> None:
+        done.append((own[1][0], "header", (), 0, -1, -1))
+        real["all_gather_object"](values, own, group=group)
+
+    def noted(how: str, place: Callable[[int], tuple[int, int]]) -> Callable[..., None]:
+        def run(tensor: Tensor, other: int = -1, *, src: int = -1, group: Any) -> None:
+            done.append((done[-1][0], how, tuple(tensor.shape), tensor.nbytes, *place(max(other, src))))
+            arguments = {"src": src} if how == "broadcast" else {}
+            real[how](tensor, *([other] if other >= 0 else []), **arguments, group=group)
+
+        return run
+
+    places: dict[str, Callable[[int], tuple[int, int]]] = {
+        "all_reduce": lambda _: (-1, -1),
+        "broadcast": lambda src: (src, -1),
+        "send": lambda to: (rank(), to),
+        "recv": lambda sender: (sender, rank()),
+    }
+    real = {name: getattr(dist, name) for name in ("all_gather_object", *places)}
+    with patch.multiple(dist, all_gather_object=gather, **{how: noted(how, place) for how, place in places.items()}):
+        yield done
+
+
 def streamed(folder: Path) -> Found:
     found = {}
     for name, (model, method, options) in STREAMED.items():
-        found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
+        with recorded() as exchanges:
+            found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
+        found[name]["exchanges"] = exchanges
     return found
 
 
@@ -411,11 +462,15 @@ def streaming_killed(folder: Path) -> Found:
 def streaming_refused(folder: Path) -> Found:
     """What is wrong for one process is an error in all, and nothing is left."""
     other, dense = rank() == 1, source(folder, "llama")
-    own = folder / f"dense-of-rank-{rank()}"
+    own, changed = folder / f"dense-of-rank-{rank()}", folder / f"changed-of-rank-{rank()}"
+    copy = shutil.copytree(dense, folder / f"copy-of-rank-{rank()}")
+    shutil.copytree(dense, changed)
     shutil.copytree(dense, own)
     if other:
+        flip(str(changed / "model.safetensors"))
         with (own / "config.json").open("a") as file:
             file.write(" ")
+    versions = {**library_versions(), **({"torch": "2.5.0"} if other else {})}
     target = folder / "streamed-refused"
 
     def run(place: Path = dense, out: Path = target, **options: Any) -> str:
@@ -424,11 +479,17 @@ def streaming_refused(folder: Path) -> Found:
 
     cases = {
         "source": run(own),
+        "byte": run(changed),
+        "copies": run(copy, folder / "streamed-of-copies"),
+        "devices": run(out=folder / "streamed-on-devices", device=f"cpu:{rank()}"),
         "option": run(pattern="2:4" if other else "1:4"),
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
+        "kind of device": run(device="meta" if other else "cpu"),
         "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1))),
     }
+    with patch("modelopt_sparse.plan.plan.library_versions", lambda: versions):
+        cases["version"] = run()
     return {"errors": cases, "left": sorted(path.name for path in folder.glob("streamed-refused*"))}
 
 
@@ -603,6 +664,8 @@ def work(number: int, group: str, folder: Path) -> None:
     if group.startswith("launched"):  # the command line makes a group of its own
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     elif count > 1:
+        if group == "streaming":  # torch, too, compares what is done; of three it would miss sends between the others
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
         store = dist.FileStore(str(folder / f"{group}.store"), count)
         dist.init_process_group("gloo", store=store, rank=number, world_size=count)
     found: Found = {}

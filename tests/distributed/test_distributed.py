@@ -6,6 +6,7 @@ The scenarios are in ranks.py; see conftest.py for who runs them.
 import math
 import re
 import shutil
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
+from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.solving.solve import as_bits, from_bits, kind_of_layer, work_shares
@@ -276,6 +278,66 @@ def test_streaming_by_any_number_of_processes_writes_the_files_of_one(results, g
 
 
 @slow
+@pytest.mark.parametrize("group", STREAMING)
+@pytest.mark.parametrize("name", ranks.STREAMED)
+def test_all_processes_exchange_the_same_in_the_same_order(results, group, name):
+    """Of what one process sends another, both know. With two, torch compares it as well (its debug level is DETAIL)."""
+    one_to_one = {"send", "recv"}
+
+    def between(a: int, b: int) -> list[tuple]:
+        """What a process exchanges with all, and with this other one."""
+        every = found[a][name]["exchanges"]
+        return [
+            (what, "one to one" if how in one_to_one else how, *rest)
+            for what, how, *rest in every
+            if how not in one_to_one or {*rest[-2:]} == {a, b}
+        ]
+
+    found = results(group, ranks.streamed)
+    for a in range(STREAMING[group]):
+        for b in range(a):
+            assert between(a, b) == between(b, a)
+            assert len(between(a, b)) > 40
+
+
+def sent_by_each(found: list[dict[str, Any]]) -> Counter[str]:
+    """What for -> bytes that a process sends, in the mean; those of vectors of statistics, which are few, are left out.
+    Sums go around a ring."""
+    size, sent = len(found), Counter[str]()
+    for rank, of_rank in enumerate(found):
+        for what, how, shape, count, sender, _ in of_rank["exchanges"]:
+            if how == "all_reduce":
+                sent[what] += 2 * (size - 1) * count * (len(shape) > 1) / size / size
+            elif sender == rank:
+                sent[what.partition(" ")[0]] += (size - 1 if how == "broadcast" else 1) * count / size
+    return sent
+
+
+@slow
+@pytest.mark.parametrize("group", STREAMING)
+@pytest.mark.parametrize("name", ranks.STREAMED)
+def test_what_is_sent_is_what_the_plan_says(results, group, name):
+    """At most, and to 1 % where it can be known: layers that share an input send one sum; norms and biases are tuned,
+    too, and three processes cannot share two windows as they share eight."""
+    model, method, options = ranks.STREAMED[name]
+    options = {key: value for key, value in options.items() if key != "spill"}
+    dense, batches = ranks.MODELS[model](), ranks.BATCHES[model]
+    plan = make_plan(dense, method, data_loader=batches, min_tokens=8, deterministic=True, **options)
+    size, blocks, found = STREAMING[group], 2, [of_rank[name] for of_rank in results(group, ranks.streamed)]
+    planned, sent = SharedOut.of(plan, dense, size, 1).sent, sent_by_each(found)
+    assert sent["layer"] / blocks == pytest.approx(planned["weights and masks"], rel=0.01)
+    assert sent["statistics"] / blocks <= planned["statistics"] + 1
+    if name == "no shared inputs":
+        assert sent["statistics"] / blocks == pytest.approx(planned["statistics"], rel=0.01)
+    steps = sum((what, how) == ("weights", "header") for what, how, *_ in found[0]["exchanges"])
+    assert (steps > 0) == ("each step that tunes it" in planned)
+    if steps:
+        step = (sent["gradients"] + sent["weights"]) / steps
+        assert step <= 1.02 * planned["each step that tunes it"]
+        assert size > 2 or step == pytest.approx(planned["each step that tunes it"], rel=0.02)
+
+
+@slow
 def test_streaming_writes_what_is_made_in_memory(results, folder):
     expected = ranks.sparse("mixtral", "sparsegpt", deterministic=True)
     model = mts.load(folder / "streamed-2" / "names that differ on disk")
@@ -329,6 +391,18 @@ def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path)
 
 WRONG_FOR_ONE = {  # what rank 0 and rank 1 say
     "source": (r"ValueError: the size of 'config.json' is not the same in all processes: rank 0 has \d+, rank 1 has",)
+    * 2,
+    "byte": (
+        r"ValueError: the SHA-256 of 'model.safetensors' is not the same in all.* rank 0 has \w+, rank 1 has \w+; copy",
+    )
+    * 2,
+    "copies": ("nothing was raised",) * 2,
+    "devices": ("nothing was raised",) * 2,
+    "kind of device": (r"ValueError: device is not the same in all processes: rank 0 has cpu, rank 1 has meta; give",)
+    * 2,
+    "version": (
+        r"ValueError: version of torch is not the same in all processes: rank 0 has .*, rank 1 has 2.5.0; give",
+    )
     * 2,
     "option": (r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes: .*give all of",)
     * 2,

@@ -130,7 +130,7 @@ def serve() -> None:
 
 def _run(job: dict[str, Any], pipe: int) -> int:
     """One run, in its own process -> its exit code."""
-    counted = _Operations(job)
+    counted = Operations(job)
     if "files" in job:
         sys.addaudithook(counted)
     result: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _run(job: dict[str, Any], pipe: int) -> int:
     return code
 
 
-class _Operations:
+class Operations:
     """An audit hook that counts operations on files, and lets the fault strike."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -186,6 +186,19 @@ class _Operations:
         if state != self._last:
             shutil.copytree(place, copy, ignore=shutil.ignore_patterns(*NOT_KEPT))
         self._last = state
+
+
+def count_exchanges() -> None:
+    """Each exchange with the other processes of a run is an operation, too, from here to the end of this process."""
+    from modelopt_sparse.distributed import Processes
+
+    gather = Processes._gather_headers
+
+    def counted(self: Any, what: str, header: tuple) -> list[Any]:
+        sys.audit(EXCHANGE, what)
+        return gather(self, what, header)
+
+    setattr(Processes, "_gather_headers", counted)  # noqa: B010
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -265,16 +278,10 @@ def _stream(batches: Any, **given: Any) -> tuple[int, dict[str, Any]]:
 
 
 def _stream_as_rank(rank: int, size: int, port: int, **given: Any) -> tuple[int, dict[str, Any]]:
-    """Stream as one of several processes; each exchange with the others is an operation, too."""
-    from modelopt_sparse.distributed import Processes, launched_group
+    """Stream as one of several processes."""
+    from modelopt_sparse.distributed import launched_group
 
-    gather = Processes._gather_headers
-
-    def counted(self: Any, what: str, header: tuple) -> list[Any]:
-        sys.audit(EXCHANGE, what)
-        return gather(self, what, header)
-
-    setattr(Processes, "_gather_headers", counted)  # noqa: B010  # this process ends after it
+    count_exchanges()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with launched_group():
         return _stream(deterministic=True, **given)

@@ -15,7 +15,7 @@ from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
-from tests.helpers import LiveBytes, tiny_llama
+from tests.helpers import LiveBytes, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.shrinkable import shrinkable
 
@@ -195,6 +195,23 @@ def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
     *_, in_all = (line for line in shared.text().splitlines() if "in all" in line)
     assert in_all.split()[-1] == f"{4 * sum(shared.each['host'].values()) / 2**20:,.1f}"
     assert json.loads(shared.to_json())["nodes"] == 2
+
+
+@pytest.mark.parametrize(("processes", "parts"), [(2, 2), (3, 8), (4, 4), (8, 8)])
+@pytest.mark.parametrize(("masks", "share"), [("frozen", 0.25), ("move", 1)])
+def test_what_processes_send_to_tune_a_block_agrees_with_a_hand_computation(masks, share, processes, parts):
+    """The same Llama in bfloat16, at 3 zeros of 4. Eight units, of which every other one's gradients are added up, and
+    so on: of 2, 4 or 8 processes each has all units of such a sum, of others not."""
+    model = tiny_llama(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4).bfloat16()
+    plan = make_plan(model, "sparsegpt", pattern="1:4", reconstruct={"masks": masks}, data_loader=token_batches(2))
+    weights = 4 * 32 * 32 + 3 * 32 * 64
+    gradients = parts * 4 * share * weights / processes  # of each process's units, in float32
+    gradients *= (processes - 1) / processes  # but of the weights that it steps
+    stepped = 2 * weights / processes * (processes - 1)  # to all others
+    sent = SharedOut.of(plan, model, processes, 1).sent
+    assert sent["each step that tunes it"] == pytest.approx(gradients + stepped, abs=1)
+    said = f"each step that tunes it {sent['each step that tunes it'] / 2**20:,.1f} MiB"
+    assert said in " ".join(SharedOut.of(plan, model, processes, 1).text().split())
 
 
 @pytest.mark.parametrize(("processes", "nodes"), [(1, 1), (3, 2), (2, 0)])
