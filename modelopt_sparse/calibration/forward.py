@@ -277,6 +277,14 @@ class CalibrationData:
             for number in range(len(self.calls)) if numbers is None else numbers:
                 call_model(run, self.calls[number], number)
 
+    def output_of(self, number: int) -> tuple[Any, TokenMasks]:
+        """What the model puts out in the call of this number, and which of the call's tokens are padding."""
+        outputs: list[Any] = []
+        masks: list[TokenMasks] = []
+        with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
+            self.run_model(masks.append, numbers=[number])
+        return outputs[0], masks[0]
+
 
 def call_model(run: Run, call: Call, number: int) -> None:
     """Call ``number`` of the model in this process."""
