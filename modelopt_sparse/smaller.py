@@ -5,7 +5,9 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,10 +19,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy import choose
-from modelopt_sparse.accuracy import experts as choose_experts
-from modelopt_sparse.accuracy.choose import Choice, Criterion, Judge, skipped, with_channels
+from modelopt_sparse.accuracy.choose import (
+    SHARES,
+    Choice,
+    Criterion,
+    ExpertChoice,
+    Judge,
+    mixed_up,
+    other_order,
+    skipped,
+    some_experts,
+    with_channels,
+)
 from modelopt_sparse.accuracy.distill import Teacher, distill, logits_of
-from modelopt_sparse.accuracy.experts import SHARES, ExpertChoice, mixed_up, other_order, some_experts
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -33,7 +44,6 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device
 from modelopt_sparse.model.hf import longest_window, writes_text
 from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
-from modelopt_sparse.model.seconds import seconds_of_call
 from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -379,7 +389,7 @@ class _Cut:
     def without_experts(self, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> "_Cut":
         """Choose the experts that go, and note what that costs."""
         model, smaller = data.run.model, partial(self.smaller_block, data.run.model)
-        chosen = replace(self, experts=choose_experts.experts(data, self.mixtures, how, judge.batches, smaller))
+        chosen = replace(self, experts=choose.experts(data, self.mixtures, how, judge.batches, smaller))
         _note_experts(chosen, shrunk, data.run.report)
         for step in ("as is", "refit") if how.refit else ("as is",):
             with chosen.in_calls(model, values=step == "refit"):
@@ -544,10 +554,7 @@ def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
 
 def _first_call(data: CalibrationData) -> Any:
     """What the model puts out in the first call of this process; None if it has none."""
-    outputs: list[Any] = []
-    with data.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
-        data.run_model(lambda masks: None, numbers=[0] if data.calls else [])
-    return outputs[0] if outputs else None
+    return data.output_of(0)[0] if data.calls else None
 
 
 def _output(data: CalibrationData) -> Tensor:
@@ -575,3 +582,64 @@ def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[fl
             else:
                 data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
     return measured
+
+
+# seconds --------------------------------------------------------------------------------------------------------------
+
+
+TIMES, LONG = 5, 2.0  # so many calls are timed, and more until the least three agree, or they took so many seconds
+AGREE = 1.05
+
+
+def seconds_of_call(
+    model: nn.Module,
+    smaller: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    gone: Collection[nn.Module],
+    cut: Mapping[str, nn.Module],
+    ids: Tensor,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """[of a model, of a ``smaller`` one, of that as predicted]. Nothing where other work on the machine disturbs them:
+    where three calls of the same model do not agree.
+
+    ``blocks`` of the model, of which some are ``gone`` from the smaller one. ``cut``: name -> the block in its smaller
+    size, of one of each kind. The prediction sees no more of the smaller model than these. They are called among whole
+    blocks: called again and again by themselves, they would find their weights in the cache.
+    """
+    seconds: dict[Any, list[float]] = defaultdict(list)
+
+    def timed(spent: dict[Any, float], key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = clock()
+        output = function(*args, **kwargs)
+        flat_tensors(output)[0].flatten()[0].item()  # waits for the device
+        spent[key] = spent.get(key, 0.0) + clock() - began
+        return output
+
+    def agree(each: nn.Module) -> bool:
+        return sorted(seconds[each])[2] <= AGREE * min(seconds[each])
+
+    while len(seconds[model]) < TIMES or not (agree(model) and agree(smaller)):
+        if len(seconds[model]) >= TIMES and sum(seconds[model]) + sum(seconds[smaller]) >= LONG:
+            return []
+        for whole in (model, smaller):
+            timed(spent := {}, whole, whole, input_ids=ids)
+            seconds[whole].append(spent[whole])
+        for instead in ({}, cut):
+            spent = defaultdict(float)
+            running = {name: instead.get(name, block) for name, block in blocks.items()}
+            with ExitStack() as ending:
+                for name, block in blocks.items():
+                    block.forward = partial(timed, spent, running[name], running[name].forward)
+                    ending.callback(vars(block).pop, "forward")
+                timed(spent, "outside", model, input_ids=ids)
+            spent["outside"] -= sum(spent[block] for block in running.values())
+            for part in (*running.values(), "outside"):
+                seconds[part].append(spent[part])
+    least = {part: min(each) for part, each in seconds.items()}
+    of_kind = {repr(blocks[name]): least[block] for name, block in cut.items()}
+    old = {block: least[block] for block in blocks.values()}
+    new = {block: of_kind.get(repr(block), same) for block, same in old.items() if block not in gone}
+    # as a share, for parts that are timed are a little slower, each in its best call a little faster
+    share = (least["outside"] + sum(new.values())) / (least["outside"] + sum(old.values()))
+    return [least[model], least[smaller], least[model] * share]

@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 import modelopt_sparse as mts
 from modelopt_sparse import smaller
 from modelopt_sparse.accuracy.choose import calls_counted
-from modelopt_sparse.accuracy.refit import refit
+from modelopt_sparse.accuracy.refit import gram_scores, refit
 from modelopt_sparse.calibration.inputs import AtBlock
-from modelopt_sparse.methods.channels import gram_scores
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.resize import WIDTHS, spans, twin_of

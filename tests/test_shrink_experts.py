@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.experts import ExpertChoice, ExpertSums, kept_by_output
+from modelopt_sparse.accuracy.choose import ExpertChoice, ExpertSums, kept_by_output
 from modelopt_sparse.accuracy.refit import RoutedCall, refit_experts
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.distributed import Processes

@@ -5,7 +5,7 @@ goes through the head once more beside the sparse model's own (Hinton et al. 201
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.hf import is_encoder_decoder
@@ -90,25 +89,24 @@ class Teacher:
         dense, sparse, token_mask = self._side_by_side(index, self.answers[index])
         return of_real_tokens(dense, token_mask), of_real_tokens(sparse, token_mask)
 
+    def divergence(self, index: int) -> tuple[float, float]:
+        """(the sum of the KL divergences of the tokens of call ``index``, how many they are)."""
+        rows = kl_divergence(*self.predictions(index))
+        return float(rows.sum()), len(rows)
+
     def _side_by_side(self, index: int, answer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(logits of an ``answer``, of call ``index``, which tokens are real); logits as the model has them."""
-        data, model = self.data, self.data.run.model
-        masks: list[TokenMasks] = []
-        outputs: list[Any] = []
 
         def beside(module: nn.Module, args: tuple) -> tuple:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
 
-        with ExitStack() as hooks:
-            if self.head is not None:
-                hooks.enter_context(self.head.register_forward_pre_hook(beside))
-            hooks.enter_context(model.register_forward_hook(lambda module, args, output: outputs.append(output)))
-            data.run_model(masks.append, numbers=[index])
-        logits = logits_of(outputs[0])
+        with nullcontext() if self.head is None else self.head.register_forward_pre_hook(beside):
+            output, masks = self.data.output_of(index)
+        logits = logits_of(output)
         assert logits is not None
         if self.head is None:
-            return answer.to(logits.device), logits, masks[0].decoder
-        return logits.detach()[: len(answer)], logits[len(answer) :], masks[0].decoder
+            return answer.to(logits.device), logits, masks.decoder
+        return logits.detach()[: len(answer)], logits[len(answer) :], masks.decoder
 
     def _check_itself(self, predicted: Tensor) -> None:
         """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
@@ -139,12 +137,8 @@ def distill(teacher: Teacher, run: Run) -> None:
         # the sum: means of many small gradients would leave float16's range
         return kl_divergence(*teacher.predictions(place)).sum()
 
-    def measure(place: int) -> tuple[float, float]:
-        rows = kl_divergence(*teacher.predictions(place))
-        return float(rows.sum()), len(rows)
-
     def judge() -> float:
-        divergence = batches.judged(measure)
+        divergence = batches.judged(teacher.divergence)
         bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
         return divergence
 
@@ -155,7 +149,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, run.processes)
-        before = batches.judged(measure)
+        before = batches.judged(teacher.divergence)
         weights.slow_down(before, FULL_RATE)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, cut, take_in
+from modelopt_sparse.calibration.data import Call, cut, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, input_key
-from modelopt_sparse.calibration.inputs import Inputs, NoData, Segment, WholeModel
+from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, is_exact, print_of, try_waiting
@@ -95,13 +95,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
             # blocks that no call comes to may have layers that need no data
             blocks = [block for block in dense.blocks if block in home]
             blocks += [block for block in home if block in named and block not in blocks]
-            segment = Segment(
-                data,
-                dense.calls,
-                blocks,
-                outputs_may_stay=dense.outputs_may_stay,
-                outputs_change=dense.outputs.outputs_change,
-            )
+            segment = Segment(data, dense.calls, blocks, dense.outputs_may_stay, dense.outputs.outputs_change)
             ending.callback(segment.close)
             tasks += [task(home[block], block, partial(segment.at, home[block], block)) for block in blocks]
             continue
@@ -131,7 +125,7 @@ def _without_data(run: Run) -> list[BlockTask]:
     by_block: dict[str | None, list[LayerPlan]] = {}
     for layer_plan in run.plan.layers:
         by_block.setdefault(layer_plan.block, []).append(layer_plan)
-    no_data = NoData()
+    no_data = WholeModel(None)
     tasks = []
     for name, layer_plans in by_block.items():
         input_of = {layer_plan.name: layer_plan.name for layer_plan in layer_plans}
@@ -319,11 +313,8 @@ def _all_real(numbered: NumberedCall) -> list[bool]:
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
     data, run = dense.data, dense.data.run
     dense.calls = [NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls)]
-    digest = hashlib.sha256()
-    for call in calls if data.sha256 is None else ():
-        take_in(digest, call.args, call.kwargs)
     batches = sum(call.row == 0 for call in calls)
-    run.report.calibration.update(calls=batches, sha256=data.sha256 or digest.hexdigest())
+    run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
     _run_some(dense, chosen)
     wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
@@ -387,12 +378,10 @@ def _run_some(dense: DenseRun, calls: Sequence[NumberedCall]) -> None:
 def _run_loop(dense: DenseRun) -> None:
     """A forward_loop runs once, to its end. What it calls the model with is kept."""
     data, run = dense.data, dense.data.run
-    digest = hashlib.sha256()
     with dense.watching() as hooks:
 
         @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
         def keep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            take_in(digest, args, kwargs)
             call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
             dense.calls.append(NumberedCall(len(dense.calls), call, data.masks_of(call)))
             hooks.begin(dense.calls[-1].masks)
@@ -400,7 +389,8 @@ def _run_loop(dense: DenseRun) -> None:
 
         with run.model.register_forward_pre_hook(keep, prepend=True, with_kwargs=True):
             data.run_model(lambda masks: None, hooks)
-    run.report.calibration.update(calls=len(dense.calls), sha256=digest.hexdigest())
+    sha256 = digest_of(numbered.call for numbered in dense.calls)
+    run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.calls:
         raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
 

@@ -170,11 +170,13 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
     return prompts
 
 
-def take_in(digest: "hashlib._Hash", args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Add every tensor of one call of the model to the digest of the calibration data."""
-    for x in flat_tensors((args, kwargs)):
+def digest_of(calls: Iterable[Call]) -> str:
+    """The SHA-256 of calibration data: of every tensor of these calls of the model."""
+    digest = hashlib.sha256()
+    for x in (x for call in calls for x in flat_tensors((call.args, call.kwargs))):
         digest.update(f"{x.dtype}{list(x.shape)}".encode())
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 # texts, chats and images ----------------------------------------------------------------------------------------------

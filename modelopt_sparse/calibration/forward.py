@@ -1,7 +1,6 @@
 """Running a model over the calibration data: the data itself, the context that forwards run in, and hooks that see
 the inputs of layers."""
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call, judging, load_calls, samples, source_of, take_in, units
+from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.padding import INSTEAD, PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -212,11 +211,11 @@ class CalibrationData:
         own, processes = _own(calls, run), run.processes
         shared, sha256 = run.config.split_data and processes.size > 1, None
         if run.config.split_data and run.config.tunes and (shared or run.config.deterministic):
-            sha256 = _digest([*own, *calls])
+            sha256 = digest_of([*own, *calls])
             calls, own = units(calls), units(own, -len(own))
         calls = [*own, *calls]
         if shared:
-            sha256 = sha256 or _digest(calls)
+            sha256 = sha256 or digest_of(calls)
             _check_share(calls, sha256, run)
             calls = calls[processes.rank :: processes.size]
         return cls(run, calls, sha256, len(own))
@@ -277,6 +276,14 @@ class CalibrationData:
             for number in range(len(self.calls)) if numbers is None else numbers:
                 call_model(run, self.calls[number], number)
 
+    def output_of(self, number: int) -> tuple[Any, TokenMasks]:
+        """What the model puts out in the call of this number, and which of the call's tokens are padding."""
+        outputs: list[Any] = []
+        masks: list[TokenMasks] = []
+        with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
+            self.run_model(masks.append, numbers=[number])
+        return outputs[0], masks[0]
+
 
 def call_model(run: Run, call: Call, number: int) -> None:
     """Call ``number`` of the model in this process."""
@@ -332,13 +339,6 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)
     return own
-
-
-def _digest(calls: Iterable[Call]) -> str:
-    digest = hashlib.sha256()
-    for call in calls:
-        take_in(digest, call.args, call.kwargs)
-    return digest.hexdigest()
 
 
 def _check_share(calls: list[Call], sha256: str, run: Run) -> None:

@@ -4,8 +4,8 @@ their methods need them."""
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy, deepcopy
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -66,33 +66,19 @@ class Inputs(ABC):
         """Let the calls go on through the block, as it is now, to the next one."""
 
 
-class NoData(Inputs):
-    """No method wants any."""
-
-    blockwise = False
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
-        raise AssertionError("there is no data to collect the inputs of layers from")
-
-    def advance(self) -> None:
-        """There are no calls."""
-
-
 class WholeModel(Inputs):
-    """Each time the inputs of layers are asked for, the whole model runs over the data."""
+    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks."""
 
     blockwise = False
 
-    def __init__(self, data: CalibrationData) -> None:
+    def __init__(self, data: CalibrationData | None) -> None:
         self._data = data
 
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
+        assert self._data is not None
         hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
         self._data.run_model(sums.between(hooks.begin), hooks)
         sums.end_call()
@@ -101,6 +87,7 @@ class WholeModel(Inputs):
         """The next run goes through the block as it is then."""
 
 
+@dataclass(eq=False)
 class Segment:
     """Stacks that the same calls go through block by block, from when the first of them is asked for.
 
@@ -108,19 +95,13 @@ class Segment:
     may be left on the execution device for the next block. outputs_change: the model writes to what a block puts out.
     """
 
-    def __init__(
-        self,
-        data: CalibrationData,
-        calls: Sequence[NumberedCall],
-        blocks: Sequence[nn.Module],
-        *,
-        outputs_may_stay: bool,
-        outputs_change: bool,
-    ) -> None:
-        self.data, self.blocks, self.outputs_change = data, blocks, outputs_change
-        self._calls, self._outputs_may_stay = calls, outputs_may_stay
-        self._sparse: WaitingCalls | None = None
-        self._dense: dict[Stack, WaitingCalls] = {}
+    data: CalibrationData
+    calls: Sequence[NumberedCall]
+    blocks: Sequence[nn.Module]
+    outputs_may_stay: bool
+    outputs_change: bool
+    _sparse: WaitingCalls | None = None
+    _dense: dict[Stack, WaitingCalls] = field(default_factory=dict)
 
     def at(self, stack: Stack, block: nn.Module) -> "AtBlock":
         run = self.data.run
@@ -128,10 +109,13 @@ class Segment:
             self._sparse = self._started(self.blocks)
         dense = None
         if run.config.reconstruct is not None and run.config.reconstruct.target == "dense":
-            dense = self._dense_calls(stack).at(block)
+            # a second set of calls, which goes through the dense blocks of a stack; what lies before it is sparse
+            if stack not in self._dense:
+                self._dense[stack] = self._started(stack.blocks)
+            dense = self._dense[stack].at(block)
         last = self._is_last(stack, block)
         stay = not last and self._outputs_stay(block)
-        return AtBlock(self, block, self._sparse.at(block), dense, outputs_stay=stay, last_of_stack=last)
+        return AtBlock(self, block, self._sparse.at(block), dense, stay, last)
 
     def _is_last(self, stack: Stack, block: nn.Module) -> bool:
         """Whether no other block of its stack comes after a block."""
@@ -151,7 +135,7 @@ class Segment:
         self._dense.clear()
 
     def _started(self, blocks: Sequence[nn.Module]) -> WaitingCalls:
-        calls = WaitingCalls(self.data.run, self._calls, blocks)
+        calls = WaitingCalls(self.data.run, self.calls, blocks)
         try:
             calls.start()
         except BaseException:
@@ -159,20 +143,15 @@ class Segment:
             raise
         return calls
 
-    def _dense_calls(self, stack: Stack) -> WaitingCalls:
-        """A second set of calls, which goes through the dense blocks of a stack. What lies before it is sparse."""
-        if stack not in self._dense:
-            self._dense[stack] = self._started(stack.blocks)
-        return self._dense[stack]
-
     def _outputs_stay(self, block: nn.Module) -> bool:
         """Whether the device has room for what the blocks of a stack put out."""
-        if not self._outputs_may_stay or self.data.run.storage.spills:
+        if not self.outputs_may_stay or self.data.run.storage.spills:
             return False
         assert self._sparse is not None
         return has_room(self.data.run, held_bytes(self.data.run, self._sparse.at(block)))
 
 
+@dataclass(eq=False)
 class AtBlock(Inputs):
     """The ``calls`` that wait at one block.
 
@@ -181,31 +160,27 @@ class AtBlock(Inputs):
     """
 
     blockwise = True
+    segment: Segment
+    block: nn.Module
+    calls: list[WaitingCall]
+    dense: list[WaitingCall] | None
+    outputs_stay: bool
+    last_of_stack: bool
 
-    def __init__(
-        self,
-        segment: Segment,
-        block: nn.Module,
-        calls: list[WaitingCall],
-        dense: list[WaitingCall] | None,
-        *,
-        outputs_stay: bool,
-        last_of_stack: bool,
-    ) -> None:
-        self.data, self.block, self.calls = segment.data, block, calls
-        self._segment, self._dense = segment, dense
-        self._outputs_stay, self._last_of_stack = outputs_stay, last_of_stack
+    @property
+    def data(self) -> CalibrationData:
+        return self.segment.data
 
     @property
     def masks(self) -> list[TokenMasks]:
         return [call.numbered.masks for call in self.calls]
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return on_execution_device(self.data.run, [self.block], outputs_stay=self._outputs_stay)
+        return on_execution_device(self.data.run, [self.block], outputs_stay=self.outputs_stay)
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
         hooks = self.data.input_hooks(layer_plans, [self.block], see)
-        last = self.block is self._segment.blocks[-1]
+        last = self.block is self.segment.blocks[-1]
         with hooks, forward_context(self.data.run):
             for call in self.calls:
                 hooks.begin(call.numbered.masks)
@@ -215,22 +190,20 @@ class AtBlock(Inputs):
                     call.run_block()
                 sums.end_call()
         if go_on:
-            self._segment.leave(self.block)
+            self.segment.leave(self.block)
 
     def advance(self) -> None:
-        if self.block is not self._segment.blocks[-1]:
+        if self.block is not self.segment.blocks[-1]:
             with forward_context(self.data.run):
                 for call in self.calls:
                     call.go_on()
-        self._segment.leave(self.block)
+        self.segment.leave(self.block)
 
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
 
     def only(self, numbers: Container[int]) -> "AtBlock":
         """The same with the calls of these numbers alone."""
-        some = copy(self)
-        some.calls = [call for call in self.calls if call.numbered.number in numbers]
-        return some
+        return replace(self, calls=[call for call in self.calls if call.numbered.number in numbers])
 
     def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
         """The first output tensor of each module in a forward of the block on call ``index``."""
@@ -239,15 +212,15 @@ class AtBlock(Inputs):
     def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
         """For each module its outputs on all calls, to be asked for while the block is dense. Calls that go through
         dense blocks go on to the next one."""
-        if self._dense is None and not modules:
+        if self.dense is None and not modules:
             return []
         hold = self.data.run.storage.hold_activations
-        if self._dense is not None and self._segment.outputs_change and not self.data.run.storage.spills:
+        if self.dense is not None and self.segment.outputs_change and not self.data.run.storage.spills:
             hold = torch.clone
         goals: list[list[Tensor]] = [[] for _ in modules]
         with forward_context(self.data.run):
-            for call in self.calls if self._dense is None else self._dense:
-                run = call.run_block if self._dense is None or self._last_of_stack else call.go_on
+            for call in self.calls if self.dense is None else self.dense:
+                run = call.run_block if self.dense is None or self.last_of_stack else call.go_on
                 for goal, output in zip(goals, watched_outputs(run, modules, hold)):
                     goal.append(output)
         return goals

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import bytes_in_use, input_device
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.wrappers import in_eval_mode
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report
@@ -119,14 +120,8 @@ class InMemory(Storage):
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with switched_off(model, "use_cache"), torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with in_eval_mode(model), switched_off(model, "use_cache"), torch.no_grad():
+        yield
 
 
 @contextmanager

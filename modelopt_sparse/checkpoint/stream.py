@@ -9,7 +9,6 @@ transformers' own offloading says where each weight lies, and converts those tha
 in memory (fused experts); its save_pretrained converts them back, block by block.
 """
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from modelopt_sparse.calibration.data import Call, load_calls, take_in
+from modelopt_sparse.calibration.data import Call, digest_of, load_calls
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
@@ -224,7 +223,7 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
     processes.check_same(job.started, "give all of them the same source and the same options")
     with _full_disk_named(target), opened(target, job.started, processes, overwrite=overwrite) as work:
         if work.resumed or work.finished:
-            work.check(files.hashes, _hash(job.calls))
+            work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
                 more = job.dtype, job.quantized, work, job.remote
@@ -314,14 +313,6 @@ def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Qua
     if quantized is not None:
         facts["quantized source"] = str(quantized)
     return facts
-
-
-def _hash(calls: list[Call] | None) -> str | None:
-    """Of the calibration data; None without any."""
-    digest = hashlib.sha256()
-    for call in calls or ():
-        take_in(digest, call.args, call.kwargs)
-    return None if calls is None else digest.hexdigest()
 
 
 def _more_notes(storage: Streamed, work: WorkFolder, quantized: Quantized | None) -> list[str]:

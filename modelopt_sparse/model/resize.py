@@ -6,7 +6,7 @@ modules, numbers that modules hold as attributes, other entries of the config. T
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -247,28 +247,43 @@ def _common(name: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
 
 
+def _first(
+    candidates: Iterable[tuple[str, int]], fits: Callable[[str, int], int | None], problem: str, otherwise: str
+) -> tuple[str, int, int]:
+    """The first of the candidates, (name in the config, number), that ``fits`` has a new number for, and that number.
+
+    Raises ValueError if there is none: the ``problem``, with what ``fits`` raised, or else ``otherwise``.
+    """
+    reasons: list[str] = []
+    for name, old in candidates:
+        try:
+            if (new := fits(name, old)) is not None:
+                return name, old, new
+        except ValueError as error:
+            reasons.append(f"{name}: {error}")
+    raise ValueError(f"{problem}: {'; '.join(reasons) or otherwise}")
+
+
 def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], int]) -> tuple[str, int, int]:
     """(the name of the MLP's width in the config, the width, ``new_of`` of it).
 
     Raises ValueError, with the reasons, if no number is the width of all.
     """
     columns = {layer.columns(layer.parameter) for _, layers in blocks.values() for layer in layers}
-    reasons: list[str] = []
-    for name, value in numbers_in(model.config).items():
-        for old in columns if value is None else {value} & columns:
-            try:
-                pools = pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
-                if value is None and spans(model, twin_of(model, {name: old})):
-                    continue  # None stands for another width
-                for block in blocks:
-                    if all(pool.span.old != old for pool in pools.get(block, ())):
-                        raise ValueError(f"block {block!r} does not depend on it")
-            except ValueError as error:
-                reasons.append(f"{name}: {error}")
-                continue
-            return name, old, new_of(old)
-    why = "; ".join(reasons) or "no number in its config is one (such as 4 x hidden_size, always)"
-    raise ValueError(f"this {type(model).__name__} has no width that all of its MLPs share: {why}")
+    numbers = numbers_in(model.config)
+
+    def fits(name: str, old: int) -> int | None:
+        pools = pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
+        if numbers[name] is None and spans(model, twin_of(model, {name: old})):
+            return None  # it stands for another width
+        for block in blocks:
+            if all(pool.span.old != old for pool in pools.get(block, ())):
+                raise ValueError(f"block {block!r} does not depend on it")
+        return new_of(old)
+
+    candidates = ((name, old) for name, own in numbers.items() for old in (columns if own is None else {own} & columns))
+    problem = f"this {type(model).__name__} has no width that all of its MLPs share"
+    return _first(candidates, fits, problem, "no number in its config is one (such as 4 x hidden_size, always)")
 
 
 # experts --------------------------------------------------------------------------------------------------------------
@@ -329,20 +344,17 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
     Raises ValueError, with the reasons, if no number is that of all mixtures, and what ``new_of`` raises.
     """
     counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter in LAST}
-    reasons: list[str] = []
-    for name, old in numbers_in(model.config).items():
-        if old is not None and old in counts - {1}:
-            new = new_of(old)
-            try:
-                pools = expert_pools_in(model, twin_of(model, {name: new}), blocks)
-                if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
-                    raise ValueError(f"other mixtures have {min(others)} experts")
-            except ValueError as error:
-                reasons.append(f"{name}: {error}")
-            else:
-                return name, old, new
-    why = "; ".join(reasons) or "it has no mixtures of several fused experts"
-    raise ValueError(f"this {type(model).__name__} has no number of experts that can be smaller: {why}")
+    new = {old: new_of(old) for old in counts - {1}}
+
+    def fits(name: str, old: int) -> int:
+        pools = expert_pools_in(model, twin_of(model, {name: new[old]}), blocks)
+        if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
+            raise ValueError(f"other mixtures have {min(others)} experts")
+        return new[old]
+
+    candidates = [(name, old) for name, old in numbers_in(model.config).items() if old is not None and old in new]
+    problem = f"this {type(model).__name__} has no number of experts that can be smaller"
+    return _first(candidates, fits, problem, "it has no mixtures of several fused experts")
 
 
 # blocks ---------------------------------------------------------------------------------------------------------------
@@ -359,17 +371,12 @@ class Depth:
     @classmethod
     def find(cls, model: PreTrainedModel, stack: Stack, asked: str | None = None) -> "Depth":
         """``asked``: its name. Raises ValueError, with the reasons, if no number in the config is the blocks'."""
-        count, reasons = len(stack.blocks), []
-        for name, value in numbers_in(model.config).items():
-            if value == count > 1 and asked in (None, name):
-                try:
-                    cls(model, stack, name).any_without(1)
-                except ValueError as error:
-                    reasons.append(f"{name}: {error}")
-                else:
-                    return cls(model, stack, name)
-        why = "; ".join(reasons) or f"no number in its config is {count}, and changes it"
-        raise ValueError(f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer: {why}")
+        count, numbers = len(stack.blocks), numbers_in(model.config)
+        candidates = [(name, count) for name in numbers if numbers[name] == count > 1 and asked in (None, name)]
+        problem = f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer"
+        otherwise = f"no number in its config is {count}, and changes it"
+        fits = lambda name, _: len(cls(model, stack, name).any_without(1))  # noqa: E731
+        return cls(model, stack, _first(candidates, fits, problem, otherwise)[0])
 
     def any_without(self, gone: int) -> list[int]:
         """Places that stay when ``gone`` blocks in a row go, the last ones that can. Raises ValueError if none can."""

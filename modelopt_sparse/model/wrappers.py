@@ -35,6 +35,19 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """With models in evaluation mode; afterwards each module is in its mode from before."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is compiled: hooks and sparse classes that come and go would have it compiled again each time."""
     # what nn.Module.compile() sets has no public name

@@ -216,13 +216,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
         sizes = replace(sizes, **_blocks(model, planned, asked.blocks))
     for name, size in (asked.to or {}).items():
         name = model.config.attribute_map.get(name, name)
-        axis = _axis(model, planned, name, size)
-        if isinstance(axis, dict):
-            sizes = replace(sizes, **axis)
-        elif isinstance(axis, Depth):
-            sizes = replace(sizes, depth=axis, stay=axis.any_without(len(axis.stack.blocks) - size))
-        else:
-            sizes = replace(sizes, width={**sizes.width, name: (axis, size)})
+        sizes = _with_size(model, planned, sizes, name, size)
     for name, (_, new) in sizes.width.items():
         if new % asked.tensor_parallel:
             raise ValueError(f"{name}={new} does not divide by tensor_parallel={asked.tensor_parallel}: give a share")
@@ -342,9 +336,8 @@ def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any
     return {"depth": depth, "stay": stay if named else depth.any_without(len(gone)), "named": named}
 
 
-def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth | int | dict[str, Any]:
-    """What ``to={name: size}`` means: a number of blocks, the width (as it is) of MLPs, or fields of `Sizes` for
-    experts."""
+def _with_size(model: PreTrainedModel, planned: Plan, sizes: Sizes, name: str, size: Any) -> Sizes:
+    """The sizes with what ``to={name: size}`` says: of a number of blocks, of experts, or of a width of MLPs."""
     numbers, problem, blocks = numbers_in(model.config), None, layers_by_block(planned)
     if name not in numbers:
         raise ValueError(f"to={{{name!r}: ...}}: the config has no such number{nearest(name, numbers)}")
@@ -352,22 +345,24 @@ def _axis(model: PreTrainedModel, planned: Plan, name: str, size: Any) -> Depth 
     if not is_whole(size, 1) or (old is not None and size >= old):
         raise ValueError(f"to={{{name!r}: {size!r}}}: give a whole number below {old}")
     for stack in planned.stacks:
-        try:
-            if old == len(stack.blocks):
-                return Depth.find(model, stack, name)
-        except ValueError as error:
-            problem = error
+        if old == len(stack.blocks):
+            try:
+                depth = Depth.find(model, stack, name)
+            except ValueError as error:
+                problem = error
+            else:
+                return replace(sizes, depth=depth, stay=depth.any_without(old - size))
     try:
         if old is None:  # it stands for a width that the class computes
-            return find_width(model, blocks, lambda _: size)[1]
+            _, old, _ = find_width(model, blocks, lambda _: size)
         twin = twin_of(model, {name: size})
         with suppress(ValueError):
             expert_pools_in(model, twin, blocks)
-            return _experts(model, planned, lambda _: size)
+            return replace(sizes, **_experts(model, planned, lambda _: size))
         pools_in(model, twin, blocks)
     except ValueError as error:
         raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {HINTS['kv_groups']}") from error
-    return old
+    return replace(sizes, width={**sizes.width, name: (old, size)})
 
 
 def kept_in(kept: Any) -> Mapping[str, Any]:

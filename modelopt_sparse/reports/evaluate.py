@@ -9,7 +9,6 @@ Tasks, their prompts and their metrics are those of lm-evaluation-harness.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
+from modelopt_sparse.model.wrappers import in_eval_mode
 from modelopt_sparse.reports.fold import first_few, table
 from modelopt_sparse.reports.progress import Progress, only_errors
 from modelopt_sparse.values import check_whole
@@ -137,19 +137,6 @@ def evaluate(
     count = windows.shape[0] * (seq_len - 1)
     figures = (None, None) if reference is None else (_exp(reference_loss / count), kl / count)
     return Evaluation(_exp(loss / count), *figures, windows.shape[0], seq_len)
-
-
-@contextmanager
-def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """With models in evaluation mode; afterwards each module is in its mode from before."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _logits(model: nn.Module, batch: Tensor) -> Tensor:

@@ -158,14 +158,9 @@ class Report(Printed):
         values["skipped"] = tuple(
             Skipped(**{**each, "shape": tuple(each["shape"])}) for each in data.get("skipped", ())
         )
-        if data.get("distillation") is not None:
-            values["distillation"] = Distilled(**data["distillation"])
-        if data.get("shrunk") is not None:
-            values["shrunk"] = Shrunk(**data["shrunk"])
-        if data.get("evaluation") is not None:
-            values["evaluation"] = Evaluation.from_dict(data["evaluation"])
-        if data.get("tasks") is not None:
-            values["tasks"] = TaskScores.from_dict(data["tasks"])
+        parts: dict[str, Any] = {"evaluation": Evaluation.from_dict, "tasks": TaskScores.from_dict}
+        parts |= {"distillation": lambda part: Distilled(**part), "shrunk": lambda part: Shrunk(**part)}
+        values |= {name: make(data[name]) for name, make in parts.items() if data.get(name) is not None}
         return cls(**values)
 
     def to_html(

@@ -27,16 +27,18 @@ from modelopt_sparse.runtime.kernels import (
     DTYPES,
     FORMATS,
     NotPackable,
+    SemiStructuredLinear,
     dtype_name,
     library_version,
     misfit,
     multiply,
     pack,
+    pack_module,
     quantize_rows,
     relative_squared_error,
     shape_misfit,
+    unpack_module,
 )
-from modelopt_sparse.runtime.linear import SemiStructuredLinear, pack_module, unpack_module
 from modelopt_sparse.runtime.timing import TIMERS, Place, Timing, TimingCache, decide, time_layer, timing_key
 from modelopt_sparse.values import check_choice, check_number, is_whole
 

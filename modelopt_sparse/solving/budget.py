@@ -30,7 +30,6 @@ from modelopt_sparse.accuracy.distill import logits_of, of_real_tokens
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
@@ -167,13 +166,10 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 
 def _predictions(data: CalibrationData, place: int) -> Tensor:
     """The logits of a call, ``[T, V]``, of real tokens alone."""
-    masks: list[TokenMasks] = []
-    outputs: list[Any] = []
-    with data.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
-        data.run_model(masks.append, numbers=[place])
-    logits = logits_of(outputs[0])
+    output, masks = data.output_of(place)
+    logits = logits_of(output)
     assert logits is not None  # there were gradients, or losses of an earlier run
-    return of_real_tokens(logits, masks[0].decoder)
+    return of_real_tokens(logits, masks.decoder)
 
 
 # what layers may become -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import flat_tensors, has_hook
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
-from modelopt_sparse.model.wrappers import unwrapped
+from modelopt_sparse.model.wrappers import in_eval_mode, unwrapped
 from modelopt_sparse.values import check_number
 
 IGNORED = -100  # transformers' label of what is not to be predicted
@@ -90,9 +90,7 @@ def distill(
     student = unwrapped(model)
     _refuse_parts_of_the_model(student, unwrapped(teacher))
     end = Distillation()
-    for part in teacher.modules():
-        end.callback(setattr, part, "training", part.training)
-    teacher.eval()
+    end.enter_context(in_eval_mode(teacher))
     if square_head:
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
     # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher

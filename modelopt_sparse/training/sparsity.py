@@ -28,9 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
-from modelopt_sparse.model.layers import refuse_packed
+from modelopt_sparse.model.layers import usable
 from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
-from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
+from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -116,10 +116,7 @@ class Sparsity(ABC):
     def _apply_to_model(self, model: nn.Module) -> None:
         if self._model is not None:
             raise ValueError(f"this is applied to a {type(self._model).__name__} already: make another")
-        refuse_no_model(model)
-        model = unwrapped(model)
-        refuse_packed(model, "trained sparse")
-        refuse_wrapped_parts(model, "trained sparse")
+        model = usable(model, "trained sparse")
         plan, chosen = plan_training(model, self.members())
         record = self._record(model, chosen)
         masks = {} if record else first_masks(chosen)  # with a record the model has the masks of its step

@@ -10,7 +10,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse import smaller
-from modelopt_sparse.model.seconds import seconds_of_call
+from modelopt_sparse.smaller import seconds_of_call
 from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable
 
 HIDDEN, VOCAB = 32, 97

@@ -16,8 +16,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime.convert import Settings, loading_place
-from modelopt_sparse.runtime.kernels import Choice, Cutlass, as_numbers
-from modelopt_sparse.runtime.linear import SemiStructuredLinear
+from modelopt_sparse.runtime.kernels import Choice, Cutlass, SemiStructuredLinear, as_numbers
 from modelopt_sparse.runtime.timing import Place
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.runtime.stopwatch import OTHER, TABLE, Stopwatch, timed_place

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.linear import SemiStructuredLinear
+from modelopt_sparse.runtime.kernels import SemiStructuredLinear
 from tests.helpers import assert_bits, tiny_llama
 from tests.runtime.unpacking import CPU, DTYPES, chain, llama, packed_by, pruned
 

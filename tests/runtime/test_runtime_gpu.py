@@ -16,13 +16,13 @@ from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     FORMATS,
     Backend,
+    SemiStructuredLinear,
     choose_backend,
     no_fp8,
     pack,
     quantize_rows,
     relative_squared_error,
 )
-from modelopt_sparse.runtime.linear import SemiStructuredLinear
 from modelopt_sparse.runtime.timing import eager_seconds, graph_seconds
 from tests.helpers import assert_bits, tiny_llama, token_batches
 

@@ -15,8 +15,7 @@ from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime import kernels as backends
 from modelopt_sparse.runtime import timing as tune
 from modelopt_sparse.runtime.convert import Settings
-from modelopt_sparse.runtime.kernels import Choice, choice_for
-from modelopt_sparse.runtime.linear import SemiStructuredLinear
+from modelopt_sparse.runtime.kernels import Choice, SemiStructuredLinear, choice_for
 from modelopt_sparse.runtime.timing import Timing, TimingCache, decide, eager_seconds
 from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch, timed_place, timing
 from tests.runtime.unpacking import Unpacking, chain, pruned, reasons

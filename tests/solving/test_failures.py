@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.masking import SparseModule
-from modelopt_sparse.solving import attach
+from modelopt_sparse.solving import block as one_block
 from tests.helpers import (
     TESTBED,
     assert_bits,
@@ -393,7 +393,7 @@ def test_interrupted_while_held_solutions_wait():
 def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
     model = tiny_llama()
     before = state_of(model)
-    original, seen = attach.set_mask, []
+    original, seen = one_block.set_mask, []
 
     def pressed(*args):
         seen.append(args[1])
@@ -401,7 +401,7 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         original(*args)
 
-    monkeypatch.setattr(attach, "set_mask", pressed)
+    monkeypatch.setattr(one_block, "set_mask", pressed)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

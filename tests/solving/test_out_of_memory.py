@@ -14,7 +14,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
-from modelopt_sparse.solving import attach
+from modelopt_sparse.solving import block as one_block
 from tests.helpers import Snapshot, assert_bits, refused, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
@@ -284,7 +284,7 @@ def test_a_preparation_has_no_pieces():
 
 
 def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
-    original, seen = attach.set_mask, []
+    original, seen = one_block.set_mask, []
 
     def scarce(*args: Any) -> None:
         seen.append(args[1])
@@ -292,7 +292,7 @@ def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
             raise FAILURES["cpu"]()
         original(*args)
 
-    monkeypatch.setattr(attach, "set_mask", scarce)
+    monkeypatch.setattr(one_block, "set_mask", scarce)
     model = tiny_llama()
     before = state_of(model)
     with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory while its solution was written into"):
