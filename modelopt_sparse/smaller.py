@@ -331,8 +331,7 @@ class _Cut:
             some = {name: [choose.any_channels(pool) for pool in each] for name, each in pools.items()}
             if not pools or not cls(sizes, narrow, pools, some).differs(data):
                 return cls(sizes, narrow, pools)
-        problem = f"this {type(model).__name__} computes something else with fewer channels"
-        raise ValueError(f"{problem} than with zeros in their place: its MLPs cannot be cut")
+        raise ValueError("the model computes something else with fewer channels than with zeros: MLPs cannot be cut")
 
     def without_blocks(self, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> "_Cut":
         """Choose the blocks that go, and try it."""
@@ -347,8 +346,8 @@ class _Cut:
             stay = choose.blocks(judge, depth, gone, data.run, shrunk)
         shrunk.kept["blocks"] = {depth.stack.name: [*stay]}
         if _Cut(replace(sizes, width={}, experts={}), model, {}, stay=stay).differs(data):
-            problem = f"this {type(model).__name__} computes something else with the blocks {[*stay]} alone"
-            raise ValueError(f"{problem} than with the others skipped: blocks know their places, or read from others")
+            what = f"the model computes something else with the blocks {[*stay]} alone than with the others skipped"
+            raise ValueError(f"{what}: blocks know their places, or read from others")
         gone_names = {*depth.stack.names} - {depth.stack.names[place] for place in stay}
         pools, mixtures = (
             {name: of_block for name, of_block in each.items() if name not in gone_names}
@@ -382,8 +381,7 @@ class _Cut:
             changed, wrong = (reordered(order) - dense for order in (other_order, mixed_up))
             differs = not float(changed.norm()) <= SAME * float(wrong.norm())
         if any(data.run.processes.all_gather("how the model is cut", differs)):
-            problem = f"this {type(model).__name__} computes something else with its experts in another order"
-            raise ValueError(f"{problem}: they are not chosen by a router alone, and none can go")
+            raise ValueError("the model computes something else with its experts in another order: none of them can go")
         return self
 
     def without_experts(self, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> "_Cut":

@@ -213,7 +213,7 @@ def test_refused_with_the_model_untouched(case):
 MODELS = {
     "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "know their places"),
     "norm": (lambda: odd(NormedLlama), {"mlp": 0.25}, "not of channels between two linear layers"),
-    "softmax": (lambda: odd(SoftmaxLlama), {"mlp": 0.25}, "its MLPs cannot be cut"),
+    "softmax": (lambda: odd(SoftmaxLlama), {"mlp": 0.25}, "MLPs cannot be cut"),
     "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
     "not of transformers": (lambda: nn.Linear(4, 4), {"mlp": 0.25}, "a Linear has none"),
     "one side": (lambda: shrinkable("T5/T5ForConditionalGeneration"), {"blocks": 1}, "num_decoder_layers"),

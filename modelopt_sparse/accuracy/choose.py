@@ -49,8 +49,7 @@ class Judge:
     def kl(self, numbers: range | None = None) -> float:
         """The mean KL divergence on batches of these numbers; None: those that are held back."""
         if self.teacher is None:
-            problem = "blocks are chosen by what the model predicts, and its output has no logits"
-            raise ValueError(f"{problem}: name them, or give blocks_by='influence'")
+            raise ValueError("the output has no logits to choose blocks by: name them, or give blocks_by='influence'")
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
         return batches.judged(self.teacher.divergence)
 

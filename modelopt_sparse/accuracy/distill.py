@@ -76,10 +76,7 @@ class Teacher:
             hooks.enter_context(model.register_forward_hook(after_model))
             data.run_model(lambda masks: None)
         if predicted[0] is None:
-            raise ValueError(
-                f"distill: the output of this {type(model).__name__} has no logits [batch, classes] or [batch, tokens, "
-                "vocabulary]: leave distill out (quality='best' is without it)"
-            )
+            raise ValueError(f"distill: the output of this {type(model).__name__} has no logits: leave distill out")
         teacher = cls(data, head, answers)
         teacher._check_itself(predicted[0])
         return teacher
@@ -115,10 +112,8 @@ class Teacher:
             if not _close(again.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:
-            raise ValueError(
-                f"distill: what the output head of this {type(self.data.run.model).__name__} puts out depends on more "
-                f"than the sample that it is for: leave distill out (quality='best' is without it; {error})"
-            ) from error
+            why = f"the output head puts out something else beside other samples ({error})"
+            raise ValueError(f"distill: {why}: leave distill out") from error
 
 
 def distill(teacher: Teacher, run: Run) -> None:

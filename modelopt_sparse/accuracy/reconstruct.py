@@ -26,7 +26,7 @@ from modelopt_sparse.accuracy.tuning import (
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
-from modelopt_sparse.calibration.padding import PaddingError
+from modelopt_sparse.calibration.padding import INSTEAD, PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.reports.values import BlockReport
 
@@ -109,10 +109,8 @@ def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list
     masks = [getattr(masks, side) for masks in inputs.masks]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
-            raise PaddingError(
-                f"block {block.name!r} has an output of shape {list(goal.shape)}, and the token mask has shape "
-                f"{list(mask.shape)}: give batches without padding, or set count_padding=True to let padding in"
-            )
+            shapes = f"an output of shape {list(goal.shape)}, and the token mask has shape {list(mask.shape)}"
+            raise PaddingError(f"block {block.name!r} has {shapes}: {INSTEAD}")
     return [None if mask is None else mask.to(goal.device, torch.bool) for mask, goal in zip(masks, goals)]
 
 

@@ -25,6 +25,7 @@ from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, is_exac
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.progress import Progress
 
 
@@ -451,20 +452,14 @@ def _check(seen: SeenInputs, run: Run) -> None:
         and (layer_plan.layer.mixture is None or layer_plan.layer.mixture not in mixtures)
     ]
     if needing:
-        raise ValueError(
-            f"{len(needing)} layers saw no calibration data: {', '.join(needing[:8])}"
-            f"{', ...' if len(needing) > 8 else ''}; give data that reaches them (images, if they take images), or "
-            "exclude them"
-        )
+        advice = "give data that reaches them (images, if they take images), or exclude them"
+        raise ValueError(f"{len(needing)} layers saw no calibration data: {first_few(needing)}: {advice}")
     for layer_plan in unseen:
         seen.order[layer_plan.name] = len(seen.order)
         seen.input_of[layer_plan.name] = layer_plan.name
     for name, finite in seen.finite.items():
         if not finite:
-            raise ValueError(
-                f"layer {name!r}: its input holds NaN or inf on the calibration data; check the data, or run the "
-                "model in bfloat16 or float32"
-            )
+            raise ValueError(f"layer {name!r}: its input holds NaN or inf: run the model in bfloat16 or float32")
 
 
 # stacks at which calls cannot wait ------------------------------------------------------------------------------------
@@ -494,10 +489,7 @@ def _through_whole_model(
     if waiting and config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
         if count < 2:
-            raise ValueError(
-                "reconstruct needs at least two calibration batches, because one is held back to judge by, "
-                f"and there is {count}: give smaller batches"
-            )
+            raise ValueError(f"reconstruct needs two calibration batches, one to judge, not {count}: give smaller ones")
     return whole
 
 

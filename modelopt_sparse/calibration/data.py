@@ -62,8 +62,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     take = config.collect_func or (lambda batch: batch)
     calls = [_as_call(take(batch), config) for batch in islice(batches, config.max_batches)]
     if not calls:
-        problem = "data_loader gives no batch: it is empty, or a generator that has already been used up"
-        raise ValueError(f"{problem}: give a list or a DataLoader, or make the generator anew")
+        raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
     if not config.tunes or config.data is not None:
         return calls
     return [step for call in calls for step in cut(call, lambda _, length: STEP_TOKENS // max(length, 1))]
@@ -110,8 +109,7 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
             return Call(tuple(batch), {})
         if config.collect_func is None:
             return _as_call(batch[0], config)
-    problem = f"a calibration batch is a {type(batch).__name__}"
-    raise TypeError(f"{problem}: give tensors, tuples or mappings, or a collect_func that turns a batch into one")
+    raise TypeError(f"a calibration batch is a {type(batch).__name__}: give tensors, tuples, mappings, or collect_func")
 
 
 def source_of(config: SparsifyConfig) -> str:
@@ -226,8 +224,8 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
     rows = [row.get("text", row.get("messages")) if isinstance(row, Mapping) else row for row in rows]
     for row in rows:
         if not isinstance(row, str) and not _is_chat(row):
-            problem = f"data is text: strings, or chats (lists of messages with a role), and no {type(row).__name__}"
-            raise TypeError(f"{problem}; token tensors go into data_loader, and images need processor=")
+            what = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
+            raise TypeError(f"{what}: give token tensors as data_loader, and images with processor=")
     return rows
 
 
@@ -300,16 +298,14 @@ def _column(data: Any, names: Sequence[str]) -> Any:
     if len(data.column_names) == 1:
         return data[data.column_names[0]]
     columns = first_few(list(data.column_names))
-    problem = f"the data set has the columns {columns}, and none called {' or '.join(names)}"
-    raise ValueError(f"{problem}: give one of them, as data=data_set['name']")
+    raise ValueError(f"the data set has no column {' or '.join(names)}: give one, data_set['name'], of {columns}")
 
 
 def _in_file(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        problem = f"data {str(path)!r} is no text in UTF-8 (byte {error.start})"
-        raise ValueError(f"{problem}: give a .txt or .jsonl file") from None
+        raise ValueError(f"data {str(path)!r} is no text in UTF-8 (byte {error.start}): give a .txt file") from None
     if path.suffix != ".jsonl":
         return [text]
     rows = []
@@ -334,8 +330,7 @@ def _is_chat(row: Any) -> bool:
 
 def _chat_text(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
-        problem = f"data holds chats, and the tokenizer ({type(tokenizer).__name__}) has no chat template"
-        raise ValueError(f"{problem}: give that of the chat model, or set tokenizer.chat_template")
+        raise ValueError("data holds chats, and the tokenizer has no chat template: give that of the chat model")
     return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False, **options)
 
 

@@ -312,9 +312,7 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         batch = number * run.processes.size + run.processes.rank if call.step is None else call.step
         batch = f"calibration batch {batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
-        raise ValueError(
-            f"{problem}. Give batches that model(**batch) takes, or a collect_func that makes them"
-        ) from error
+        raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
 
 
 def _own(calls: list[Call], run: Run) -> list[Call]:
@@ -348,7 +346,7 @@ def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
     run.processes.check_same(facts, f"{advice}; or split_data=False, if what each of them gives is its share")
     if len(calls) < run.processes.size:
         problem = f"{run.processes.size} processes share out the calibration batches, and there are only {len(calls)}"
-        raise ValueError(f"{problem}: give smaller batches, more data, or start fewer processes")
+        raise ValueError(f"{problem}: give smaller batches")
 
 
 # what forwards run in -------------------------------------------------------------------------------------------------

@@ -249,10 +249,8 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
         inputs.advance()
     for names, stats in groups:
         if not torch.isfinite(stats.square_sums).all():
-            raise ValueError(
-                f"layer {names[0]!r}: its input holds NaN or inf on the calibration data, now that the layers "
-                "before it are sparse; run the model in bfloat16 or float32"
-            )
+            why = "its input holds NaN or inf, now that the layers before it are sparse"
+            raise ValueError(f"layer {names[0]!r}: {why}: run the model in bfloat16 or float32")
     groups = [(names, stats) for names, stats in groups if not says_nothing(stats.square_sums).all()]
     groups = _with_listed_experts(layer_plans, groups, run)
     seen = {name for names, _ in groups for name in names}
@@ -292,10 +290,8 @@ def sum_up(
         if groups is not None:
             break
         if go_on:
-            raise ValueError(
-                f"layer {layer_plans[0].name!r} and others of its block share an input on some batches and not on "
-                "others, which sequential='none' cannot sum up: give sequential='block'"
-            )
+            what = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
+            raise ValueError(f"{what}, which sequential='none' cannot sum up: give sequential='block'")
         if sums.sharing_changed:
             collector = collector.alone()
             sums = SumsOfAllProcesses(collector, run)

@@ -236,8 +236,7 @@ def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, mode
     if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
         short = [turn for turn in turns if len(turn) <= length * 3 // 4]
         if not short:
-            problem = f"none of {len(turns)} chats leaves a quarter of a window of {length} tokens to own text"
-            raise ValueError(f"{problem}: give a larger seq_len, shorter chats, or leave self_data out")
+            raise ValueError(f"no chat leaves a quarter of {length} tokens to own text: give a larger seq_len")
         # the tokens that end an answer: those of the model, and the tokenizer's end of text
         of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ends = {*(of_model if isinstance(of_model, list) else [of_model]), config.tokenizer.eos_token_id} - {None}
@@ -267,8 +266,7 @@ def begin_of_text(model: nn.Module) -> Tensor:
             token = getattr(config, name, None)
             if token is not None:
                 return torch.tensor([token[0] if isinstance(token, list) else token])
-    problem = f"the config of this {type(model).__name__} names no bos_token_id and no eos_token_id to begin with"
-    raise ValueError(f"data={SELF!r}: {problem}: set model.generation_config.bos_token_id")
+    raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
 
 
 def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
@@ -287,8 +285,7 @@ def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
 def refuse_to_write(model: nn.Module, what: str) -> None:
     """Raise ValueError for a model that is no causal language model of transformers; ``what`` asked for text."""
     if not writes_text(model):
-        problem = f"a {type(model).__name__} writes no text, which takes a causal language model of transformers"
-        raise ValueError(f"{what}: {problem}: give more calibration data instead")
+        raise ValueError(f"{what}: a {type(model).__name__} is no causal language model: give more calibration data")
 
 
 def rows_of(calls: Sequence[Call]) -> list[Tensor]:
@@ -297,8 +294,7 @@ def rows_of(calls: Sequence[Call]) -> list[Tensor]:
     for call in calls:
         ids, mask = _tokens_of(call), call.kwargs.get("attention_mask")
         if ids is None:
-            problem = "own text begins with tokens of the data, and a batch holds none as input_ids [windows, tokens]"
-            raise ValueError(f"{problem}: give text or token batches, or leave self_data out")
+            raise ValueError("own text begins with input_ids [windows, tokens], a batch has none: give token batches")
         rows += list(ids) if mask is None else [row[own.bool()] for row, own in zip(ids, mask)]
     return rows
 

@@ -68,8 +68,7 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
-        advice = "give it as a tensor [batch, sequence], or set count_padding=True if there is none"
-        raise PaddingError(f"{name} {what}, which does not say which tokens are padding: {advice}")
+        raise PaddingError(f"{name} {what}: give it as a tensor [batch, sequence], or set count_padding=True")
     return _any_padding(mask != 0)
 
 
@@ -84,8 +83,7 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
         return None
     first, *others = real.values()
     if any(not torch.equal(first, other) for other in others):
-        problem = f"{' and '.join(real)} differ, and which layer's tokens each of them describes cannot be told"
-        raise PaddingError(f"{problem}: {INSTEAD}")
+        raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     if attentions and not any(module.batch_first for module in attentions):
         first = first.mT  # the model's tokens are [sequence, batch]

@@ -36,10 +36,8 @@ class OpenBlock:
 def refuse_non_finite(layer: Layer) -> None:
     """Raise `Unreadable` for a weight that holds NaN or inf."""
     if not torch.isfinite(layer.values).all():
-        raise Unreadable(
-            f"layer {layer.name!r}: its weight holds NaN or inf; repair the checkpoint or exclude it\n"
-            "(if NaN stands for pruned weights, as in Cerebras' checkpoints: modelopt-sparse finalize)"
-        )
+        advice = "repair the checkpoint or exclude it (modelopt-sparse finalize, if NaN stands for pruned weights)"
+        raise Unreadable(f"layer {layer.name!r}: its weight holds NaN or inf: {advice}")
 
 
 class Storage(ABC):

@@ -175,10 +175,8 @@ class WaitingCalls:
             return None
         memory = self._memory[call]
         if memory.is_written():
-            raise RuntimeError(
-                f"batch {call.numbered.number}: the model writes to a tensor that is the same in several calls; "
-                "give each batch once"
-            )
+            what = f"batch {call.numbered.number}: the model writes to a tensor that is the same in several calls"
+            raise RuntimeError(f"{what}: give each batch once")
         hidden, frames, held = next(iter(flat_tensors((args, kwargs))), None), tensors_of_frames(), memory.storages()
         for x in frames:
             # a view's memory stays as long as the tensor that it is a view of

@@ -112,8 +112,8 @@ def sparsify_checkpoint(
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision, remote)
         if not settings.replace and (count := _masks_in(folder)):
-            advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops the masks"
-            raise ValueError(f"{str(folder)!r} holds {count} masks, and streaming reads weights alone: {advice}")
+            advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops them"
+            raise ValueError(f"{str(folder)!r} holds {count} masks, which streaming does not read: {advice}")
         empty = empty_model(folder, **remote)
         quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
         plan = plan_for(empty, chosen, settings)

@@ -293,8 +293,7 @@ def offloaded(model: nn.Module, blocks: Iterable[nn.Module]) -> str | None:
 def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str) -> None:
     """Raise ValueError if accelerate offloads weights of one of the blocks."""
     if (path := offloaded(model, blocks)) is not None:
-        problem = f"{option} needs gradients, and accelerate offloads {path!r}"
-        raise ValueError(f"{problem}: load the model without a device_map, and give device=")
+        raise ValueError(f"{option} needs gradients, and accelerate offloads {path!r}: load it whole, and give device=")
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:

@@ -53,8 +53,7 @@ def refuse_unknown_tokens(model: nn.Module, tokens: Tensor) -> None:
     size = getattr(embedding, "num_embeddings", None)
     if isinstance(size, int) and (wrong := tokens[(tokens < 0) | (tokens >= size)]).numel():
         worst = wrong[wrong.abs().argmax()]
-        problem = f"the text holds the token id {worst}, this {type(model).__name__} has {size} tokens"
-        raise ValueError(f"{problem}: give the tokenizer that belongs to the model")
+        raise ValueError(f"the text holds token id {worst}, the model has {size} tokens: give its own tokenizer")
 
 
 def default_batch_size(seq_len: int, device: torch.device) -> int:

@@ -364,7 +364,7 @@ def _swap(module: nn.Module) -> None:
 def _refuse_replaced_forward(module: nn.Module) -> None:
     if "forward" in module.__dict__ and not _has_bound_forward(module):
         what = f"the forward of this {type(module).__name__} was replaced on the instance"
-        raise ValueError(f"{what}, where no mask reaches it: put it into a subclass, or give enforce=False")
+        raise ValueError(f"{what}: put it into a subclass, where a mask reaches it, or give enforce=False")
 
 
 def _has_bound_forward(module: nn.Module) -> bool:

@@ -511,8 +511,7 @@ def _check_types(config: SparsifyConfig) -> None:
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
     if isinstance(config.data, str) and not config.writes_its_data and not is_data_set(config.data):
-        problem = f"data={config.data[:60]!r} is no name of a data set (NAME[:CONFIG[:SPLIT]])"
-        raise TypeError(f"{problem}: give a Path for a file, and a list for text")
+        raise TypeError(f"data={config.data[:60]!r} is no data set's name: give a Path for a file, and a list for text")
 
 
 def _problems(config: SparsifyConfig) -> Iterator[str]:

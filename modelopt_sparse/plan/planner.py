@@ -187,7 +187,7 @@ def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
         if zeros > sum(map(_zeros_wanted, group)):
             share = zeros / sum(each.size for each in group)
             problem = f"{share:.2%} zeros in the present mask, and pattern {group[-1].pattern} has fewer"
-            raise ValueError(f"{what}: {problem}: give one with as many, or replace=True, which drops the mask")
+            raise ValueError(f"{what}: {problem}: give one with as many, or replace=True")
 
 
 def _zeros_wanted(layer_plan: LayerPlan) -> int:
@@ -289,8 +289,7 @@ def _check_planned(
             raise ValueError(f"timings: there are none of {where}: time this model, or exclude it")
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer.mixture is not None):
-            problem = f"{layer_plan.type} is given nothing but the rows that are routed to it"
-            raise ValueError(f"{where}: {problem}: use experts='pool' or 'weight_only'")
+            raise ValueError(f"{where} is given nothing but the rows that are routed to it: use experts='pool'")
 
 
 def _memory(x: Tensor) -> int:

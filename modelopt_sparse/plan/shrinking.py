@@ -238,10 +238,8 @@ def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
 def _refuse_experts(planned: Plan) -> None:
     for plan in planned.layers:
         if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
-            raise ValueError(
-                f"mlp= is for MLPs, and {plan.name!r} holds experts: give experts= or blocks=, or name the width of "
-                "MLPs that are none, such as to={'shared_expert_intermediate_size': 1024}"
-            )
+            advice = "give experts= or blocks=, or to={'shared_expert_intermediate_size': 1024} or so"
+            raise ValueError(f"mlp= is for MLPs, and {plan.name!r} holds experts: {advice}")
 
 
 def _share(name: str, value: Any, whole: int) -> float:
@@ -259,8 +257,7 @@ def _width(asked: Asked, old: int) -> int:
     exact = old - _share("mlp", asked.mlp, old)
     new = int(exact) if is_whole(asked.mlp, 1) else _rounded(asked, old, exact, round)
     if not 0 < new < old:
-        advice = "give a share in between, or a smaller multiple_of"
-        raise ValueError(f"mlp={asked.mlp!r} makes {new} of {old} channels: {advice}")
+        raise ValueError(f"mlp={asked.mlp!r} makes {new} of {old} channels: give another, or a smaller multiple_of")
     return new
 
 
@@ -290,8 +287,7 @@ def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]
     if in_chosen_groups < chosen:
         raise ValueError(f"{name}={new} leaves {in_chosen_groups} experts for a token, which takes {chosen}: keep more")
     if groups > 1 and (new % groups or new < 2 * groups):
-        advice = f"{groups} groups need a multiple of {groups}, of at least {2 * groups}"
-        raise ValueError(f"{name}={new}: as many experts must stay in each group: {advice}")
+        raise ValueError(f"{name}={new}: give a multiple of {groups} groups, of at least {2 * groups}")
     # heads that predict further tokens: transformers leaves their weights out, and engines would miss them
     further = {key: (count, 0) for key, count in vars(config).items() if key in FURTHER_TOKENS and count}
     further = {f"{path}.{key}" if path else key: counts for key, counts in further.items()}
@@ -372,9 +368,7 @@ def kept_in(kept: Any) -> Mapping[str, Any]:
     if choice and all(isinstance(each, (list, tuple)) for each in choice.values()):
         choice = {"experts": choice}
     if not choice or choice.keys() - {"mlp", "experts", "blocks"}:
-        raise ValueError(
-            "kept= takes report.shrunk, that section of sparsity.json, or a mapping of mixtures to experts"
-        )
+        raise ValueError("kept= takes report.shrunk, that section of sparsity.json, or mixtures and their experts")
     return choice
 
 
@@ -411,8 +405,7 @@ def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan
     for what, pools in (("mlp", channels), ("experts", mixtures)):
         takers = {pool.taker.name for name, of_block in pools.items() if name not in gone for pool in of_block}
         if different := sorted(takers ^ choice.get(what, {}).keys()):
-            advice = "an entry for each layer that is cut, and no other"
-            raise ValueError(f"kept= of {what!r}: {different[0]!r} is missing, or is no such layer: give {advice}")
+            raise ValueError(f"kept= of {what!r}: {different[0]!r} is missing, or is not cut: name the layers that are")
     for pool in (pool for of_block in mixtures.values() for pool in of_block):
         stay = choice["experts"].get(pool.taker.name, ())
         in_groups = Counter(expert // (pool.old // pool.groups) for expert in stay)
@@ -454,9 +447,8 @@ def _within(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
             if 0 < new < old:
                 fitting.append(replace(sizes, width={name: (old, new)}))
     if not fitting:
-        raise ValueError(
-            f"budget={asked.budget!r} cannot be met: {'; '.join(problems) or 'MLPs would have no channels'}"
-        )
+        why = "; ".join(problems) or "MLPs would have no channels"
+        raise ValueError(f"budget={asked.budget!r} cannot be met: {why}")
     return fitting
 
 

@@ -143,8 +143,7 @@ def _logits(model: nn.Module, batch: Tensor) -> Tensor:
     """The logits of the next token, a row for each prediction, for token ids ``[B, S]``. -inf rules a token out."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
     if logits.dim() != 3:
-        what = f"{type(model).__name__} gives logits of shape {list(logits.shape)}"
-        raise ValueError(f"{what}, and not one row for each token: evaluate is for causal language models")
+        raise ValueError(f"evaluate is for causal language models, and this one gives logits {list(logits.shape)}")
     return logits[:, :-1].float().flatten(0, 1)
 
 

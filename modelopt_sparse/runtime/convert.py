@@ -114,8 +114,7 @@ def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) ->
     except (RuntimeError, TypeError, ValueError):  # "auto", or several
         device = torch.device("cpu")
     if device.type != "cuda":
-        advice = "give 'cuda:0', or load the model dense, export it and call to_semi_structured"
-        raise ValueError(f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device: {advice}")
+        raise ValueError(f"device_map={device_map!r}: 2:4 layers are packed for one CUDA device: give 'cuda:0' or so")
     if not torch.cuda.is_available():
         raise ValueError("semi_structured packs layers for a CUDA device and there is none here: load the model dense")
     if device.index is None:

@@ -456,8 +456,7 @@ def register_operators() -> None:
         return lambda *operands: function(*operands[:-1], choices=_choices(operands[-1]))
 
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
-        why = "layers packed 2:4 are for inference and have no backward pass"
-        raise RuntimeError(f"{why}: call modelopt_sparse.to_dense(model) before training")
+        raise RuntimeError("layers packed 2:4 have no backward pass: call modelopt_sparse.to_dense(model) to train")
 
     def shapes(ctx, inputs, output):
         x, _, _, _, dense, bias, *_ = inputs
@@ -527,10 +526,8 @@ class SemiStructuredLinear(PackedLayer):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"this layer is packed for {self.dtype} inputs of {self.in_features} channels and got {x.dtype} of "
-                f"{x.shape[-1]}: convert the input"
-            )
+            wanted = f"{self.dtype} inputs of {self.in_features} channels"
+            raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
         tensors = (self.packed, self.metadata, self.scales, self.dense_weight, self.bias)
         flat = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
@@ -576,10 +573,8 @@ class SemiStructuredLinear(PackedLayer):
         """Moves and casts. Raises ValueError for a new dtype or device, which packed bytes cannot be converted to."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device))
         if probe.dtype != self.dtype or probe.device != self.packed.device:
-            raise ValueError(
-                f"a layer packed 2:4 in {self.dtype} on {self.packed.device} cannot become {probe.dtype} on "
-                f"{probe.device}: call modelopt_sparse.to_dense(model), move or cast it, and pack it again"
-            )
+            what = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
+            raise ValueError(f"{what} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
         packed_buffers = {name: self._buffers.pop(name) for name in PACKED}
         try:
             return super()._apply(fn, recurse)
@@ -592,8 +587,7 @@ class SemiStructuredLinear(PackedLayer):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         if self.scales is not None:
-            why = "is quantized for this GPU alone and is not saved"
-            raise ValueError(f"{prefix}weight {why}: save the model before to_semi_structured")
+            raise ValueError(f"{prefix}weight is quantized for this GPU: save the model before to_semi_structured")
         destination[f"{prefix}weight"] = self.unpacked().cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

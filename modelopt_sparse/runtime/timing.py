@@ -227,8 +227,7 @@ class TimingCache:
             for key, listed in data["timings"].items():
                 self._timings[key] = {timing.tokens: timing for timing in map(Timing.from_dict, listed)}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"cache {str(path)!r} holds no timings of this version ({type(error).__name__}: {error})"
-            raise ValueError(f"{problem}: give another path") from None
+            raise ValueError(f"cache {str(path)!r} holds no timings ({error!r}): give another path") from None
 
     def get(self, key: str, tokens: Sequence[int]) -> list[Timing] | None:
         """The timings of these token counts; None if one of them is missing, as all counts are timed together."""

@@ -79,8 +79,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     run = data.run
     for layer_plan in run.plan.layers:
         if not torch.isfinite(gradients.rows[layer_plan.name]).all():
-            problem = f"layer {layer_plan.name!r}: its gradients hold NaN or inf"
-            raise ValueError(f"{problem}: run the model in bfloat16 or float32, or exclude it")
+            raise ValueError(f"layer {layer_plan.name!r}: its gradients hold NaN or inf: run in float32, or exclude it")
     wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
     losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
     with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
@@ -430,8 +429,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
-            problem = f"the output of a {type(run.model).__name__} has no logits, which losses are measured by"
-            raise NoLosses(f"{problem}: give allocation='owl', or rules")
+            raise NoLosses(f"the output of a {type(run.model).__name__} has no logits: give allocation='owl', or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}

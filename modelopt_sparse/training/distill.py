@@ -123,9 +123,7 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     own = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in own:
-            raise ValueError(
-                f"{name or type(part).__name__!r} of the teacher is the model's: give a deepcopy of the dense model"
-            )
+            raise ValueError(f"{name or type(part).__name__!r} of the teacher is the model's: give a deepcopy of that")
 
 
 def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -170,15 +168,11 @@ def _loss(
     if weights.kl:
         problem_type = getattr(getattr(student, "config", None), "problem_type", None)
         if logits.shape[-1] == 1 or problem_type in ("regression", "multi_label_classification"):
-            raise ValueError(
-                f"distill: logits {list(logits.shape)}, {problem_type=} are no choice of classes: set kl=0"
-            )
+            raise ValueError(f"distill: logits {list(logits.shape)} are no classes ({problem_type=}): set kl=0")
         taught = _logits(answer, "teacher").to(logits.device)
         if logits.shape != taught.shape:
-            raise ValueError(
-                f"distill: the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}: give a "
-                "teacher with the same vocabulary (resize_token_embeddings pads one)"
-            )
+            sizes = f"the teacher's logits are {list(taught.shape)}, the model's {list(logits.shape)}"
+            raise ValueError(f"distill: {sizes}: give a teacher with the same vocabulary")
         rows = kl_divergence(taught.flatten(0, -2), logits.flatten(0, -2), temperature=weights.temperature)
         total = rows.where(counts.flatten(), 0).sum()
         loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
@@ -196,9 +190,7 @@ def _loss(
 def _logits(output: Any, who: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
-        raise ValueError(
-            f"distill: the {who} gives no logits [B, S, V] or [B, V]: use one with a head, not return_dict=False"
-        )
+        raise ValueError(f"distill: the {who} gives no logits: use one with a head, without return_dict=False")
     return logits
 
 
@@ -248,10 +240,8 @@ def _square_head(
 ) -> Tensor:
     """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
     if [x.shape for x in states] != [x.shape for x in taught]:
-        raise ValueError(
-            f"distill: the model has {len(states)} layers with hidden states {list(states[0].shape)}, the teacher "
-            f"{len(taught)} with {list(taught[0].shape)}: leave square_head out"
-        )
+        sizes = [f"{len(each)} hidden states {list(each[0].shape)}" for each in (states, taught)]
+        raise ValueError(f"distill: the model has {sizes[0]}, the teacher {sizes[1]}: leave square_head out")
     real = _token_mask(student, named, states[0].shape[:-1])
     errors = []
     for h, t in zip(states, taught):

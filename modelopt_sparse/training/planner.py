@@ -210,10 +210,8 @@ def parse_filter(include: Any) -> Filter:
         return Filter(globs=each)
     if each and all(isinstance(one, re.Pattern) for one in each):
         return Filter(regexes=tuple(one.pattern for one in each))
-    raise ValueError(
-        f"include={shown(include)}: give a glob of parameter names such as '*.mlp.*.weight', several, compiled regular "
-        f"expressions, {DEFAULT!r}, {BLOCKS!r}, or None for every parameter"
-    )
+    allowed = f"globs such as '*.mlp.*.weight', compiled regular expressions, {DEFAULT!r}, {BLOCKS!r} or None (all)"
+    raise ValueError(f"include={shown(include)}: give {allowed}")
 
 
 def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[str, str]:

@@ -245,9 +245,8 @@ class Sparsity(ABC):
                 algorithm.update()
             if due and (difference := first_difference(self._digests())):
                 name, rank = difference
-                raise RuntimeError(
-                    f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}: use DDP or FSDP"
-                )
+                what = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
+                raise RuntimeError(f"{what}: use DDP or FSDP")
             self._tell_levels()
 
     def _set_step(self, step: int) -> None:
@@ -364,7 +363,7 @@ class Sparsity(ABC):
             raise ValueError(f"make the algorithm with the options that the state was saved with: {state['algorithm']}")
         if wrong := [name for name, number in self._digests().items() if state["masks"].get(name) != number]:
             problem = f"{len(wrong)} masks of the model are not those of this state ({wrong[0]!r} first)"
-            raise ValueError(f"{problem}: load the model's state dict of the same checkpoint first")
+            raise ValueError(f"{problem}: load its state dict of the same checkpoint first")
         self._restart(state["step"])
         self.report()
 

@@ -155,10 +155,8 @@ def parse_schedule(value: Any, what: str) -> Schedule:
         return Cycling(tuple(map(float, value)))
     if callable(value):
         return Custom(value)
-    raise ValueError(
-        f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}; give a number, numbers, a function of the step, "
-        f"or one of {', '.join(KINDS)} with its values, such as Cosine(0.3, half_period=1000)"
-    )
+    allowed = f"a number, numbers, a function of the step, or one of {', '.join(KINDS)} with its values"
+    raise ValueError(f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}; give {allowed}")
 
 
 # steps ----------------------------------------------------------------------------------------------------------------
@@ -232,10 +230,8 @@ def parse_update(value: Any) -> UpdateSchedule:
         return AtSteps(tuple(sorted(set(steps))))
     if callable(value):
         return When(value)
-    raise ValueError(
-        f"update={shown(value)}: give a number of steps, {{'freq': 100, 'start': 0, 'stop': 7500}} or some of these, "
-        "{'steps': [whole numbers]}, a function of the step, or None for every step"
-    )
+    allowed = "a number of steps, {'freq': 100, 'start': 0, 'stop': 7500}, {'steps': [...]}, a function, or None"
+    raise ValueError(f"update={shown(value)}: give {allowed}")
 
 
 # initial masks --------------------------------------------------------------------------------------------------------

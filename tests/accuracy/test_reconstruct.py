@@ -427,7 +427,7 @@ def test_settings_that_make_no_sense(value, message):
     [
         ({"sequential": "none"}, "on what the sparse blocks before it put out"),
         ({"update": False}, "update=False keeps the dense values, which reconstruct would change"),
-        ({"data_loader": token_batches(1)}, "at least two calibration batches"),
+        ({"data_loader": token_batches(1)}, "needs two calibration batches"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(options, message):

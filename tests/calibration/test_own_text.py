@@ -297,10 +297,10 @@ def test_text_of_one_token_is_noticed():
         (
             lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
             {},
-            "a BertModel writes no text",
+            "a BertModel is no causal language model",
         ),
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential writes no text"),
-        (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "holds none as input_ids"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential is no causal language model"),
+        (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
         (tiny_llama, {"data_loader": None, "forward_loop": print}, "with forward_loop they have none"),
         (tiny_llama, {"split_data": False}, "with split_data=False they have none"),
         (tiny_llama, {"self_data": -1}, "must be a number of windows of text, 0, or 'auto'"),
@@ -313,7 +313,7 @@ def test_what_is_refused(model, options, part):
 
 def test_encoder_decoders_are_refused():
     config = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="a T5ForConditionalGeneration writes no text"):
+    with pytest.raises(ValueError, match="a T5ForConditionalGeneration is no causal language model"):
         own_text.refuse_to_write(T5ForConditionalGeneration(config), "self_data=4")
 
 
@@ -408,7 +408,7 @@ def test_a_run_on_chats(chatting):
 def test_chats_that_leave_no_room(chatting):
     model, tokenizer, chats = chatting
     data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 8}
-    refused(mts.sparsify, model, "wanda", self_data=2, **data, parts=["none of", "leaves a quarter of a window of 8"])
+    refused(mts.sparsify, model, "wanda", self_data=2, **data, parts=["no chat leaves a quarter of 8"])
 
 
 def test_chats_without_a_user_are_text_like_other(chatting):
@@ -483,8 +483,8 @@ def test_more_of_it_is_other_text():
 @pytest.mark.parametrize(
     ("model", "options", "part"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "data='self': a Sequential writes no text"),
-        (lambda: beginning(tiny_llama()), {}, "names no bos_token_id and no eos_token_id to begin with"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "data='self': a Sequential is no causal language model"),
+        (lambda: beginning(tiny_llama()), {}, "no token is known to begin with"),
         (tiny_llama, {"processor": print}, "data='self' is text that the model writes, the same in all processes"),
         (tiny_llama, {"split_data": False}, "leave split_data=False out"),
     ],
@@ -519,6 +519,6 @@ def test_a_file_is_written_and_read_as_data(tmp_path):
     assert len(lines) == 3
     assert len(set(lines)) == 3
     mts.sparsify(model, "wanda", **{**text, "data": path, "num_samples": 2}, progress=False)
-    with pytest.raises(ValueError, match="writes no text"):
+    with pytest.raises(ValueError, match="is no causal language model"):
         mts.write_text(nn.Linear(2, 2), tmp_path / "no.jsonl", windows=3, **text)
     assert not (tmp_path / "no.jsonl").exists()

@@ -59,7 +59,7 @@ def causal(batch: dict[str, Tensor]) -> Tensor:
 def test_a_mask_that_does_not_say_which_tokens_are_padding():
     """Ready-made attention masks are refused, unless the user says that no token is padding."""
     batches = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
-    match = r"attention_mask has shape \[1, 1, 12, 12\], which does not say which tokens are padding: .* count_padding"
+    match = r"attention_mask has shape \[1, 1, 12, 12\]: .* count_padding"
     refused(mts.sparsify, tiny_llama(), match=match, data_loader=batches)
     found = collected(tiny_llama(), data_loader=batches, sequential="none", count_padding=True)
     assert_stats(found, brute_force(tiny_llama(), batches, LAYERS))
@@ -75,7 +75,7 @@ def test_a_mask_that_is_no_tensor():
     refused(
         mts.sparsify,
         model,
-        match="attention_mask is a dict, which does not say which tokens are padding",
+        match="attention_mask is a dict",
         data_loader=batches,
     )
     mts.sparsify(model, data_loader=batches, count_padding=True, progress=False)

@@ -62,13 +62,13 @@ def test_experts_none_of_which_is_given_rows_saw_no_data():
     refused(
         mts.sparsify,
         Stacked(blocks=1, block=Idle),
-        match="2 layers saw no calibration data: blocks.0.experts.0, blocks.0.experts.1;",
+        match="2 layers saw no calibration data: blocks.0.experts.0; blocks.0.experts.1:",
         data_loader=vectors(),
     )
 
 
 def test_all_tokens_of_experts_in_a_list_cannot_be_told():
-    message = "layer 'blocks.0.experts.0': Linear is given nothing but the rows that are routed to it"
+    message = "layer 'blocks.0.experts.0' is given nothing but the rows that are routed to it"
     refused(mts.sparsify, Stacked(blocks=1, block=Routed), match=message, data_loader=vectors(), experts="all_tokens")
 
 

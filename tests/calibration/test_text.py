@@ -90,18 +90,18 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
     ("data", "error", "match"),
     [
         ([""], ValueError, "data holds no text"),
-        ("", TypeError, "data='' is no name of a data set .* give a Path for a file, and a list for text"),
-        ("README.md", TypeError, "data='README.md' is no name of a data set"),
+        ("", TypeError, "data='' is no data set's name: give a Path for a file, and a list for text"),
+        ("README.md", TypeError, "data='README.md' is no data set's name"),
         (
             "import os\n" * 50,
             TypeError,
-            "is no name of a data set .* give a Path for a file, and a list for text",
+            "is no data set's name: give a Path for a file, and a list for text",
         ),
         ([], ValueError, "data holds no text"),
         (
             [[1, 2, 3]],
             TypeError,
-            "token tensors go into data_loader, and images need processor=",
+            "give token tensors as data_loader, and images with processor=",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_binary_file_is_named(tokenizer, tmp_path, suffix):
 
 def test_a_vocabulary_that_does_not_fit_the_model(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    parts = [f"token id {max(ids)}", "has 97 tokens", "tokenizer that belongs to the model"]
+    parts = [f"token id {max(ids)}", "has 97 tokens", "give its own tokenizer"]
     refused(
         mts.sparsify, tiny_llama(), "wanda", data=[text], tokenizer=tokenizer, num_samples=1, seq_len=16, parts=parts
     )

@@ -93,7 +93,7 @@ def test_a_backward_pass_is_refused(backend):
     layer = packed_by(backend, pruned(32, 64))
     x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        with pytest.raises(RuntimeError, match=r"for inference and have no backward pass.*to_dense"):
+        with pytest.raises(RuntimeError, match=r"have no backward pass.*to_dense"):
             run(x).sum().backward()
     with pytest.raises(RuntimeError, match="no backward pass"):
         layer(x.detach()).sum().backward()  # of the bias alone
@@ -102,7 +102,7 @@ def test_a_backward_pass_is_refused(backend):
 @pytest.mark.parametrize(("x", "got"), [((2, 64, torch.float32), "torch.float32 of 64"), ((2, 32, None), "of 32")])
 def test_inputs_of_another_dtype_or_width_are_refused(backend, x, got):
     layer = packed_by(backend, pruned(32, 64))
-    with pytest.raises(ValueError, match=f"packed for torch.bfloat16 inputs of 64 channels and got .*{got}"):
+    with pytest.raises(ValueError, match=f"packed for torch.bfloat16 inputs of 64 channels, and got .*{got}"):
         layer(torch.zeros(x[:2], dtype=x[2] or torch.bfloat16))
 
 

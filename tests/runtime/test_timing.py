@@ -168,7 +168,7 @@ for version in (tune.CACHE_VERSION, tune.CACHE_VERSION + 1):
 @pytest.mark.parametrize("text", NO_TIMINGS)
 def test_a_file_that_holds_no_timings_is_refused(tmp_path, text):
     (tmp_path / "times.json").write_text(text)
-    with pytest.raises(ValueError, match=r"times.json' holds no timings of this version .*give another path"):
+    with pytest.raises(ValueError, match=r"times.json' holds no timings .*give another path"):
         TimingCache(tmp_path / "times.json")
     assert (tmp_path / "times.json").read_text() == text
 

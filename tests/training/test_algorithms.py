@@ -530,7 +530,7 @@ Z = Zoo
         (lambda: training.Static(pattern="50%"), "Static takes N:M here"),
         (lambda: training.SET(0.5, drop_fraction=1.5), "drop_fraction=1.5"),
         (lambda: training.GMP([0.0, 0.5], pattern="2:4", init_method="random"), "leave init_method out"),
-        (lambda: training.Static(0.5, include=3), "include=3: give a glob"),
+        (lambda: training.Static(0.5, include=3), "include=3: give globs"),
         (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
         (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
     ],

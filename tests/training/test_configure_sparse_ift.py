@@ -173,7 +173,7 @@ def test_the_plan_as_json(command, tmp_path):
     ("flags", "message"),
     [
         (["--sparsity", "1"], "must be a number in [0, 1)"),
-        (["--sparsity", "0.6", "--member", "parallel"], "the nearest that work are 0.5 and 0.666667"),
+        (["--sparsity", "0.6", "--member", "parallel"], "levels that work are 0.5 and 0.666667"),
         (["--sparsity", "0.5", "--recipe", "nothing.yaml"], "cannot be read as YAML"),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_rule_that_fits_no_layer_leaves_the_model_as_it_was():
             tiny_llama,
             0.6,
             {"member": "parallel"},
-            r"the nearest that work are 0.5 and 0.666667",
+            r"levels that work are 0.5 and 0.666667",
         ),
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),

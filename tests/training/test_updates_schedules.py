@@ -103,10 +103,10 @@ def test_the_steps_of_updates(update, fires):
         ("100", "give a number of steps"),
         (
             {"freq": 10, "begin": 5},
-            "begin.*give a number of steps, {'freq': 100, .*} or some of these",
+            "begin.*give a number of steps, {'freq': 100, .*}",
         ),
         ({"freq": 1.5}, "freq=1.5: must be a positive whole number"),
-        ({"steps": []}, r"give .* {'steps': .whole numbers.}"),
+        ({"steps": []}, r"give .* {'steps': .*}"),
         ({"steps": [1], "freq": 2}, r"update={'freq': 2, 'steps': .1.}: give a number"),
     ],
 )

@@ -44,8 +44,7 @@ def call(model: nn.Module, example: Any) -> Any:
     except RuntimeError as error:
         if not on_meta:
             raise
-        problem = f"this {type(model).__name__} is on the meta device and cannot be run on the example there"
-        raise ValueError(f"{problem}: build it, or leave example out") from error
+        raise ValueError("the model cannot be run on the meta device: build it, or leave example out") from error
 
 
 # configs --------------------------------------------------------------------------------------------------------------
@@ -102,9 +101,8 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
     width, heads = getattr(config, family.width), getattr(config, family.heads)
     own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
     if not own and width % heads:
-        raise ValueError(
-            f"{family.width}={width} is no multiple of {family.heads}={heads}, as {rounded_up(width, heads)} would be"
-        )
+        near = rounded_up(width, heads)
+        raise ValueError(f"{family.width}={width} is no multiple of {family.heads}={heads}, as {near} would be")
     apart = own and own * heads != width  # the sizes of heads do not add up to the width
     even = 1 + family.rotary
     new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
@@ -390,9 +388,7 @@ def branches_for(level: float) -> int:
     count = 1 / (1 - level)
     if abs(count - round(count)) > 1e-6 * count:
         lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
-        raise ValueError(
-            f"{count:.2f} branches at level {level:g}: the nearest that work are {lower:.6g} and {upper:.6g}"
-        )
+        raise ValueError(f"{count:.2f} branches at level {level:g}: levels that work are {lower:.6g} and {upper:.6g}")
     return round(count)
 
 
