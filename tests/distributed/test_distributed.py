@@ -129,6 +129,8 @@ def test_in_order_any_number_of_processes_gives_the_bits_of_one(results, group, 
         one = alone[name]
         if name != "loop":
             assert_equal(one["state"], several["state"])
+        if scenario is ranks.more_in_order:
+            assert one["report"]["notes"] == several["report"]["notes"]  # the sums of losses under a budget
         for layer, other in zip(one["report"]["layers"], several["report"]["layers"], strict=True):
             assert layer["error"] == other["error"]
 
