@@ -277,14 +277,41 @@ def _stream(batches: Any, **given: Any) -> tuple[int, dict[str, Any]]:
     return 0, {"notes": report.notes}
 
 
-def _stream_as_rank(rank: int, size: int, port: int, **given: Any) -> tuple[int, dict[str, Any]]:
-    """Stream as one of several processes."""
-    from modelopt_sparse.distributed import launched_group
+def _stream_as_rank(
+    rank: int, size: int, port: int, pages_at: str | None = None, **given: Any
+) -> tuple[int, dict[str, Any]]:
+    """Stream as one of several processes; at the exchange ``pages_at`` all of them look at their pages of the source,
+    while none goes on."""
+    from modelopt_sparse.distributed import Processes, launched_group
 
     count_exchanges()
+    gather, pages = Processes._gather_headers, []
+
+    def looked(self: Any, what: str, header: tuple) -> list[Any]:
+        if what == pages_at:
+            gather(self, what, header)
+            pages.extend(_mapped_pages(given["source"]))
+            gather(self, what, header)
+        return gather(self, what, header)
+
+    setattr(Processes, "_gather_headers", looked)  # noqa: B010
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with launched_group():
-        return _stream(deterministic=True, **given)
+        code, found = _stream(deterministic=True, **given)
+    return code, {**found, "pages": pages}
+
+
+def _mapped_pages(folder: str) -> tuple[int, int]:
+    """Bytes of the files of a folder that are in the memory of this process, and its share of them: pages that several
+    processes have are divided among them. Without what the process has changed, which is its own."""
+    of_file, sums = False, dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if " " in name:  # addresses, and the path
+            of_file = f" {folder}/" in line
+        elif of_file and name in sums:
+            sums[name] += 1024 * int(value.split()[0])
+    return sums["Rss"] - sums["Anonymous"], sums["Pss"] - sums["Anonymous"]
 
 
 def _on_a_small_disk(disk: str, room: int, copy: str, **given: Any) -> tuple[int, dict[str, Any]]:
