@@ -24,7 +24,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.model import seconds
+from modelopt_sparse import smaller
 from modelopt_sparse.model.hf import cache_name
 
 PROMPT = 128
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="predict also where calls do not agree")
     given = parser.parse_args()
     if given.busy:
-        seconds.TIMES, seconds.AGREE = max(given.rounds, 3), float("inf")
+        smaller.TIMES, smaller.AGREE = max(given.rounds, 3), float("inf")
     torch.set_num_threads(given.threads)
     models = variants(dense(given.width))
     calls = {title: calls_of(model) for title, model in models.items()}

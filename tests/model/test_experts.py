@@ -376,7 +376,7 @@ def test_square_sums_of_experts_with_few_tokens():
 
 
 def test_all_tokens_cannot_be_told_where_rows_come_sorted():
-    message = "layer 'model.layers.0.mlp.input_linear': JetMoeParallelExperts is given nothing but the rows that are "
+    message = "layer 'model.layers.0.mlp.input_linear' is given nothing but the rows that are "
     with pytest.raises(ValueError, match=message):
         mts.make_plan(MODELS["jetmoe"](), "wanda", experts="all_tokens")
     with pytest.raises(ValueError, match="experts='none': allowed are 'pool', 'all_tokens', 'weight_only'"):
