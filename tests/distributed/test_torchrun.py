@@ -111,8 +111,8 @@ FULL = {  # which process finds the disk full, and where: in what the first writ
 
 @pytest.mark.parametrize("which", FULL)
 def test_the_disk_is_full_for_one_process_and_then_has_room(runs, expected, tmp_path, which):
-    """A line says whose it is. torchrun ends with 1, as ever, and stops the processes that have not ended when the first
-    has: with exit code 2 where the disk is full, with 2 or 3 in the one that notices."""
+    """A line says whose it is. torchrun ends with 1, as ever, and stops the processes that have not ended when the
+    first has: with exit code 2 where the disk is full, with 2 or 3 in the one that notices."""
     (rank, at, more), target = FULL[which], tmp_path / "sparse"
     code, said = with_a_fault(target, *more, restarts=0, rank=rank, at=at, fault={"what": "full"})
     speaker = "modelopt-sparse: rank 1: " if rank else "modelopt-sparse: "
