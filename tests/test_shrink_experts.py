@@ -42,7 +42,7 @@ SLOW = (
 )  # fmt: skip
 GROUPED = ("axk1", "bailing_hybrid", "beam", "deepseek_v32")  # tiny ones have 2 groups of 2 experts
 REFUSED = {
-    **dict.fromkeys(GROUPED, "give a multiple of 2 groups, of at least 4"),
+    **dict.fromkeys(GROUPED, "in 2 groups: give a multiple of 2, at least 4"),
     **dict.fromkeys(("jetmoe", "vitpose", "llama"), "has no number of experts that can be smaller: it has no"),
     "deepseek_v4": "computes something else with its experts in another order",  # tables name experts by number
     "hunyuan_v1_moe": "has no number of experts that can be smaller",

@@ -459,7 +459,9 @@ def _check(seen: SeenInputs, run: Run) -> None:
         seen.input_of[layer_plan.name] = layer_plan.name
     for name, finite in seen.finite.items():
         if not finite:
-            raise ValueError(f"layer {name!r}: its input holds NaN or inf: run the model in bfloat16 or float32")
+            raise ValueError(
+                f"layer {name!r}: its input holds NaN or inf: check the data, or run in bfloat16 or float32"
+            )
 
 
 # stacks at which calls cannot wait ------------------------------------------------------------------------------------

@@ -658,7 +658,7 @@ def finalize(
 ) -> None:
     """Write 0 for NaN, which marks pruned weights in a file."""
     if not destination.parent.is_dir():
-        raise ValueError(f"--output {str(destination)!r}: there is no such folder: make it first")
+        raise ValueError(f"--output: there is no folder {str(destination.parent)!r}: make it first")
     masks, count = mts.training.finalize(source, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 

@@ -375,7 +375,10 @@ class Depth:
         candidates = [(name, count) for name in numbers if numbers[name] == count > 1 and asked in (None, name)]
         problem = f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer"
         otherwise = f"no number in its config is {count}, and changes it"
-        fits = lambda name, _: len(cls(model, stack, name).any_without(1))  # noqa: E731
+
+        def fits(name: str, _: int) -> int:
+            return len(cls(model, stack, name).any_without(1))
+
         return cls(model, stack, _first(candidates, fits, problem, otherwise)[0])
 
     def any_without(self, gone: int) -> list[int]:

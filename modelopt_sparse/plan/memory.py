@@ -166,7 +166,7 @@ class SharedOut(Printed):
     sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; of experts that are
       solved a few at a time their tokens go to the process that solves them; each solution goes from there to all
       others, with masks as bits. In each step that tunes a block, gradients go to the process that steps the weight,
-      and weights from it to all others.
+      and weights from it to all others; all gradients are counted, which masks that stay need for kept weights alone.
     costliest: the layer of a block, or as many of its experts as are solved at a time, that takes the largest ``share``
       of its solver's operations. One process solves it.
     """
@@ -205,13 +205,10 @@ class SharedOut(Printed):
         values = sum(each.size * each.layer.parameter.element_size() + -(-each.size // 8) for each in block)
         sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
         if tuned := [layer_plan for layer_plan in block if "reconstruct" in layer_plan.steps]:
-            gradients = [_bytes_per_number(each) * each.size for each in tuned]
-            # the memory tells whether masks move: then all weights have gradients, else those that are kept
-            if plan.memory["reconstruction_of_one_block"] == RECONSTRUCTION * sum(gradients):
-                gradients = [count * (1 - each.pattern.sparsity) for count, each in zip(gradients, tuned)]
+            gradients = sum(_bytes_per_number(each) * each.size for each in tuned)
             parts = processes if processes in (2, 4) else UNITS  # of a sum of gradients: each is one process's
             weights = sum(each.size * each.layer.parameter.element_size() for each in tuned)
-            sent["each step that tunes it"] = others * round(parts * sum(gradients) / processes + weights) // processes
+            sent["each step that tunes it"] = others * round(parts * gradients / processes + weights) // processes
         added = {"activations": 0, "routed_tokens_of_one_block": 0}  # to a process's share
         if held := plan.memory.get("routed_tokens_of_one_block", 0):
             few = [each for each in grams if each.at_once is not None]

@@ -287,7 +287,7 @@ def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]
     if in_chosen_groups < chosen:
         raise ValueError(f"{name}={new} leaves {in_chosen_groups} experts for a token, which takes {chosen}: keep more")
     if groups > 1 and (new % groups or new < 2 * groups):
-        raise ValueError(f"{name}={new}: give a multiple of {groups} groups, of at least {2 * groups}")
+        raise ValueError(f"{name}={new} in {groups} groups: give a multiple of {groups}, at least {2 * groups}")
     # heads that predict further tokens: transformers leaves their weights out, and engines would miss them
     further = {key: (count, 0) for key, count in vars(config).items() if key in FURTHER_TOKENS and count}
     further = {f"{path}.{key}" if path else key: counts for key, counts in further.items()}

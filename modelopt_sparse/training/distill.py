@@ -123,7 +123,9 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     own = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in own:
-            raise ValueError(f"{name or type(part).__name__!r} of the teacher is the model's: give a deepcopy of that")
+            raise ValueError(
+                f"{name or type(part).__name__!r} of the teacher is the model's own: give a deepcopy of the model"
+            )
 
 
 def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -198,7 +198,7 @@ def count_exchanges() -> None:
         sys.audit(EXCHANGE, what)
         return gather(self, what, header)
 
-    setattr(Processes, "_gather_headers", counted)  # noqa: B010
+    Processes._gather_headers = counted
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _stream_as_rank(
             gather(self, what, header)
         return gather(self, what, header)
 
-    setattr(Processes, "_gather_headers", looked)  # noqa: B010
+    Processes._gather_headers = looked
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with launched_group():
         code, found = _stream(deterministic=True, **given)
