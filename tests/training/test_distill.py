@@ -445,7 +445,7 @@ def test_a_teacher_that_is_the_model():
     refused(distill, model, model, parts=[itself])
     refused(distill, nn.DataParallel(model), model, parts=[itself])
     teacher.model.norm.weight = model.model.norm.weight
-    refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's own: give a deepcopy of"])
+    refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's own: give a deepcopy"])
     model.model.norm.weight.requires_grad_(False)  # frozen, it is the same for both, and stays it
     distill(model, teacher).remove()
 
