@@ -38,7 +38,8 @@ def world(tmp_path_factory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("memory")
     for make in (small, large):
         saved(folder / make.__name__, make, torch.bfloat16)
-    world = World(folder, Runs(folder), folder)
+    # else the C library keeps what is freed, at times twice what the run holds
+    world = World(folder, Runs(folder, MALLOC_MMAP_THRESHOLD_="65536"), folder)
     yield world
     world.runs.close()
 
@@ -75,7 +76,7 @@ def test_each_process_holds_what_the_plan_says(world, tmp_path, method):
     plan = make_plan(large().bfloat16(), method, deterministic=True, **data)
     planned = sum(SharedOut.of(plan, large(), 2, 1).each["host"].values())
     for peak, without in zip(peaks, base):
-        assert 0.2 * planned < peak - without <= 1.1 * planned, (peak, without, planned)
+        assert 0.3 * planned < peak - without <= planned, (peak, without, planned)
 
 
 def test_a_machine_has_the_pages_of_the_source_once(world, tmp_path):

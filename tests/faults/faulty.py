@@ -39,11 +39,11 @@ ENDED = ("Z", "X")  # states of a process: a zombie until it is waited for
 class Runs:
     """Starts runs, and waits for them or kills them."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, **environment: str) -> None:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.faulty"],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
