@@ -23,9 +23,10 @@ from modelopt_sparse.model.devices import (
     peak_bytes,
     refuse_offloaded,
     refuse_what_cannot_be_written,
+    run_eagerly,
 )
+from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.masking import remove_masks
-from modelopt_sparse.model.wrappers import refuse_no_model, run_eagerly, unwrapped
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
@@ -60,9 +61,9 @@ def sparsify(
     >>> mts.report(model).sparsity
     0.5
     """
-    refuse_no_model(model)
+    inside = model_inside(model)
     with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
-        prune(unwrapped(model), *resolve(method, config, options), InMemory(), processes)
+        prune(inside, *resolve(method, config, options), InMemory(), processes)
         processes.barrier()
     return model
 
@@ -136,15 +137,14 @@ def budget_curve(
     ``method``, ``config`` and keywords are those of `sparsify`. ``losses="losses.json"`` keeps what was measured for
     other budgets.
     """
-    refuse_no_model(model)
+    inside = model_inside(model)
     with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
-        model = unwrapped(model)
         resolved, config = resolve(method, config, {**options, "budget": budget})
-        plan = plan_for(model, resolved, config)
+        plan = plan_for(inside, resolved, config)
         check_options(plan, config)
-        _check(model, plan, config, InMemory())
-        with calibrating(model), offloaded_after_errors(model):
-            run = Run(model, plan, config, InMemory(), processes, Report.begin((), (), {}))
+        _check(inside, plan, config, InMemory())
+        with calibrating(inside), offloaded_after_errors(inside):
+            run = Run(inside, plan, config, InMemory(), processes, Report.begin((), (), {}))
             data = CalibrationData.load(run)
             curve = curve_of(replace(data, dense=run_dense(data)))
         processes.barrier()
@@ -161,8 +161,7 @@ def export(model: nn.Module) -> nn.Module:
     >>> type(model.model.layers[0].mlp.up_proj), list(mts.named_masks(model))
     (<class 'torch.nn.modules.linear.Linear'>, [])
     """
-    refuse_no_model(model)
-    remove_masks(model)
+    remove_masks(model_inside(model))
     return model
 
 

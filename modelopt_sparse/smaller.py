@@ -41,10 +41,9 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, input_device
+from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
 from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
-from modelopt_sparse.model.wrappers import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import plan_for

@@ -21,7 +21,7 @@ from modelopt_sparse.calibration.run import Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import cache_name, default_seq_len, writes_text
-from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
+from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 
 # token by token -------------------------------------------------------------------------------------------------------
@@ -194,9 +194,8 @@ def write_text(
 
     >>> mts.write_text(model, "own.jsonl", data=Path("text.txt"), tokenizer=tokenizer)
     """
-    refuse_no_model(model)
+    network, path = model_inside(model), Path(file)
     config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len, seed=seed)
-    network, path = unwrapped(model), Path(file)
     refuse_to_write(network, "write_text")
     with calibrating(network):
         if config.writes_its_data:

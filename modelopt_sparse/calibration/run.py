@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import bytes_in_use, input_device
+from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device
 from modelopt_sparse.model.layers import Layer
-from modelopt_sparse.model.wrappers import in_eval_mode
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report

@@ -37,7 +37,7 @@ from modelopt_sparse.checkpoint.folder import (
 )
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
-from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.devices import stored, unwrapped
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.layers import as_row, find_layers, usable
 from modelopt_sparse.model.masking import (
@@ -48,7 +48,6 @@ from modelopt_sparse.model.masking import (
     remove_masks,
     set_mask,
 )
-from modelopt_sparse.model.wrappers import refuse_no_model, refuse_wrapped_parts, unwrapped
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.reports.values import REPLACED
@@ -90,9 +89,7 @@ def save(
 
     >>> mts.save(model, "sparse-model")
     """
-    refuse_no_model(model)
-    model = unwrapped(model)
-    refuse_wrapped_parts(model, "saved")
+    model = usable(model, "saved", packed=True)
     folder = checked_place(folder, overwrite=overwrite, sources=sources_of(model))
     if max_shard_size is not None and not isinstance(model, PreTrainedModel):
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")

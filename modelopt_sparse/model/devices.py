@@ -1,6 +1,7 @@
-"""Where tensors lie: on which device a module runs, how much memory is free there, and what accelerate holds elsewhere.
+"""What lies around a model: its wrappers and modes, the devices that its tensors are on, the memory that is free there,
+and what accelerate holds elsewhere.
 
-No other file knows how accelerate leaves its hooks on a module.
+No other file knows how accelerate leaves its hooks on a module. This file works without transformers.
 """
 
 import ctypes
@@ -15,9 +16,58 @@ import psutil
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+from accelerate.utils.other import is_compiled_module  # in accelerate.utils itself only since 1.6
 from torch import Tensor, nn
 
-from modelopt_sparse.model.wrappers import full_name
+# names, wrappers and modes --------------------------------------------------------------------------------------------
+# The wrappers of torch.compile, DataParallel and DistributedDataParallel put ``_orig_mod.`` or ``module.`` before every
+# name, and hide the model's class and configuration.
+
+
+def full_name(path: str, name: str) -> str:
+    """The name that a parameter or child of the module at ``path`` has in the model."""
+    return f"{path}.{name}" if path else name
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside its wrappers. It has the same Parameters, and names without the wrappers' prefixes."""
+    while (inner := _inside(model)) is not None:
+        model = inner
+    return model
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps; None for any other module."""
+    if is_compiled_module(module):
+        return module.get_submodule("_orig_mod")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module.module
+    return None
+
+
+@contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """With models in evaluation mode; afterwards each module is in its mode from before."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def run_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is compiled: hooks and sparse classes that come and go would have it compiled again each time."""
+    # what nn.Module.compile() sets has no public name
+    if not any(is_compiled_module(m) or getattr(m, "_compiled_call_impl", None) for m in model.modules()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
 
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
 

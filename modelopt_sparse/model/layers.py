@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as HFConv1D
@@ -25,9 +26,8 @@ from modelopt_sparse.model.adapters import (
     expert_adapter,
     find_mixtures,
 )
-from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.devices import full_name, stored, unwrapped
 from modelopt_sparse.model.masking import dense_class, named_masks
-from modelopt_sparse.model.wrappers import full_name, refuse_no_model, refuse_wrapped_parts, unwrapped
 
 # layers ---------------------------------------------------------------------------------------------------------------
 
@@ -120,24 +120,34 @@ def as_row(model: nn.Module, parameter_name: str) -> Layer:
 class PackedLayer(nn.Module):
     """A layer whose weight is packed for a 2:4 kernel. It can neither be pruned, verified nor restored into.
 
-    The packed layers of runtime/ inherit from it, so that `refuse_packed` need not import them.
+    The packed layers of runtime/ inherit from it, so that `usable` need not import them.
     """
 
 
-def refuse_packed(model: nn.Module, done: str) -> None:
-    """Raise ValueError if a layer of the model is packed. ``done`` says in the message what it cannot be: "pruned"."""
+def model_inside(model: Any) -> nn.Module:
+    """The model inside its wrappers. Raises TypeError for what is no ``nn.Module``, and ValueError for a module whose
+    code or shapes cannot be used."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give an nn.Module, such as from_pretrained returns")
     for name, module in model.named_modules():
-        if isinstance(module, PackedLayer):
+        where = f"module {name!r}" if name else f"this {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is a ScriptModule, whose code is fixed: take the module that it was made from")
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise ValueError(f"{where} is a {type(module).__name__} without shapes yet: run the model once first")
+    return unwrapped(model)
+
+
+def usable(model: Any, done: str, *, packed: bool = False) -> nn.Module:
+    """`model_inside`. Raises ValueError for one that cannot be ``done`` ("pruned"): with parts that have wrappers of
+    their own, whose prefixes stand in the middle of names; and with packed layers, unless ``packed`` allows them."""
+    model = model_inside(model)
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLayer) and not packed:
             raise ValueError(f"layer {name!r} is packed 2:4 and cannot be {done}: call to_dense(model) first")
-
-
-def usable(model: Any, done: str) -> nn.Module:
-    """The model inside its wrappers. Raises TypeError for what is no model, and ValueError for one that cannot be
-    ``done``: with packed layers, or with parts that have wrappers of their own."""
-    refuse_no_model(model)
-    model = unwrapped(model)
-    refuse_packed(model, done)
-    refuse_wrapped_parts(model, done)
+        if unwrapped(module) is not module:
+            wrapper = type(module).__name__
+            raise ValueError(f"{name!r} is wrapped by {wrapper}, the model cannot be {done}: unwrap it, wrap it after")
     return model
 
 

@@ -24,8 +24,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
-from modelopt_sparse.model.devices import has_hook, stored, without_hook
-from modelopt_sparse.model.wrappers import full_name, unwrapped
+from modelopt_sparse.model.devices import full_name, has_hook, stored, unwrapped, without_hook
 
 SUFFIX = "_mask"
 GradientObserver = Callable[[Tensor], None]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.adapters import RoutedAdapter
-from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.devices import full_name, stored
 from modelopt_sparse.model.layers import Layer, Stack
-from modelopt_sparse.model.wrappers import full_name
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
 from modelopt_sparse.reports.report import library_versions

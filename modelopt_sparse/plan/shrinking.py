@@ -20,7 +20,7 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import LAST, RoutedAdapter
 from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.hf import cache_name, quantization_of
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import Layer, model_inside
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.resize import (
     Depth,
@@ -34,7 +34,6 @@ from modelopt_sparse.model.resize import (
     spans,
     twin_of,
 )
-from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
 from modelopt_sparse.plan.memory import estimated
 from modelopt_sparse.plan.names import check_globs, first_match
@@ -562,7 +561,7 @@ def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, 
 
 def checked(model: nn.Module) -> PreTrainedModel:
     """Raise ValueError for a model that shrink does not take."""
-    refuse_no_model(model)
+    model_inside(model)  # raises for what is no model
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"shrink changes a model's config: a {kind} has none, give a model of transformers, unwrapped")

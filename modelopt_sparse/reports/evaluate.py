@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.methods.kl import kl_divergence
-from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.devices import in_eval_mode, input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
-from modelopt_sparse.model.wrappers import in_eval_mode
 from modelopt_sparse.reports.fold import first_few, table
 from modelopt_sparse.reports.progress import Progress, only_errors
 from modelopt_sparse.values import check_whole

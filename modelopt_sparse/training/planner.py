@@ -24,6 +24,7 @@ from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
+from modelopt_sparse.model.devices import full_name, in_eval_mode, unwrapped
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
@@ -36,7 +37,6 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
-from modelopt_sparse.model.wrappers import full_name, in_eval_mode, unwrapped
 from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for

@@ -28,9 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
-from modelopt_sparse.model.layers import usable
+from modelopt_sparse.model.devices import unwrapped
+from modelopt_sparse.model.layers import model_inside, usable
 from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
-from modelopt_sparse.model.wrappers import refuse_no_model, unwrapped
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -88,8 +88,7 @@ class Sparsity(ABC):
 
         Raises ValueError for what `apply` refuses.
         """
-        refuse_no_model(model)
-        return plan_training(unwrapped(model), self.members())[0]
+        return plan_training(model_inside(model), self.members())[0]
 
     def apply(self, model_or_optimizer: Any) -> Any:
         """Make a model sparse, in place, or hold it sparse in an optimizer -> the model or the optimizer.
