@@ -3,9 +3,10 @@
 import copy
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import modelopt_sparse as mts
 from modelopt_sparse import smaller
-from modelopt_sparse.accuracy.choose import calls_counted
+from modelopt_sparse.accuracy.choose import _Seen
 from modelopt_sparse.accuracy.refit import gram_scores, refit
 from modelopt_sparse.calibration.inputs import AtBlock
 from modelopt_sparse.methods.patterns import Unstructured
@@ -495,13 +496,14 @@ def test_scores_of_channels_are_the_published_ones(criterion):
     assert shrunk.kept["mlp"][name] == sorted(wanted.argsort(descending=True)[:36].tolist())
 
 
-def test_calls_that_do_not_come_to_a_block_count_for_what_judges():
+def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     """Of four calls the second and the fourth do."""
-    block = nn.Linear(2, 2)
-    waiting = [SimpleNamespace(numbered=SimpleNamespace(number=number)) for number in (1, 3)]
-    seen, places = SimpleNamespace(place=0), []
-    with calls_counted(seen, Mock(spec=AtBlock, block=block, calls=waiting), Mock()):
-        for _ in waiting:
-            places.append(seen.place)
-            block(torch.ones(2))
+    monkeypatch.setattr("modelopt_sparse.calibration.inputs.forward_context", lambda run: nullcontext())
+    waiting = [Mock(numbered=SimpleNamespace(number=number, masks=None)) for number in (1, 3)]
+    inputs = AtBlock(MagicMock(), nn.Linear(2, 2), waiting, None, outputs_stay=False, last_of_stack=True)
+    seen = _Seen(Mock(), Mock(), set())
+    places = []
+    for call in waiting:
+        call.run_block.side_effect = lambda: places.append(seen.place)
+    inputs.collect([], seen.see, seen.begin, go_on=False)
     assert places == [1, 3]

@@ -5,7 +5,6 @@ Nothing is changed here but for the length of a call of the model. Shape letters
 that stay, B batch, S sequence, T tokens, k experts chosen for each, E experts.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -21,7 +20,7 @@ from modelopt_sparse.accuracy.refit import RoutedCall, gram_scores, largest, ref
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.data import samples
-from modelopt_sparse.calibration.forward import CalibrationData, forward_context
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, warn_of_few_tokens, without_data
@@ -201,15 +200,21 @@ class Criterion:
 
 @dataclass
 class _Seen:
-    """Sums of the inputs of a block's takers, apart for the batches that judge.
+    """Sums of the inputs of a block's takers, apart for the batches that judge. place: of the present call of the model
+    among this process's.
 
     absolute: layer name -> the sum over windows of the squared mean of |x|, ``[C]``: ModelOpt's.
     """
 
     collector: Collector
+    sums: SumsOfAllProcesses
     judging: set[int]
     place: int = 0
     absolute: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.sums.next_call()
+        self.place = numbered.number
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         judges = self.place in self.judging
@@ -262,21 +267,6 @@ def visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, 
                 bar.update()
 
 
-@contextmanager
-def calls_counted(seen: Any, inputs: Inputs, run: Run) -> Iterator[None]:
-    """While entered, ``seen.place`` is that of the present call of the model among this process's: some calls may not
-    come to a block."""
-    at_block = isinstance(inputs, AtBlock)
-    places = iter([call.numbered.number for call in inputs.calls]) if at_block else itertools.count()
-
-    def next_call(*_: Any) -> None:
-        seen.place = next(places, 0)
-
-    next_call()
-    with (inputs.block if at_block else run.model).register_forward_hook(next_call):
-        yield
-
-
 def any_channels(pool: Pool) -> Choice:
     """Some of the channels, to try with."""
     stay = torch.randperm(pool.span.old, generator=torch.Generator().manual_seed(0))[: pool.span.new].sort().values
@@ -293,9 +283,8 @@ def _sums(
     sums = SumsOfAllProcesses(collector, run)
     go_on = inputs.blockwise and not run.config.deterministic
     while True:
-        seen = _Seen(collector, judging_calls)
-        with calls_counted(seen, inputs, run):
-            inputs.collect(takers, seen.see, sums, go_on=go_on)
+        seen = _Seen(collector, sums, judging_calls)
+        inputs.collect(takers, seen.see, seen.begin, go_on=go_on)
         if (groups := sums.groups()) is not None:
             break
     if inputs.blockwise and not go_on:
@@ -530,9 +519,7 @@ def experts(
             {name: ExpertSums.of(pool.old) for name, pool in of_layer.items()}, run, whole=criterion.refit
         )
         takers = [plan for plan in task.layer_plans if plan.name in of_layer]
-        with calls_counted(seen, inputs, run):
-            nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
-            inputs.collect(takers, seen.see, nothing, go_on=inputs.blockwise and not criterion.refit)
+        inputs.collect(takers, seen.see, seen.begin, go_on=inputs.blockwise and not criterion.refit)
         choices = [_chosen_experts(pool, seen.of_all(name), criterion) for name, pool in of_layer.items()]
         if criterion.refit:
             choices = _refitted(task, choices, seen, inputs, batches, smaller)
@@ -553,6 +540,9 @@ class _SeenExperts:
     whole: bool
     place: int = 0
     outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.place = numbered.number
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         inputs = tuple(real_rows(x, token_mask) for x in inputs)
@@ -617,9 +607,8 @@ def _refitted(
         call.lacks = run.storage.hold_activations(call.lacks)
         calls[layer.name].append(call)
 
-    nothing = SumsOfAllProcesses(Collector(needs={}, share=False), run)
-    with calls_counted(seen, inputs, run), smaller(task.name, choices, look):
-        inputs.collect([], seen.see, nothing, go_on=False)
+    with smaller(task.name, choices, look):
+        inputs.collect([], seen.see, seen.begin, go_on=False)
     refitted = []
     for choice in choices:
         layer = choice.pool.taker

@@ -74,7 +74,7 @@ class Teacher:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
-            data.run_model(lambda masks: None)
+            data.run_model()
         if predicted[0] is None:
             raise ValueError(f"distill: the output of this {type(model).__name__} has no logits: leave distill out")
         teacher = cls(data, head, answers)

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import samples
-from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.own_text import drawn
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import SharedSums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
@@ -137,26 +136,24 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     numbers = users_first(data, SAMPLES if blocks else WEIGHED)
     sums = SharedSums(run.processes, run.config.device or torch.device("cpu"), exact=run.config.deterministic)
     weights = {layer.parameter: layer for layer in layers}
-    call_masks: list[TokenMasks] = []
+    under_way: list[NumberedCall] = []
     of_call = _OfCall()
     tokens = 0
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
         if state.dim() in (2, 3) and torch.is_grad_enabled():
-            if not state.requires_grad:  # nothing before it asks for gradients
-                state.requires_grad_(True)
+            state.requires_grad_(True)  # nothing before it may ask for gradients
             state.register_hook(partial(of_call.take_output, places[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         nonlocal tokens
-        logits = getattr(output, "logits", None)
+        logits, numbered = getattr(output, "logits", None), under_way.pop()
         if isinstance(logits, Tensor) and logits.requires_grad:
-            place = numbers[len(call_masks) - 1]
-            step, row = (None, 0) if data.calls is None else (data.calls[place].step, data.calls[place].row)
-            number = place * run.processes.size + run.processes.rank - data.own if step is None else step
+            step, row = numbered.call.step, numbered.call.row
+            number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step
             # each batch has random numbers of its own, so that any number of processes draws the same labels
-            each = drawn_loss(logits, call_masks[-1].decoder, (run.config.seed * 1_000_003 + number) % 2**63, row)
+            each = drawn_loss(logits, numbered.masks.decoder, (run.config.seed * 1_000_003 + number) % 2**63, row)
             tokens += len(each)
             each.sum().backward()
         sums.add(of_call.sums, grams=range(len(blocks)))
@@ -174,10 +171,9 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         totals: Mapping[Any, Tensor] | None = None
         while totals is None:
             tokens = 0
-            call_masks.clear()
             if run.processes.rank < data.own % run.processes.size:  # the first call of the user's is another process's
                 sums.add({}, ())
-            data.run_model(call_masks.append, numbers=numbers)
+            data.run_model(under_way.append, numbers=numbers)
             totals = sums.totals()
     tokens = sum(run.processes.all_gather("the tokens of gradients", tokens))
     if not tokens:

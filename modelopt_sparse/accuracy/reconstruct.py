@@ -24,9 +24,8 @@ from modelopt_sparse.accuracy.tuning import (
     tune,
 )
 from modelopt_sparse.calibration.blocks import BlockTask
-from modelopt_sparse.calibration.forward import forward_context
+from modelopt_sparse.calibration.forward import INSTEAD, PaddingError, forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
-from modelopt_sparse.calibration.padding import INSTEAD, PaddingError
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.reports.values import BlockReport
 
@@ -106,7 +105,7 @@ def reconstruct(
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
     """Which tokens of a block's outputs are real, on each batch; None: all."""
     side = inputs.data.sides[inputs.block]
-    masks = [getattr(masks, side) for masks in inputs.masks]
+    masks = [getattr(call.numbered.masks, side) for call in inputs.calls]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
             shapes = f"an output of shape {list(goal.shape)}, and the token mask has shape {list(mask.shape)}"

@@ -7,7 +7,7 @@ layers and is finite there, and whether calls of the model can wait at its block
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import CalibrationData, InputHooks, input_key
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, PaddingOfInputs, input_key
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
-from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, is_exact, print_of, try_waiting
+from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -264,7 +263,7 @@ class DenseRun:
         self.inputs.see(layer, inputs, token_mask)
 
     @contextmanager
-    def watching(self) -> Iterator[InputHooks]:
+    def watching(self) -> Iterator[AbstractContextManager[PaddingOfInputs]]:
         """While entered, what blocks put out is seen. The hooks that see the inputs of layers are still to be
         entered."""
         plan = self.data.run.plan
@@ -363,17 +362,16 @@ def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
 
 
 def _run_some(dense: DenseRun, calls: Sequence[NumberedCall]) -> None:
-    by_number, left, show = {each.number: each.call for each in calls}, iter(calls), dense.data.run.config.progress
+    chosen, show = {each.number: each for each in calls}, dense.data.run.config.progress
     assert dense.data.calls is not None
-    data = replace(dense.data, calls=[by_number.get(number, call) for number, call in enumerate(dense.data.calls)])
+    own = [chosen[n].call if n in chosen else call for n, call in enumerate(dense.data.calls)]
     with Progress("run the dense model", "batch", len(calls), show=show) as bar, dense.watching() as hooks:
 
-        def begin(masks: TokenMasks) -> None:
-            hooks.begin(masks)
-            dense.begin(next(left))
+        def begin(numbered: NumberedCall) -> None:
+            dense.begin(chosen[numbered.number])
             bar.update()
 
-        data.run_model(begin, hooks, by_number)
+        replace(dense.data, calls=own).run_model(begin, hooks, chosen)
 
 
 def _run_loop(dense: DenseRun) -> None:
@@ -382,14 +380,13 @@ def _run_loop(dense: DenseRun) -> None:
     with dense.watching() as hooks:
 
         @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
-        def keep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def keep(numbered: NumberedCall) -> None:
+            args, kwargs = numbered.call.args, numbered.call.kwargs
             call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-            dense.calls.append(NumberedCall(len(dense.calls), call, data.masks_of(call)))
-            hooks.begin(dense.calls[-1].masks)
+            dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
             dense.begin(dense.calls[-1])
 
-        with run.model.register_forward_pre_hook(keep, prepend=True, with_kwargs=True):
-            data.run_model(lambda masks: None, hooks)
+        data.run_model(keep, hooks)
     sha256 = digest_of(numbered.call for numbered in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.calls:
@@ -531,6 +528,6 @@ def _why_not(
     if problem is not None and stay:
         problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=False)
     if problem is not None:  # an error of the data is raised here, and is no reason
-        dense.data.run_model(lambda masks: None, numbers=[each.number for each, known in tried if known is None])
+        dense.data.run_model(numbers=[each.number for each, known in tried if known is None])
     dense.outputs_may_stay = stay
     return None if problem is None else (problem[0].name, problem[1])

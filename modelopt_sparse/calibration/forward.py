@@ -1,14 +1,16 @@
-"""Running a model over the calibration data: the data itself, the context that forwards run in, and hooks that see
-the inputs of layers."""
+"""Running a model over the calibration data: which tokens are padding, hooks that see the inputs of layers, the data
+itself, and the context that forwards run in."""
 
+import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
-from modelopt_sparse.calibration.padding import INSTEAD, PaddingError, Side, TokenMasks, sides_of, token_masks
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
@@ -29,8 +30,110 @@ from modelopt_sparse.model.devices import (
     onloaded,
     version,
 )
+from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
+
+# which tokens of a call are padding -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens of one call are real (True), by the side of the model that they belong to; None = all of them.
+
+    A model that is no encoder-decoder has the same mask on both of these sides; ``image`` is for the image encoder
+    beside or inside of a text model, which text padding says nothing about.
+    """
+
+    encoder: Tensor | None = None
+    decoder: Tensor | None = None
+    image: Tensor | None = None
+
+
+INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
+
+
+class PaddingError(ValueError):
+    """Which rows are padding cannot be told."""
+
+
+def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> TokenMasks:
+    """The padding of one call of ``model``, from attention_mask and its relatives."""
+    named = _by_name(model, args, kwargs)
+    own = _token_mask(named, "attention_mask")
+    if own is None:
+        own = _key_padding(model, named)
+    image = None
+    for name in ("pixel_attention_mask", "pixel_mask"):
+        if isinstance(value := named.get(name), Tensor) and not value.all():
+            image = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
+    if not is_encoder_decoder(model):
+        return TokenMasks(own, own, image)
+    decoder = _token_mask(named, "decoder_attention_mask")
+    labels = named.get("labels")
+    if named.get("decoder_attention_mask") is None and isinstance(labels, Tensor) and labels.dim() == 2:
+        decoder = _any_padding(labels != -100)
+    return TokenMasks(own, decoder, image)
+
+
+def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one call by the names that ``model.forward`` gives them."""
+    try:
+        signature = inspect.signature(model.forward)
+        named = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # compiled, or the call itself will say what is wrong with it
+        return dict(kwargs)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named
+
+
+def _token_mask(named: Mapping[str, Any], name: str) -> Tensor | None:
+    if (mask := named.get(name)) is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise PaddingError(f"{name} {what}: give it as a tensor [batch, sequence], or set count_padding=True")
+    return _any_padding(mask != 0)
+
+
+def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
+    """torch's own convention: ``*key_padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
+    real = {
+        name: ~value if value.dtype == torch.bool else value == 0
+        for name, value in named.items()
+        if name.endswith("key_padding_mask") and isinstance(value, Tensor)
+    }
+    if not real:
+        return None
+    first, *others = real.values()
+    if any(not torch.equal(first, other) for other in others):
+        raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    if attentions and not any(module.batch_first for module in attentions):
+        first = first.mT  # the model's tokens are [sequence, batch]
+    return _any_padding(first)
+
+
+def _any_padding(real: Tensor) -> Tensor | None:
+    return None if bool(real.all()) else real
+
+
+Side = Literal["encoder", "decoder", "image"]  # the fields of TokenMasks
+
+
+def sides_of(model: nn.Module) -> dict[nn.Module, Side]:
+    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model; all
+    others to the decoder."""
+    sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
+    for module in model.modules() if takes(model, "input_ids") else ():
+        if takes(module, "pixel_values") and not takes(module, "input_ids"):
+            sides.update(dict.fromkeys(module.modules(), "image"))
+    if is_encoder_decoder(model):
+        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator] - not on nn.Module
+    return sides
+
 
 # hooks that see the inputs of layers ----------------------------------------------------------------------------------
 
@@ -38,63 +141,11 @@ from modelopt_sparse.plan.plan import LayerPlan
 See = Callable[[Layer, tuple[Tensor, ...], Tensor | None], None]
 
 
-class InputHooks:
-    """Entered, it calls ``see(layer, inputs, token_mask)`` for every input of the layers.
+class PaddingOfInputs:
+    """Which token mask goes with the input of a layer, in the call of the model that runs now. ``masks``: of that call.
 
-    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. `begin`
-    announces each call of the model, `on_block` what one of the ``blocks`` is called with.
+    `on_block` has to see what a block is called with, `on_router` what a router puts out.
     """
-
-    def __init__(
-        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Side], see: See
-    ) -> None:
-        self._layers: dict[nn.Module, list[Layer]] = {}
-        for layer_plan in layer_plans:
-            for module in layer_plan.layer.hooked_modules:
-                self._layers.setdefault(module, []).append(layer_plan.layer)
-        self._blocks = blocks
-        self._padding = _PaddingOfInputs(sides)
-        self._see = see
-        self._inside = False
-        self._hooks = ExitStack()
-
-    def begin(self, masks: TokenMasks) -> None:
-        self._padding.masks = masks
-
-    def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._padding.on_block(args, kwargs)
-
-    def __enter__(self) -> "InputHooks":
-        padding = self._padding
-        routers = {layer.router for layers in self._layers.values() for layer in layers if layer.router is not None}
-        for block in self._blocks:
-            self._hooks.enter_context(block.register_forward_pre_hook(self.on_block, with_kwargs=True))
-        for module in self._layers:
-            self._hooks.enter_context(module.register_forward_pre_hook(self._on_layer, with_kwargs=True))
-        for router in routers:
-            self._hooks.enter_context(router.register_forward_hook(padding.on_router))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._hooks.close()
-        self._padding.forget()
-
-    def _on_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._inside:  # an adapter is running the module to see behind it
-            return
-        self._inside = True
-        try:
-            # a user's loop may run the model in inference mode, whose tensors could not be added to later
-            with torch.inference_mode(False), torch.no_grad():
-                for layer in self._layers[module]:
-                    inputs = layer.adapter.inputs(module, args, kwargs)
-                    self._see(layer, inputs, self._padding.token_mask(module, layer, inputs))
-        finally:
-            self._inside = False
-
-
-class _PaddingOfInputs:
-    """Which token mask goes with the input of a layer, in the call of the model that runs now."""
 
     def __init__(self, sides: Mapping[nn.Module, Side]) -> None:
         self._sides = sides
@@ -102,17 +153,12 @@ class _PaddingOfInputs:
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
-    def on_block(self, args: tuple, kwargs: dict) -> None:
+    def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         _, *others = (*args, *kwargs.values()) or (None,)
         self._from_encoder = [x for x in others if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
 
     def on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
-        del args
         self._token_of_row[router] = output[1]
-
-    def forget(self) -> None:
-        self._from_encoder = []
-        self._token_of_row.clear()
 
     def token_mask(self, module: nn.Module, layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor | None:
         """The token mask of a layer's inputs, shaped like their leading dimensions; None if every token is real."""
@@ -150,6 +196,46 @@ def _without_ones(shape: torch.Size) -> list[int]:
     return [size for size in shape if size != 1]
 
 
+@contextmanager
+def input_hooks(
+    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], padding: PaddingOfInputs, see: See
+) -> Iterator[PaddingOfInputs]:
+    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers.
+
+    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. The
+    ``padding``, which tells it, is to be told of each call of the model, and sees what the ``blocks`` are called with.
+    """
+    layers: dict[nn.Module, list[Layer]] = {}
+    for layer_plan in layer_plans:
+        for module in layer_plan.layer.hooked_modules:
+            layers.setdefault(module, []).append(layer_plan.layer)
+    inside = False
+
+    def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal inside
+        if inside:  # an adapter is running the module to see behind it
+            return
+        inside = True
+        try:
+            # a user's loop may run the model in inference mode, whose tensors could not be added to later
+            with torch.inference_mode(False), torch.no_grad():
+                for layer in layers[module]:
+                    inputs = layer.adapter.inputs(module, args, kwargs)
+                    see(layer, inputs, padding.token_mask(module, layer, inputs))
+        finally:
+            inside = False
+
+    routers = {layer.router for of_module in layers.values() for layer in of_module if layer.router is not None}
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(padding.on_block, with_kwargs=True))
+        for module in layers:
+            hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
+        for router in routers:
+            hooks.enter_context(router.register_forward_hook(padding.on_router))
+        yield padding
+
+
 def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
     """What makes two layers' inputs the same while both are alive: the same objects, with nothing written to them in
     between, that meet the weights in the same way."""
@@ -173,6 +259,15 @@ def watched_outputs(
 
 
 # the model and its data -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NumberedCall:
+    """Call ``number`` of the model in this process, and its padding."""
+
+    number: int
+    call: Call
+    masks: TokenMasks
 
 
 NONE_WRITTEN = "the model writes no text itself"
@@ -244,45 +339,54 @@ class CalibrationData:
         count_padding = self.run.config.count_padding
         return TokenMasks() if count_padding else token_masks(self.run.model, call.args, call.kwargs)
 
-    def input_hooks(self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See) -> InputHooks:
+    def input_hooks(
+        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See
+    ) -> AbstractContextManager[PaddingOfInputs]:
         """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
-        return InputHooks(layer_plans, blocks, self.sides, see)
+        return input_hooks(layer_plans, blocks, PaddingOfInputs(self.sides), see)
 
     def run_model(
         self,
-        begin: Callable[[TokenMasks], None],
-        hooks: InputHooks | None = None,
-        numbers: Iterable[int] | None = None,
+        begin: Callable[[NumberedCall], object] = lambda numbered: None,
+        hooks: AbstractContextManager[PaddingOfInputs] | None = None,
+        numbers: Collection[int] | None = None,
     ) -> None:
-        """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with the
-        padding of each; ``hooks`` are entered meanwhile."""
-        run = self.run
+        """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
+        ``hooks`` are entered meanwhile."""
+        run, calls = self.run, self.calls
+        numbers = range(len(calls or ())) if numbers is None else numbers
+        under_way = count() if calls is None else iter(numbers)
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            begin(self.masks_of(Call(args, kwargs)))
+            number = next(under_way)
+            call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
+            numbered = NumberedCall(number, call, self.masks_of(call))
+            if padding is not None:
+                padding.masks = numbered.masks
+            begin(numbered)
 
         with ExitStack() as contexts:
             for block in run.plan.blocks:
                 if run.config.device is not None and block is not run.model:
                     contexts.enter_context(onloaded(block, run.config.device, resident=False))
-            if hooks is not None:  # they see what blocks and layers are given, on the device, in its own precision
-                contexts.enter_context(hooks)
+            # they see what blocks and layers are given, on the device, in its own precision
+            padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
             contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return
-            assert self.calls is not None
-            for number in range(len(self.calls)) if numbers is None else numbers:
-                call_model(run, self.calls[number], number)
+            assert calls is not None
+            for number in numbers:
+                call_model(run, calls[number], number)
 
     def output_of(self, number: int) -> tuple[Any, TokenMasks]:
         """What the model puts out in the call of this number, and which of the call's tokens are padding."""
         outputs: list[Any] = []
-        masks: list[TokenMasks] = []
+        seen: list[NumberedCall] = []
         with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
-            self.run_model(masks.append, numbers=[number])
-        return outputs[0], masks[0]
+            self.run_model(seen.append, numbers=[number])
+        return outputs[0], seen[0].masks
 
 
 def call_model(run: Run, call: Call, number: int) -> None:

@@ -2,7 +2,7 @@
 their methods need them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.forward import (
     CalibrationData,
+    NumberedCall,
     See,
     forward_context,
     has_room,
     on_execution_device,
     watched_outputs,
 )
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
     ENLARGED,
@@ -40,11 +40,13 @@ from modelopt_sparse.calibration.sums import (
     without_data,
     without_silent_experts,
 )
-from modelopt_sparse.calibration.waiting import NumberedCall, WaitingCall, WaitingCalls, held_bytes
+from modelopt_sparse.calibration.waiting import WaitingCall, WaitingCalls, held_bytes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan
+
+Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
 
 
 class Inputs(ABC):
@@ -57,8 +59,8 @@ class Inputs(ABC):
         """To be entered for all the work on a block: its weights go to the execution device and come back once."""
 
     @abstractmethod
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
-        """Run what reaches the layers on all calls; ``see`` sees their inputs, and each call is ended for ``sums``.
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
+        """Run what reaches the layers on all calls; ``begin`` gets each, and ``see`` sees the inputs of the layers.
         ``go_on``: the calls go on to the next block, as in `advance`."""
 
     @abstractmethod
@@ -77,11 +79,10 @@ class WholeModel(Inputs):
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
         assert self._data is not None
         hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
-        self._data.run_model(sums.between(hooks.begin), hooks)
-        sums.end_call()
+        self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
         """The next run goes through the block as it is then."""
@@ -171,24 +172,19 @@ class AtBlock(Inputs):
     def data(self) -> CalibrationData:
         return self.segment.data
 
-    @property
-    def masks(self) -> list[TokenMasks]:
-        return [call.numbered.masks for call in self.calls]
-
     def on_device(self) -> AbstractContextManager[Any]:
         return on_execution_device(self.data.run, [self.block], outputs_stay=self.outputs_stay)
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, sums: SumsOfAllProcesses, *, go_on: bool) -> None:
-        hooks = self.data.input_hooks(layer_plans, [self.block], see)
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
         last = self.block is self.segment.blocks[-1]
-        with hooks, forward_context(self.data.run):
+        with self.data.input_hooks(layer_plans, [self.block], see) as padding, forward_context(self.data.run):
             for call in self.calls:
-                hooks.begin(call.numbered.masks)
+                padding.masks = call.numbered.masks
+                begin(call.numbered)
                 if go_on and not last:
-                    call.go_on(hooks.on_block)
+                    call.go_on(padding.on_block)
                 else:
                     call.run_block()
-                sums.end_call()
         if go_on:
             self.segment.leave(self.block)
 
@@ -285,7 +281,7 @@ def sum_up(
     """
     sums = SumsOfAllProcesses(collector, run)
     while True:
-        inputs.collect(layer_plans, see or collector.see, sums, go_on=go_on)
+        inputs.collect(layer_plans, see or collector.see, sums.next_call, go_on=go_on)
         groups = sums.groups()
         if groups is not None:
             break

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.calibration.forward import input_key
-from modelopt_sparse.calibration.padding import TokenMasks
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
@@ -596,7 +595,7 @@ def _exact_sum(total: Tensor | None, values: Tensor, exponents: Tensor, *, gram:
 
 
 class SumsOfAllProcesses:
-    """The sums of a ``collector`` over all processes of a run. `end_call` ends each call of the model.
+    """The sums of a ``collector`` over all processes of a run. `next_call` is called before each call of the model.
 
     Each process adds up all that it has, and then the sums are added. With ``deterministic`` the sums of each call of
     the model are added, exactly: see `SharedSums`. ``sharing_changed``: whether layers of one process or several have
@@ -612,24 +611,16 @@ class SumsOfAllProcesses:
         self._stats: dict[Names, Stats] = {}  # without their sums
         self._calls: list[dict[Names, list[Route]]] = []  # the rows that are held, by call
 
-    def end_call(self) -> None:
+    def next_call(self, _: object = None) -> None:
+        """The call before, if there was one, is over."""
         self._collector.end_call()
         if self._deterministic:
             self._add(self._collector.take())
 
-    def between(self, begin: Callable[[TokenMasks], None]) -> Callable[[TokenMasks], None]:
-        """``begin``, which announces each call of the model, preceded by the end of the call before. The end of the
-        last call is left to do."""
-
-        def with_end(masks: TokenMasks) -> None:
-            self.end_call()
-            begin(masks)
-
-        return with_end
-
     def groups(self) -> Groups | None:
         """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if all
         calls have to be run once more: by layers that share no input if ``sharing_changed``."""
+        self.next_call()
         if not self._deterministic:
             self._add(self._collector.take())
         totals, merged, calls = self._sums.totals(), dict[Names, Stats](), self._calls

@@ -23,15 +23,15 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import (
+    NumberedCall,
+    PaddingError,
     call_model,
     errors_name_batch,
     forward_context,
     has_room,
     on_execution_device,
 )
-from modelopt_sparse.calibration.padding import PaddingError, TokenMasks
 from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
 from modelopt_sparse.model.devices import (
     flat_tensors,
@@ -47,15 +47,6 @@ from modelopt_sparse.plan.memory import activation_copies
 
 ADDRESSED = ("cpu", "cuda")  # devices whose tensors say where their memory is
 CANDIDATES = 4  # newest tensors of one shape that another one is compared with
-
-
-@dataclass(frozen=True)
-class NumberedCall:
-    """Call ``number`` of the model in this process, and its padding."""
-
-    number: int
-    call: Call
-    masks: TokenMasks
 
 
 @dataclass
