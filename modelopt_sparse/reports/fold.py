@@ -8,12 +8,14 @@ numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, 
 import difflib
 import json
 import math
+import os
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 from modelopt_sparse.values import shown
@@ -119,6 +121,16 @@ def _broken(cell: str, width: int) -> list[str]:
             lines.append("  ")
         lines[-1] += piece
     return [line.rstrip() for line in lines]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, which appears whole: a full disk leaves the one that was there."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 # tables that fold ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ const ROW = 28; // pixels, as in page.css
 const FEW = 10; // rows of a table that needs no filter
 const MOST_PRINTED = 2000; // rows of a table
 const COLORS = ["#3b82c4", "#e0802b", "#2f9e73", "#c4548d", "#8b6fd0", "#a89316", "#d1495b", "#3fa3bf", "#96704f", "#7f8891"];
-const GLYPHS = { // in the order of SYMBOLS in page.py
+const GLYPHS = { // by the names that plotly has for the symbols of lines
   circle: "\u25CF", square: "\u25A0", diamond: "\u25C6", x: "\u2716", "triangle-up": "\u25B2", cross: "\u271A",
   "triangle-down": "\u25BC", star: "\u2605", pentagon: "\u2B1F", hexagon: "\u2B22",
 };
@@ -183,12 +183,13 @@ function draw({ key, traces, layout, choices }) {
   matchMedia("print").addEventListener("change", again);
 }
 
-function paint(trace, place) { // each symbol has a color, and bars have one by their order; heatmaps have a scale
+function paint(trace, place) { // lines and bars have a color by their order, and lines a symbol; heatmaps have a scale
   if (trace.type === "heatmap") return;
-  const symbol = Object.keys(GLYPHS).indexOf(trace.marker?.symbol);
-  trace.color = trace.line?.color ?? COLORS[(symbol < 0 ? place : symbol) % COLORS.length];
-  trace.marker = { ...trace.marker, color: trace.color };
-  if (trace.type === "scatter") trace.line = { ...trace.line, color: trace.color };
+  trace.color = trace.line?.color ?? COLORS[place % COLORS.length];
+  trace.marker = { color: trace.color };
+  if (trace.type !== "scatter") return;
+  if (trace.mode.includes("markers")) Object.assign(trace.marker, { symbol: Object.keys(GLYPHS)[place % COLORS.length], size: 7 });
+  trace.line = { ...trace.line, color: trace.color };
 }
 
 function legendEntry(legend, plot, trace, index) { // a press hides the line, another shows it

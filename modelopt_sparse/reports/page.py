@@ -1,7 +1,8 @@
 """The HTML report: one file with text, plots and tables, which needs no network.
 
 Short texts stand in the page. Plots, rows of tables and plotly's script are packed (JSON, gzip, base64), so that 20,000
-rows and the script are about 2 MB; `page.js` unpacks and draws them. Styles are in `page.css`.
+rows and the script are about 2 MB; `page.js` unpacks and draws them. What stands around them all is `page.html`, and
+styles are in `page.css`.
 
 Figures are plain values that plotly.js draws. A layer's name is read as block and role: `model.layers.3.mlp.up_proj` is
 `mlp.up_proj` in the block `model.layers.3`. Layers of one block and one role, such as the experts of a list, are one
@@ -11,7 +12,6 @@ point: the mean.
 import base64
 import gzip
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,27 +19,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
+from string import Template
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
+from modelopt_sparse.reports.fold import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 ARROW = "\N{RIGHTWARDS ARROW}"
 PLACES = 5  # significant digits of numbers in tables
 ROLES = 10  # lines of one figure; further roles become one line
 MAPS = 6  # masks that are drawn
 CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
-SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross", "triangle-down", "star", "pentagon", "hexagon")
 CHOSEN = ("by this criterion", "at random")  # experts that go
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
@@ -97,12 +98,7 @@ def write_page(
         runs = list(zip(titles if titles[0] != titles[1] else ("A", "B"), (report, compare), strict=True))
         name = f"{runs[0][0]} and {runs[1][0]}"
         text = _page(name, _two_runs(runs), compared_figures(runs), [_compared_table(runs)])
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")  # a full disk leaves the page that was there
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, text)
     return path
 
 
@@ -113,17 +109,9 @@ def checked_page(path: str | Path) -> Path:
         raise ValueError(f"{str(path)!r}: the HTML report is a file that ends in .html")
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder: give the path of a file to write")
-    _plotly()
+    if find_spec("plotly") is None:
+        raise ValueError(MISSING)
     return path
-
-
-def _plotly() -> Callable[[], str]:
-    """plotly's function that gives its script."""
-    try:
-        from plotly.offline import get_plotlyjs  # an extra, and slow to import: only when a page is written
-    except ImportError:
-        raise ValueError(MISSING) from None
-    return get_plotlyjs
 
 
 @dataclass(frozen=True)
@@ -154,41 +142,40 @@ class Table:
     columns: list[Sequence[str | float | None]]
 
 
-def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure], tables: Sequence[Table]) -> str:
-    """The whole file. ``texts``: HTML that stands before and after plots and tables."""
+def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure | None], tables: Sequence[Table]) -> str:
+    """The whole file; plots and tables without data are left out. ``texts``: HTML that stands before and after them."""
+    drawn = [figure for figure in figures if figure is not None and figure.traces]
     tables = [table for table in tables if table.heads]
-    places = (
+    places = "".join(
         f'<figure id="figure-{each.key}"><h2>{escape(each.title)}</h2><figcaption>{escape(each.caption)}'
         '</figcaption><div class="plot"></div></figure>'
-        for each in figures
+        for each in drawn
     )
-    data = {"figures": [*map(vars, figures)], "tables": [*map(vars, tables)]}
+    rows = (f'<section class="rows" id="table-{each.key}"><h2>{escape(each.title)}</h2></section>' for each in tables)
+    data = {"figures": [*map(vars, drawn)], "tables": [*map(vars, tables)]}
+    script = ""
+    if drawn:
+        from plotly.offline import get_plotlyjs  # an extra, and slow to import: only when a page with plots is written
+
+        script = get_plotlyjs()
     room = files("modelopt_sparse.reports")
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<link rel="icon" href="data:,">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{room.joinpath('page.css').read_text(encoding='utf-8')}</style></head><body>",
-        f"<header><h1>{escape(title)}</h1>{texts[0]}</header>",
-        '<p id="trouble" role="alert" hidden></p>',
-        "<noscript><p>Plots and tables need JavaScript.</p></noscript>",
-        f'<section class="figures">{"".join(places)}</section>' if figures else "",
-        *(f'<section class="rows" id="table-{each.key}"><h2>{escape(each.title)}</h2></section>' for each in tables),
-        texts[1],
-        _packed("data", json.dumps(data, separators=(",", ":"), allow_nan=False)),
-        _packed("plotly", _plotly()() if figures else ""),
-        f"<script>{room.joinpath('page.js').read_text(encoding='utf-8')}</script></body></html>\n",
-    ]
-    return "\n".join(filter(None, parts))
+    frame, style, code = (room.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return Template(frame).substitute(
+        title=escape(title),
+        style=style,
+        top=texts[0],
+        figures=f'<section class="figures">{places}</section>' if drawn else "",
+        tables="\n".join(rows),
+        bottom=texts[1],
+        data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        plotly=_packed(script),
+        script=code,
+    )
 
 
-def _packed(key: str, text: str) -> str:
+def _packed(text: str) -> str:
     """Text that `page.js` unpacks."""
-    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-    return f'<script type="text/plain" id="packed-{key}">{packed}</script>'
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 # texts ----------------------------------------------------------------------------------------------------------------
@@ -206,31 +193,32 @@ def _one_run(report: Run) -> tuple[str, str]:
 
 def _two_runs(runs: Runs) -> tuple[str, str]:
     """Costs side by side; and settings that differ, and the notes and settings of each run."""
-    costs = [cost_of(report) for _, report in runs]
-    heads = f"<tr><td></td>{''.join(f'<th>{escape(title)}</th>' for title, _ in runs)}</tr>"
-    rows = ""
+    titles, costs = [title for title, _ in runs], [cost_of(report) for _, report in runs]
+    summaries = (f"<p><b>{escape(title)}</b>: {escape(' '.join(report.summaries()))}</p>" for title, report in runs)
+    rows: dict[str, list[str]] = {}
     for name in {**costs[0], **costs[1]}:
         values = [map(escape, cost.get(name, ("", ""))) for cost in costs]
-        rows += _row(name, *(f'<b>{value}</b><span class="more">{more}</span>' for value, more in values))
-    summaries = "".join(
-        f"<p><b>{escape(title)}</b>: {escape(' '.join(report.summaries()))}</p>" for title, report in runs
-    )
-    top = f'{summaries}<section class="wide"><table class="costs">{heads}{rows}</table></section>'
+        rows[name] = [f'<b>{value}</b><span class="more">{more}</span>' for value, more in values]
+    top = "".join([*summaries, f"<section>{_rows(rows, titles)}</section>"])
     both = [{key: _said(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
-    said = {key: [each.get(key, "") for each in both] for key in {**both[0], **both[1]}}
-    rows = "".join(_row(key, *map(escape, (a, b))) for key, (a, b) in said.items() if a != b)
-    bottom = (
-        f'<section><h2>What differs in settings and versions</h2><div class="wide"><table>{heads}{rows}</table></div>'
+    said = {key: [escape(each.get(key, "")) for each in both] for key in {**both[0], **both[1]}}
+    rows = {key: cells for key, cells in said.items() if cells[0] != cells[1]}
+    bottom = _section("What differs in settings and versions", _rows(rows, titles) if rows else "<p>Nothing.</p>")
+    return top, bottom + "".join(_section(title, _circumstances(report)) for title, report in runs)
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _rows(rows: Mapping[str, Iterable[str]], heads: Sequence[str] = ()) -> str:
+    """A table. ``rows``: name -> HTML of its cells."""
+    head = f"<tr><td></td>{''.join(f'<th>{escape(title)}</th>' for title in heads)}</tr>" if heads else ""
+    lines = (
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for name, cells in rows.items()
     )
-    bottom += "</section>" if rows else "<p>Nothing.</p></section>"
-    for title, report in runs:
-        bottom += f"<section><h2>{escape(title)}</h2>{_circumstances(report)}</section>"
-    return top, bottom
-
-
-def _row(name: str, *cells: str) -> str:
-    """A row of a table. ``cells``: HTML."""
-    return f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
 
 
 def _said(value: object) -> str:
@@ -303,13 +291,11 @@ def _circumstances(report: Run) -> str:
     }
     for number, run in enumerate(report.earlier, 1):
         parts[f"Earlier run {number}, of {len(run['layers'])} layers: settings"] = run["settings"]
-    shown = [f"<section><h2>Notes</h2><ul>{notes}</ul></section>"] if notes else []
+    shown = [_section("Notes", f"<ul>{notes}</ul>")] if notes else []
     for title, values in parts.items():
         if values:
-            rows = "".join(_row(str(key), escape(_said(value))) for key, value in values.items())
-            shown.append(
-                f'<details><summary>{escape(title)}</summary><div class="wide"><table>{rows}</table></div></details>'
-            )
+            rows = _rows({str(key): [escape(_said(value))] for key, value in values.items()})
+            shown.append(f"<details><summary>{escape(title)}</summary>{rows}</details>")
     return "\n".join(shown)
 
 
@@ -334,7 +320,7 @@ def _tables(report: Run) -> list[Table]:
     layers: dict[str, Cell] = {
         "layer": attrgetter("name"),
         **_fields("recipe", "pattern"),
-        "% zeros": _rounded_percent,
+        "% zeros": _percent,
         **(errors or _fields("error")),
         "error from": lambda layer: ERROR_FROM[layer.error_from][0] if layer.errors else None,
         "tokens": lambda layer: layer.tokens or None,
@@ -374,7 +360,7 @@ def _compared_table(runs: Runs) -> Table:
 
     side_by_side("error", _last)
     columns["second / first"] = quotient
-    side_by_side("% zeros", _rounded_percent)
+    side_by_side("% zeros", _percent)
     side_by_side("pattern", attrgetter("pattern"))
     side_by_side("recipe", attrgetter("recipe"))
     side_by_side("seconds", lambda layer: layer.seconds or None)
@@ -398,10 +384,6 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{PLACES}g}") if isinstance(value, float) else value
 
 
-def _rounded_percent(layer: LayerReport) -> float:
-    return round(_percent(layer), 3)
-
-
 def _notes(row: Any) -> str | None:
     return "; ".join(row.notes) or None
 
@@ -413,8 +395,8 @@ def _shape(row: Any) -> str:
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure]:
-    """The figures of one run, in the page's order, without those that have no data.
+def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure | None]:
+    """The figures of one run, in the page's order.
 
     masks: bool masks to draw, by parameter name.
     """
@@ -432,7 +414,7 @@ def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure]:
     by_step = "The mean over the layers of a block, after each step of the recipe."
     held = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
     fraction = "The fraction of the weights of a layer that is zero."
-    figures = [
+    return [
         _lines("errors", "Error by layer", of_layer, by_layer, "error", log=True),
         _lines("steps", "Error by block and step", by_step, {"": errors}, "mean error", log=True),
         _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
@@ -445,7 +427,6 @@ def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure]:
         *([] if report.shrunk is None else _shrunk(report.shrunk)),
         _mask_maps(masks, report),
     ]
-    return [figure for figure in figures if figure is not None]
 
 
 def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
@@ -459,22 +440,21 @@ def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
         for what, error in zip(("as is", "refit"), of_layer)
     ]
     output = "Relative squared error of what takes the channels, or of the mixture, without those that go."
-    lines: dict[Any, dict[str, float]] = {}
-    for name, stay in shrunk.kept.get("experts", {}).items():
-        scores, block = shrunk.scores.get(name, []), place_of(name)[0]
-        for expert in stay if scores else ():
-            lines.setdefault(expert, {})[block] = scores[expert] / max(max(scores), 1e-30)
-    blocks = [place_of(name)[0] for name in shrunk.kept.get("experts", {})]
+    scores = [
+        (expert, place_of(name)[0], shrunk.scores[name][expert] / max(*shrunk.scores[name], 1e-30))
+        for name, stay in shrunk.kept.get("experts", {}).items()
+        for expert in (stay if shrunk.scores.get(name) else ())
+    ]
     empty = f"By {shrunk.criterion!r}, relative to the largest of the mixture. Empty: those that went."
     shares, chosen = [*shrunk.shares], zip(CHOSEN, zip(*shrunk.shares.values()))
-    traces = [_points(who, i, shares, [*y]) for i, (who, y) in enumerate(chosen)]
+    traces = [_points(who, shares, [*y]) for who, y in chosen]
     axes = {"xaxis": _axis("of the experts off"), "yaxis": _axis("error", rangemode="tozero")}
     mixtures = "Relative squared error of the mixtures' outputs, the mean, as is."
     return [
         Figure("kl", "Divergence after each step", held, [bars], layout) if shrunk.kl else None,
         _lines("shrunk", "Error by block", output, {"": errors}, "error", log=True),
-        _map("stay", "Scores of the experts that stay", empty, dict(sorted(lines.items())), blocks, "score", "expert"),
-        Figure("shares", "Error without a share of the experts", mixtures, traces, axes) if shares else None,
+        _map("stay", "Scores of the experts that stay", empty, scores, "score", "expert"),
+        Figure("shares", "Error without a share of the experts", mixtures, traces, axes),
     ]
 
 
@@ -503,7 +483,7 @@ def _levels(layers: Sequence[LayerReport], budget: Mapping[str, Any]) -> Figure 
         placed = ((*place_of(name), share) for name, share in budget["zeros"].items())
         points = [(role, block, 100 * share) for block, role, share in placed]
     caption = "Zeros, in per cent, by block and kind of layer."
-    return _map("levels", "Allocation", caption, _grouped(points), _blocks(points), "% zeros")
+    return _map("levels", "Allocation", caption, points, "% zeros")
 
 
 def _curve(budget: Mapping[str, Any]) -> Figure | None:
@@ -513,8 +493,8 @@ def _curve(budget: Mapping[str, Any]) -> Figure | None:
     unit, points = budget["curve"]["unit"], budget["curve"]["points"]
     shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
     lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
-    traces = [_points(name, i, [*shares], [*y]) for i, (name, y) in enumerate(lines.items())]
-    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis("KL from dense, in nats", traces)}
+    traces = [_points(name, [*shares], [*y]) for name, y in lines.items()]
+    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis("KL from dense, in nats")}
     caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
     return Figure("curve", "KL by budget", caption, traces, layout)
 
@@ -546,12 +526,11 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
         listed = re.search(r"\.experts\.(\d+)\.", layer.name)
         counts = {int(listed[1]): layer.tokens} if listed else dict(enumerate(layer.expert_tokens))
         points += [(expert, _block(layer), count) for expert, count in counts.items()]
-    lines = dict(sorted(_grouped(points).items()))  # all matrices of an expert got the same
-    caption = "Calibration tokens that were routed to each."
-    return _map("experts", "Tokens of experts", caption, lines, _blocks(points), "tokens", "expert")
+    caption = "Calibration tokens that were routed to each."  # all matrices of an expert got the same
+    return _map("experts", "Tokens of experts", caption, points, "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure | None:
+def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure:
     """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}
@@ -566,8 +545,6 @@ def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure | None:
         fractions = [[round(value, 3) for value in row] for row in coarse.tolist()]
         choices[name] = [len(traces), len(traces) + 1]
         traces += [corner, _heatmap(fractions, "fraction of zeros", zmin=0, zmax=1, **places)]
-    if not traces:
-        return None
     layout = {
         "grid": {"rows": 1, "columns": 2, "pattern": "independent"},
         "xaxis": _axis("first columns", constrain="domain"),
@@ -585,7 +562,7 @@ def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure | None:
 # figures of two runs --------------------------------------------------------------------------------------------------
 
 
-def compared_figures(runs: Runs) -> list[Figure]:
+def compared_figures(runs: Runs) -> list[Figure | None]:
     """The figures of two runs beside each other."""
     errors: list[Point] = [(title, _block(layer), _last(layer)) for title, report in runs for layer in report.layers]
     zeros = [(title, _block(layer), _percent(layer)) for title, report in runs for layer in report.layers]
@@ -596,14 +573,13 @@ def compared_figures(runs: Runs) -> list[Figure]:
         spent += [(title, place_of(block.name)[0], block.seconds) for block in report.blocks]
     mean = "The mean over the layers of a block"
     held = "Of the output of a block, on calibration batches that it was not tuned on."
-    figures = [
+    return [
         _lines("errors", "Error by block", f"{mean}, after the last step.", {"": errors}, "error", log=True),
         _error_pairs(runs),
         _lines("reconstruction", "Block error after reconstruction", held, {"": tuned}, "error", log=True),
         _lines("zeros", "Zeros by block", f"{mean}.", {"": zeros}, "% zeros"),
         _bars("Time by block", "Solving and reconstruction.", spent, "group"),
     ]
-    return [figure for figure in figures if figure is not None]
 
 
 def _error_pairs(runs: Runs) -> Figure | None:
@@ -616,16 +592,16 @@ def _error_pairs(runs: Runs) -> Figure | None:
     if not both:
         return None
     traces = []
-    for number, role in enumerate(dict.fromkeys(role for role, _ in both)):
+    for role in dict.fromkeys(role for role, _ in both):
         keys = [key for key in both if key[0] == role]
-        points = _points(role, number, [first[key] for key in keys], [second[key] for key in keys], "markers")
+        points = _points(role, [first[key] for key in keys], [second[key] for key in keys], "markers")
         traces.append({**points, "text": [escape(block) for _, block in keys]})
-    axes = [_log_axis(f"error, {escape(title)}", traces, axis) for axis, (title, _) in zip("xy", runs)]
+    x, y = (_log_axis(f"error, {escape(title)}") for title, _ in runs)
     values = [errors[key] for key in both for errors in (first, second)]
     ends, line = [min(values), max(values)], {"color": "#888888", "dash": "dot"}
     traces.append({"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "line": line})
     caption = "Below the dotted line the second run is better."
-    return Figure("pairs", "Error of each layer in both", caption, traces, {"xaxis": axes[0], "yaxis": axes[1]})
+    return Figure("pairs", "Error of each layer in both", caption, traces, {"xaxis": {**x, "nticks": 4}, "yaxis": y})
 
 
 # values of layers, by line and block ----------------------------------------------------------------------------------
@@ -686,8 +662,8 @@ def _grouped(points: Iterable[Point], combined: Callable[[list[float]], float] =
 
 def _lines(
     key: str, title: str, caption: str, choices: Mapping[str, Sequence[Point]], measure: str, *, log: bool = False
-) -> Figure | None:
-    """A line of means over the blocks for each line of the points of each choice; None without any value.
+) -> Figure:
+    """A line of means over the blocks for each line of the points of each choice.
 
     A value that a logarithmic scale has no place for is a gap.
     """
@@ -698,19 +674,16 @@ def _lines(
     for choice, points in choices.items():
         lines = _grouped(points)
         drawn[choice] = list(range(len(traces), len(traces) + len(lines)))
-        for number, (name, values) in enumerate(lines.items()):
+        for name, values in lines.items():
             shown = [None if log and value <= 0 else float(f"{value:.6g}") for value in values.values()]
-            traces.append(_points(name, number, [short[block] for block in values], shown))
-    if not traces:
-        return None
-    axis = _log_axis(measure, traces) if log else _axis(measure, rangemode="tozero")
+            traces.append(_points(name, [short[block] for block in values], shown))
+    axis = _log_axis(measure) if log else _axis(measure, rangemode="tozero")
     layout = {"xaxis": _block_axis(blocks), "yaxis": axis}
     return Figure(key, title, caption, traces, layout, drawn if len(drawn) > 1 else {})
 
 
-def _points(name: str, number: int, x: list[Any], y: list[Any], mode: str = "lines+markers") -> dict[str, Any]:
-    marker = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 7}
-    return {"type": "scatter", "name": escape(name), "marker": marker, "x": x, "y": y, "mode": mode}
+def _points(name: str, x: list[Any], y: list[Any], mode: str = "lines+markers") -> dict[str, Any]:
+    return {"type": "scatter", "name": escape(name), "x": x, "y": y, "mode": mode}
 
 
 def _bars(title: str, caption: str, points: Sequence[Point], mode: str) -> Figure | None:
@@ -726,21 +699,16 @@ def _bars(title: str, caption: str, points: Sequence[Point], mode: str) -> Figur
     return Figure("seconds", title, caption, traces, layout)
 
 
-def _map(
-    key: str,
-    title: str,
-    caption: str,
-    lines: Mapping[Any, Mapping[str, float]],
-    blocks: Sequence[str],
-    name: str,
-    of_lines: str = "",
-) -> Figure | None:
-    """A row of cells for each line, a column for each block; None without lines."""
+def _map(key: str, title: str, caption: str, points: Sequence[Point], name: str, numbered: str = "") -> Figure | None:
+    """A row of cells for each line, a column for each block; None without lines. ``numbered``: what lines are that are
+    numbers, and stand in their order."""
+    lines, blocks = _grouped(points), _blocks(points)
     if not lines:
         return None
-    cells = [[values.get(block) for block in blocks] for values in lines.values()]
-    trace = _heatmap(cells, name, x=_short(blocks), y=[escape(str(line)) for line in lines])
-    axis = _axis(of_lines, type="category", autorange="reversed")
+    order = sorted(lines) if numbered else [*lines]
+    cells = [[lines[line].get(block) for block in blocks] for line in order]
+    trace = _heatmap(cells, name, x=_short(blocks), y=[escape(str(line)) for line in order])
+    axis = _axis(numbered, type="category", autorange="reversed")
     return Figure(key, title, caption, [trace], {"xaxis": _block_axis(blocks), "yaxis": axis})
 
 
@@ -760,13 +728,8 @@ def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
     return _axis(f"block ({escape(prefix)}*)" if prefix else "block", **places)
 
 
-def _log_axis(title: str, traces: Sequence[Mapping[str, Any]], values: str = "y") -> dict[str, Any]:
-    """A logarithmic axis with written ticks: the more, the fewer decades the traces' values span."""
-    shown = [value for trace in traces for value in trace[values] if value]
-    span = max(shown) / min(shown) if shown else 1.0
-    digits = (1,) if span > 1000 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
-    ticks = [float(f"{digit}e{power}") for power in range(-12, 4) for digit in digits]
-    return _axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+def _log_axis(title: str) -> dict[str, Any]:
+    return _axis(title, type="log", tickformat="~g")  # without it ticks between powers of ten show one digit alone
 
 
 def _short(names: Sequence[str]) -> list[str]:

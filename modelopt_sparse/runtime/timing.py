@@ -4,7 +4,6 @@ Shape letters: R rows (out features), C columns (in features), T tokens.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelopt_sparse.reports.fold import write_whole
 from modelopt_sparse.runtime.kernels import (
     SUMS,
     Algorithm,
@@ -241,9 +241,4 @@ class TimingCache:
             return
         listed = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
         text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": listed}, indent=2)
-        partial_file = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
-            partial_file.write_text(text + "\n", encoding="utf-8")
-            partial_file.replace(self.path)
-        finally:
-            partial_file.unlink(missing_ok=True)
+        write_whole(self.path, text + "\n")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from tests.reports.pages import figures, large_report
+from modelopt_sparse.reports.report import Report
+from tests.reports.pages import figures, large_report, layer
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 Service = pytest.importorskip("selenium.webdriver.chrome.service").Service
@@ -75,6 +76,23 @@ def test_every_plot_is_drawn_and_nothing_is_wider_than_the_screen(browser, page,
     plots = browser.run("return getComputedStyle(document.querySelector('.xtick text')).fill")
     assert ink == plots
     assert browser.run("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+
+
+@pytest.mark.parametrize(
+    ("least", "ticks"),
+    [
+        (1e-7, [0.01, 0.1, 1]),
+        (0.001, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]),
+        (0.3, [0.3, 0.32, 0.34, 0.36, 0.38, 0.4, 0.42, 0.44, 0.46, 0.48, 0.5]),
+    ],
+)
+def test_the_fewer_decades_a_logarithmic_scale_has_the_more_ticks(browser, tmp_path, least, ticks):
+    """Each is written in full: plotly's own, between powers of ten, are single digits."""
+    rows = [layer("a.0.fc", (least,)), layer("a.1.fc", (0.5,))]
+    browser.open(Report(layers=rows).to_html(tmp_path / "a.html"))
+    shown = browser.run("return [...document.querySelectorAll('#figure-errors .ytick text')].map((t) => t.textContent)")
+    written = [float(text.replace("\N{MINUS SIGN}", "-")) for text in shown]
+    assert [tick for tick in written if tick >= 0.01] == ticks
 
 
 def test_a_choice_and_a_legend_change_what_is_drawn(browser, page):
