@@ -13,6 +13,15 @@ from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
+from modelopt_sparse.training.members import (
+    Activation,
+    Convolution,
+    call,
+    member_of,
+    why_not,
+    widened,
+    widened_layers,
+)
 from modelopt_sparse.training.planner import (
     BLOCKS,
     Products,
@@ -21,15 +30,6 @@ from modelopt_sparse.training.planner import (
     parse_filter,
     reasons,
     zeros_by_name,
-)
-from modelopt_sparse.training.sparse_ift.members import (
-    Activation,
-    Convolution,
-    call,
-    member_of,
-    why_not,
-    widened,
-    widened_layers,
 )
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
