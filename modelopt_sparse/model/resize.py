@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.model.adapters import HF_CONV1D, LAST, LINEAR
 from modelopt_sparse.model.devices import full_name
+from modelopt_sparse.model.hf import built
 from modelopt_sparse.model.layers import Layer, Stack
 
 # the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
@@ -40,9 +41,7 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
         setattr(attrgetter(path)(config) if path else config, key, value)
     try:
         config = type(config).from_dict(config.to_dict())
-        with torch.device("meta"):
-            twin = type(model)(config)
-        twin.tie_weights()  # older versions of transformers do not do so on the meta device
+        twin = built(type(model), config)
     except Exception as error:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
         raise ValueError(f"{type(model).__name__} cannot be built with {said}: {error}") from error

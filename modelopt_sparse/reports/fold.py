@@ -8,12 +8,14 @@ numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, 
 import difflib
 import json
 import math
+import os
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 from modelopt_sparse.values import shown
@@ -46,6 +48,16 @@ class Printed:
     def to_json(self) -> str:
         """`as_dict` as indented JSON, with null for NaN and infinity."""
         return json.dumps(_finite(self.as_dict()), indent=2, default=str)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of text in one piece: a full disk leaves the file that was there."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

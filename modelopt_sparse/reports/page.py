@@ -11,7 +11,6 @@ point: the mean.
 import base64
 import gzip
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
+from modelopt_sparse.reports.fold import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
@@ -97,12 +97,7 @@ def write_page(
         runs = list(zip(titles if titles[0] != titles[1] else ("A", "B"), (report, compare), strict=True))
         name = f"{runs[0][0]} and {runs[1][0]}"
         text = _page(name, _two_runs(runs), compared_figures(runs), [_compared_table(runs)])
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")  # a full disk leaves the page that was there
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, text)
     return path
 
 

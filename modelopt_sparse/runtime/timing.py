@@ -4,7 +4,6 @@ Shape letters: R rows (out features), C columns (in features), T tokens.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,16 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelopt_sparse.reports.fold import write_whole
 from modelopt_sparse.runtime.kernels import (
     SUMS,
     Algorithm,
     Backend,
     Choice,
-    choose_backend,
     dtype_name,
     library_version,
     multiply,
-    no_fp8,
     operand,
     quantize_rows,
 )
@@ -84,14 +82,6 @@ class Place:
     timer: Timer
     cache_bytes: int
     libraries: Sequence[str] = LIBRARIES
-
-    @classmethod
-    def of(cls, device: torch.device, backend: str | None, quantize: str | None, timing: str) -> "Place":
-        """A CUDA device, with options of `to_semi_structured`. Raises ValueError for what does not run there."""
-        library, properties = choose_backend(device, backend), torch.cuda.get_device_properties(device)
-        if quantize == "fp8" and (reason := no_fp8(device, library)):
-            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
-        return cls(device, library, properties.name, TIMERS[timing], properties.L2_cache_size)
 
 
 # timing a layer -------------------------------------------------------------------------------------------------------
@@ -241,9 +231,4 @@ class TimingCache:
             return
         listed = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
         text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": listed}, indent=2)
-        partial_file = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
-            partial_file.write_text(text + "\n", encoding="utf-8")
-            partial_file.replace(self.path)
-        finally:
-            partial_file.unlink(missing_ok=True)
+        write_whole(self.path, text + "\n")
