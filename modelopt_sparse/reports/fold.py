@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +39,9 @@ class Printed:
     def text(self, *, all_rows: bool = False) -> str:
         raise NotImplementedError
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
+    def as_dict(self: Any) -> dict[str, Any]:
+        """The fields by name, in plain values."""
+        return asdict(self)
 
     def __str__(self) -> str:
         return self.text()

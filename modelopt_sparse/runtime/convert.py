@@ -195,9 +195,6 @@ class SpeedReport(Printed):
         """Bytes of all weights in the report, if they were dense."""
         return sum(layer.dense_bytes for layer in self.layers)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "SpeedReport":
         return cls(**{**data, "layers": [LayerSpeed.from_dict(layer) for layer in data["layers"]]})

@@ -1,7 +1,7 @@
 """Sparse-IFT (arXiv 2303.11525): larger, sparser layers at the FLOPs of the dense ones, from one number, the level."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -110,9 +110,7 @@ class IsoPlan(Printed):
     def as_dict(self) -> dict[str, Any]:
         """In plain values that JSON takes."""
         return {
-            **vars(self),
-            "layers": [vars(layer) for layer in self.layers],
-            "skipped": [each.as_dict() for each in self.skipped],
+            **asdict(self),
             "live_parameters": self.live_parameters,
             "ratio": self.ratio,
             "model_ratio": self.model_ratio,
