@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse import training
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from tests.helpers import run_python, tiny_llama, token_batches
@@ -85,6 +86,17 @@ def test_the_stub_exports_each_name_once():
     assert [alias.asname for alias in names] == [alias.name for alias in names]  # "as" makes it public for checkers
     assert len(names) == len(HOMES)
     assert {node.level for node in imported} == {1}
+
+
+def test_the_names_of_training_are_those_of_its_stub():
+    """No module has one of these names: once imported, it would stand in its place."""
+    names = {}
+    for node in tree(PACKAGE / "training/__init__.pyi").body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname: f"modelopt_sparse.training.{node.module}" for alias in node.names}
+    assert sorted(training.__all__) == sorted(names)
+    assert {name: getattr(training, name).__module__ for name in names} == names
+    assert not {path.stem for path in (PACKAGE / "training").iterdir()} & set(names)
 
 
 def test_a_name_that_there_is_not():

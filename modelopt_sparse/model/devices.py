@@ -72,27 +72,22 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every leaf of its nested tuples, lists and mappings replaced by ``function(leaf)``.
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor in nested tuples, lists and mappings replaced by ``function(tensor)``.
 
-    A torch.Size is a leaf, although it is a tuple: it holds nothing but integers. A ModelOutput of transformers, known
-    by its ``to_tuple``, keeps its class.
+    A torch.Size holds no tensors, although it is a tuple. A ModelOutput of transformers, known by its ``to_tuple``,
+    keeps its class.
     """
-    if isinstance(value, torch.Size):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, entry) for entry in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_leaves(function, entry) for entry in value)
+        return type(value)(*(map_tensors(function, entry) for entry in value))
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(map_tensors(function, entry) for entry in value)
     if isinstance(value, Mapping):
-        mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
+        mapped = {key: map_tensors(function, entry) for key, entry in value.items()}
         return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
-    return function(value)
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor in nested tuples, lists and mappings replaced by ``function(tensor)``."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return value
 
 
 def version(x: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +102,21 @@ def model_class(config: Any, source: str | Path) -> Any:
     raise ValueError(f"config.json of {str(source)!r} names no model class that transformers knows: {names}")
 
 
+def built(architecture: Any, config: PreTrainedConfig, device: Any = "meta") -> Any:
+    """A model of a class of transformers with the weights that its config begins with."""
+    with torch.device(device):
+        model = architecture(config)
+    model.tie_weights()  # older versions of transformers do not do so on the meta device
+    return model
+
+
 def empty_model(source: str | Path, **options: Any) -> nn.Module:
     """The model of a folder or hub name, on the meta device: its configuration is read, its weights are not."""
     config = AutoConfig.from_pretrained(source, **options)
     architecture = model_class(config, source)
-    with torch.device("meta"):
-        if issubclass(architecture, PreTrainedModel):
-            model = architecture(config)
-        else:
-            model = architecture.from_config(config, trust_remote_code=options.get("trust_remote_code"))
-    model.tie_weights()  # older versions of transformers do not do so on the meta device
-    return model
+    if not issubclass(architecture, PreTrainedModel):
+        architecture = partial(architecture.from_config, trust_remote_code=options.get("trust_remote_code"))
+    return built(architecture, config)
 
 
 def unloaded(info: Mapping[str, Any]) -> list[str]:

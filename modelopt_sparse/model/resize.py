@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.model.adapters import HF_CONV1D, LAST, LINEAR
 from modelopt_sparse.model.devices import full_name
+from modelopt_sparse.model.hf import built
 from modelopt_sparse.model.layers import Layer, Stack
 
 # the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
@@ -37,12 +37,10 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
     config = copy.deepcopy(model.config)
     for name, value in changes.items():
         path, _, key = name.rpartition(".")
-        setattr(attrgetter(path)(config) if path else config, key, value)
+        setattr(dict(_parts(config))[path], key, value)
     try:
         config = type(config).from_dict(config.to_dict())
-        with torch.device("meta"):
-            twin = type(model)(config)
-        twin.tie_weights()  # older versions of transformers do not do so on the meta device
+        twin = built(type(model), config)
     except Exception as error:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
         raise ValueError(f"{type(model).__name__} cannot be built with {said}: {error}") from error
@@ -62,7 +60,7 @@ def write_aliases(config: PreTrainedConfig, name: str) -> None:
     """Let the config that is written hold a number under its aliases as well: engines look for "num_experts" in files
     where transformers writes "num_local_experts" alone."""
     path, _, key = name.rpartition(".")
-    part = attrgetter(path)(config) if path else config
+    part = dict(_parts(config))[path]
     for alias, of in part.attribute_map.items():
         if of == key:
             vars(part)[alias] = getattr(part, key)
@@ -397,9 +395,8 @@ class Depth:
     def changes(self, stay: Sequence[int]) -> Changes:
         """In the config: the number, and every list of what lies beside it that says something of each block."""
         path, _, _ = self.name.rpartition(".")
-        config = attrgetter(path)(self.model.config) if path else self.model.config
         changes: Changes = {self.name: len(stay)}
-        for name, value in vars(config).items():
+        for name, value in vars(dict(_parts(self.model.config))[path]).items():
             if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
                 if len(value) == len(self.stack.blocks):
                     changes[full_name(path, name)] = [value[place] for place in stay]

@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +39,9 @@ class Printed:
     def text(self, *, all_rows: bool = False) -> str:
         raise NotImplementedError
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
+    def as_dict(self: Any) -> dict[str, Any]:
+        """The fields by name, in plain values."""
+        return asdict(self)
 
     def __str__(self) -> str:
         return self.text()
@@ -48,6 +49,16 @@ class Printed:
     def to_json(self) -> str:
         """`as_dict` as indented JSON, with null for NaN and infinity."""
         return json.dumps(_finite(self.as_dict()), indent=2, default=str)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of text in one piece: a full disk leaves the file that was there."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

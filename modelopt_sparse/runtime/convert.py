@@ -3,7 +3,6 @@
 `semi_structured_report` says how each layer runs, in which bytes and times, and why the others stay dense.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -19,7 +18,7 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.reports.fold import by_reason, first_few, refuse_unknown, table
+from modelopt_sparse.reports.fold import Printed, by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
@@ -28,10 +27,12 @@ from modelopt_sparse.runtime.kernels import (
     FORMATS,
     NotPackable,
     SemiStructuredLinear,
+    choose_backend,
     dtype_name,
     library_version,
     misfit,
     multiply,
+    no_fp8,
     pack,
     pack_module,
     quantize_rows,
@@ -98,7 +99,11 @@ class Settings:
 
 
 def _place(device: torch.device, settings: Settings) -> Place:
-    return Place.of(device, settings.backend, settings.quantize, settings.timing)
+    """A CUDA device as a place. Raises ValueError for what does not run there."""
+    backend, properties = choose_backend(device, settings.backend), torch.cuda.get_device_properties(device)
+    if settings.quantize == "fp8" and (reason := no_fp8(device, backend)):
+        raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
+    return Place(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
 
 
 def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
@@ -161,7 +166,7 @@ class LayerSpeed:
 
 
 @dataclass
-class SpeedReport:
+class SpeedReport(Printed):
     """What `to_semi_structured` made of a model. ``print`` shows it; ``as_dict`` and ``to_json`` are for machines.
 
     layers: every weight of two or more dimensions, packed or dense.
@@ -190,17 +195,13 @@ class SpeedReport:
         """Bytes of all weights in the report, if they were dense."""
         return sum(layer.dense_bytes for layer in self.layers)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "SpeedReport":
         return cls(**{**data, "layers": [LayerSpeed.from_dict(layer) for layer in data["layers"]]})
 
-    def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=2)
-
-    def __str__(self) -> str:
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: every layer has a line of its own."""
+        del all_rows
         shown = [layer for layer in self.layers if layer.runs != DENSE or layer.timings]
         counts = sorted({timing.tokens for layer in shown for timing in layer.timings})
         quantized = any(layer.weight_error is not None for layer in shown)

@@ -165,12 +165,8 @@ class CuSparseLt(Backend):
 
     def search(self, packed, metadata, x, bias, out_dtype):
         private: Any = torch._C
-        bindings: Any = getattr(private, "_cusparselt", None)
-        if hasattr(bindings, "mm_search"):
-            alg_id, split_k, mode, _ = bindings.mm_search(packed, x.t(), bias, None, out_dtype, True)
-            fastest = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
-        else:  # deprecated where `mm_search` exists, and returns no split-k
-            fastest = Algorithm(int(torch._cslt_sparse_mm_search(packed, x.t(), bias, None, out_dtype, True)))
+        alg_id, split_k, mode, _ = private._cusparselt.mm_search(packed, x.t(), bias, None, out_dtype, True)
+        fastest = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
         return [DEFAULT] if fastest == DEFAULT else [DEFAULT, fastest]
 
 

@@ -21,11 +21,9 @@ from modelopt_sparse.runtime.kernels import (
     Algorithm,
     Backend,
     Choice,
-    choose_backend,
     dtype_name,
     library_version,
     multiply,
-    no_fp8,
     operand,
     quantize_rows,
 )
@@ -84,14 +82,6 @@ class Place:
     timer: Timer
     cache_bytes: int
     libraries: Sequence[str] = LIBRARIES
-
-    @classmethod
-    def of(cls, device: torch.device, backend: str | None, quantize: str | None, timing: str) -> "Place":
-        """A CUDA device, with options of `to_semi_structured`. Raises ValueError for what does not run there."""
-        library, properties = choose_backend(device, backend), torch.cuda.get_device_properties(device)
-        if quantize == "fp8" and (reason := no_fp8(device, library)):
-            raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
-        return cls(device, library, properties.name, TIMERS[timing], properties.L2_cache_size)
 
 
 # timing a layer -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -474,9 +474,6 @@ class BudgetCurve(Printed):
     points: list[list[Any]]
     budget: dict[str, Any]
     layers: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded. ``all_rows``: a line for each layer."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
@@ -24,7 +23,7 @@ from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
-from modelopt_sparse.model.devices import full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
@@ -282,11 +281,6 @@ class TrainingPlan(Printed):
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON takes."""
-        rows = [{**vars(row), "shape": list(row.shape)} for row in self.rows]
-        return {"rows": rows, "skipped": [each.as_dict() for each in self.skipped], "notes": list(self.notes)}
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -560,8 +554,8 @@ class Products(TorchDispatchMode):
             self.uncounted |= {name} if MULTIPLIES.search(name) else set()
             return out
         flops, share = formula(*args, **kwargs, out_val=out), 1.0
-        for read in tree_leaves((args, kwargs)):
-            if isinstance(read, Tensor) and (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
+        for read in flat_tensors((args, kwargs)):
+            if (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
                 self.flops[weight.name] += flops
                 share *= _live_share(weight, read) if weight.is_sparse else 1.0
         self.dense += flops

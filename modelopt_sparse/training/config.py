@@ -34,8 +34,8 @@ from transformers import PretrainedConfig
 
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
+from modelopt_sparse.training.iso_flop import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.planner import DEFAULT
-from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.sparsity import LOG, Sparsity
 from modelopt_sparse.training.updates import KINDS
 from modelopt_sparse.values import check_flag, read_yaml, shown
@@ -53,7 +53,7 @@ def configure(config: Any) -> Sparsity:
 
     Other sections of a file (model, optimizer) are not looked at. ``algorithm`` is the name of any class that inherits
     from `SparsityAlgorithm`, your own included, in upper or lower case; the default is static. All other keys are
-    options of that class, or stand in the table of spellings (training/configure.py, docs/sparse-training.md).
+    options of that class, or stand in the table of spellings (training/config.py, docs/sparse-training.md).
 
     Raises ValueError for a file without that section, and for keys, names and values that are not known.
 

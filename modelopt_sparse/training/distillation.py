@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from modelopt_sparse.accuracy.distill import OF_THE_LOSS
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.devices import flat_tensors, has_hook, in_eval_mode, unwrapped
@@ -22,8 +23,6 @@ from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.values import check_number
 
 IGNORED = -100  # transformers' label of what is not to be predicted
-# what only a loss needs; the teacher computes none
-OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class Distillation(ExitStack):
@@ -129,7 +128,7 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
 
 def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The teacher's output for the arguments that the student was called with."""
-    changes: dict[str, Any] = dict.fromkeys(OF_THE_LOSS)
+    changes: dict[str, Any] = dict.fromkeys(OF_THE_LOSS)  # the teacher computes none
     if is_encoder_decoder(student):
         del changes["labels"]  # the decoder's inputs are made from them
     if takes(teacher, "use_cache"):

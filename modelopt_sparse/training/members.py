@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig
 
 from modelopt_sparse.calibration.run import calibrating
-from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.reports.fold import first_few, nearest
 from modelopt_sparse.values import check_whole
 
@@ -36,7 +35,7 @@ def call(model: nn.Module, example: Any) -> Any:
     argument. Of a model on the meta device it is moved there."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta:
-        example = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, example)
+        example = map_tensors(lambda each: each.to("meta"), example)
     try:
         if isinstance(example, Mapping):
             return model(**example)

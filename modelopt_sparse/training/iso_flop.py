@@ -1,18 +1,26 @@
 """Sparse-IFT (arXiv 2303.11525): larger, sparser layers at the FLOPs of the dense ones, from one number, the level."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
-from modelopt_sparse.model.hf import model_class
+from modelopt_sparse.model.hf import built, model_class
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
+from modelopt_sparse.training.members import (
+    Activation,
+    Convolution,
+    call,
+    member_of,
+    why_not,
+    widened,
+    widened_layers,
+)
 from modelopt_sparse.training.planner import (
     BLOCKS,
     Products,
@@ -21,15 +29,6 @@ from modelopt_sparse.training.planner import (
     parse_filter,
     reasons,
     zeros_by_name,
-)
-from modelopt_sparse.training.sparse_ift.members import (
-    Activation,
-    Convolution,
-    call,
-    member_of,
-    why_not,
-    widened,
-    widened_layers,
 )
 from modelopt_sparse.training.sparsity import Sparsity
 from modelopt_sparse.values import check_choice, check_number
@@ -111,9 +110,7 @@ class IsoPlan(Printed):
     def as_dict(self) -> dict[str, Any]:
         """In plain values that JSON takes."""
         return {
-            **vars(self),
-            "layers": [vars(layer) for layer in self.layers],
-            "skipped": [each.as_dict() for each in self.skipped],
+            **asdict(self),
             "live_parameters": self.live_parameters,
             "ratio": self.ratio,
             "model_ratio": self.model_ratio,
@@ -268,13 +265,10 @@ def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
 def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) -> tuple[nn.Module, IsoPlan]:
     """(the wider model, what becomes of the layers)."""
     if isinstance(model, PretrainedConfig):
-        with torch.device("meta"):
-            model = model_class(model, model.model_type)(model)
+        model = built(model_class(model, model.model_type), model)
     factor, ends = (1 / (1 - level)) ** 0.5, {}
     if isinstance(model, PreTrainedModel):
-        with torch.device(next(model.parameters()).device):
-            wide: Any = type(model)(widened(model.config, factor, multiple))
-        wide.tie_weights()  # older versions of transformers do not do so on the meta device
+        wide: Any = built(type(model), widened(model.config, factor, multiple), next(model.parameters()).device)
     elif example is None:
         raise ValueError(f"this {type(model).__name__} is no model of transformers: give example=, an input")
     else:

@@ -1,0 +1,34 @@
+"""The public names and their modules, as those of the package."""
+
+from .algorithms import GMP as GMP
+from .algorithms import SET as SET
+from .algorithms import DynamicSparsityAlgorithm as DynamicSparsityAlgorithm
+from .algorithms import Group as Group
+from .algorithms import RigL as RigL
+from .algorithms import SparsityAlgorithm as SparsityAlgorithm
+from .algorithms import Static as Static
+from .config import configure as configure
+from .config import configure_sparse_ift as configure_sparse_ift
+from .distillation import distill as distill
+from .iso_flop import IsoPlan as IsoPlan
+from .iso_flop import SparseIFT as SparseIFT
+from .iso_flop import sparse_ift as sparse_ift
+from .members import Doped as Doped
+from .members import Factorized as Factorized
+from .members import Parallel as Parallel
+from .members import fold as fold
+from .planner import Cost as Cost
+from .planner import TrainingPlan as TrainingPlan
+from .planner import cost as cost
+from .sparsity import Sparsity as Sparsity
+from .sparsity import SparsityCallback as SparsityCallback
+from .sparsity import finalize as finalize
+from .sparsity import from_sentinel as from_sentinel
+from .sparsity import to_sentinel as to_sentinel
+from .updates import Constant as Constant
+from .updates import Cosine as Cosine
+from .updates import Cubic as Cubic
+from .updates import Cycling as Cycling
+from .updates import Exp as Exp
+from .updates import Linear as Linear
+from .updates import Power as Power
