@@ -5,7 +5,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -325,15 +325,6 @@ class CalibrationData:
     def sides(self) -> dict[nn.Module, Side]:
         return sides_of(self.run.model)
 
-    def steps(self, numbers: Iterable[int]) -> list[int | None]:
-        """The steps of this process's calls with these ``numbers``."""
-        return [None if self.calls is None else self.calls[number].step for number in numbers]
-
-    def own_among(self, numbers: Iterable[int]) -> int:
-        """How many of this process's calls with these ``numbers`` hold text that the model has written itself."""
-        processes = self.run.processes
-        return sum(number * processes.size + processes.rank < self.own for number in numbers)
-
     def masks_of(self, call: Call) -> TokenMasks:
         """Which tokens of a call are padding."""
         count_padding = self.run.config.count_padding
@@ -480,17 +471,11 @@ def forward_context(run: Run) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_execution_device(run: Run, blocks: Sequence[nn.Module], *, outputs_stay: bool = False) -> Iterator[None]:
-    """Blocks run on the execution device, if the user asked for one. A single block is there until the context ends;
-    several move for each call. ``outputs_stay``: so do their outputs, which otherwise go back to where the block came
-    from."""
+def on_execution_device(run: Run, block: nn.Module, *, outputs_stay: bool) -> AbstractContextManager[None]:
+    """While entered, a block is on the execution device, if the user asked for one. ``outputs_stay``: so do its
+    outputs, which otherwise go back to where the block came from."""
     device = run.config.device
-    with ExitStack() as contexts:
-        if device is not None:
-            for block in blocks:
-                contexts.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=outputs_stay))
-        yield
+    return nullcontext() if device is None else onloaded(block, device, resident=True, stays=outputs_stay)
 
 
 def has_room(run: Run, nbytes: int) -> bool:

@@ -449,10 +449,6 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
 
-    def alone(self) -> "Collector":
-        """A new one that lets every layer sum for itself."""
-        return Collector(needs=self.needs, share=False, all_tokens=self._all_tokens)
-
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
         for _, names in self._call.values():
