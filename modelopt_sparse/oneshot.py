@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
+from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData

@@ -31,9 +31,8 @@ from modelopt_sparse.accuracy.choose import (
     some_experts,
     with_channels,
 )
-from modelopt_sparse.accuracy.distill import Teacher, distill, logits_of
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
+from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, logits_of, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call

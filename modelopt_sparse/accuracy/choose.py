@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.refit import RoutedCall, gram_scores, largest, refit, refit_experts
+from modelopt_sparse.accuracy.repair import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.data import samples

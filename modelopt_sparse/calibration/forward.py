@@ -270,6 +270,9 @@ class NumberedCall:
     masks: TokenMasks
 
 
+Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
+
+
 NONE_WRITTEN = "the model writes no text itself"
 
 
@@ -338,7 +341,7 @@ class CalibrationData:
 
     def run_model(
         self,
-        begin: Callable[[NumberedCall], object] = lambda numbered: None,
+        begin: Begin = lambda numbered: None,
         hooks: AbstractContextManager[PaddingOfInputs] | None = None,
         numbers: Collection[int] | None = None,
     ) -> None:

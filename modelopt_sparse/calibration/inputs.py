@@ -1,7 +1,7 @@
 """How the inputs of layers are collected: block by block, through the whole model, or not at all; and summed up, as
 their methods need them."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.forward import (
+    Begin,
     CalibrationData,
     NumberedCall,
     See,
@@ -44,8 +45,6 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan
-
-Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
 
 
 class WholeModel:

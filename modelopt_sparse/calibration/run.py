@@ -71,17 +71,12 @@ class Storage(ABC):
     def write_as(self, names: Mapping[str, str]) -> None:
         """Blocks that are written have these names, by their own: a block without one is not written."""
 
-    @abstractmethod
-    def check_whole_runs(self, why: str) -> None:
-        """Raise ValueError if a stack cannot be calibrated by a run of the whole model for each block."""
-
 
 class InMemory(Storage):
     """A model in memory: every block can be read and written at any time."""
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[None]:
-        del block, report
         yield
 
     def load(self, module: nn.Module) -> None:
@@ -101,9 +96,6 @@ class InMemory(Storage):
 
     def write_as(self, names: Mapping[str, str]) -> None:
         del names
-
-    def check_whole_runs(self, why: str) -> None:
-        del why
 
 
 # modes ----------------------------------------------------------------------------------------------------------------

@@ -329,9 +329,6 @@ class Streamed(Storage):
     def write_as(self, names: Mapping[str, str]) -> None:
         self.written = {index: names[name] for index, name in enumerate(self.names) if name in names}
 
-    def check_whole_runs(self, why: str) -> None:
-        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
-
     # reading ----------------------------------------------------------------------------------------------------------
 
     def _drop_passing(self) -> None:

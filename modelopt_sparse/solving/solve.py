@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.permute import permute
-from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
+from modelopt_sparse.accuracy.repair import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.inputs import AtBlock, collect
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
-from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
+from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
@@ -380,7 +380,7 @@ def _own_work(
 
 
 def _states_of_some(stats: Stats | DeferredStats | None, experts: range) -> States:
-    return States(part_of(stats, experts))
+    return States(stats and stats.part(experts))
 
 
 def _exchanged(
