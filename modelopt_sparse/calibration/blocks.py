@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_key
+from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_hooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
@@ -268,7 +268,7 @@ class DenseRun:
         with ExitStack() as hooks:
             for block in plan.blocks:
                 hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
-            data.run_model(begin, data.input_hooks(plan.layers, plan.blocks, self.see), numbers)
+            data.run_model(begin, input_hooks(plan.layers, plan.blocks, data.sides, self.see), numbers)
         self.inputs.begin(-1)  # the last call is over
         self.outputs.look_at_output()
 

@@ -198,13 +198,15 @@ def _without_ones(shape: torch.Size) -> list[int]:
 
 @contextmanager
 def input_hooks(
-    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], padding: PaddingOfInputs, see: See
+    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Side], see: See
 ) -> Iterator[PaddingOfInputs]:
-    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers.
+    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers, in the model or in
+    ``blocks`` by themselves.
 
-    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. The
-    ``padding``, which tells it, is to be told of each call of the model, and sees what the ``blocks`` are called with.
+    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. What
+    this gives tells it, and is to be told the masks of each call of the model.
     """
+    padding = PaddingOfInputs(sides)
     layers: dict[nn.Module, list[Layer]] = {}
     for layer_plan in layer_plans:
         for module in layer_plan.layer.hooked_modules:
@@ -332,12 +334,6 @@ class CalibrationData:
         """Which tokens of a call are padding."""
         count_padding = self.run.config.count_padding
         return TokenMasks() if count_padding else token_masks(self.run.model, call.args, call.kwargs)
-
-    def input_hooks(
-        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See
-    ) -> AbstractContextManager[PaddingOfInputs]:
-        """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
-        return input_hooks(layer_plans, blocks, PaddingOfInputs(self.sides), see)
 
     def run_model(
         self,

@@ -17,6 +17,7 @@ from modelopt_sparse.calibration.forward import (
     See,
     forward_context,
     has_room,
+    input_hooks,
     on_execution_device,
     watched_outputs,
 )
@@ -59,7 +60,7 @@ class WholeModel:
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
         assert self._data is not None
-        hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
+        hooks = input_hooks(layer_plans, self._data.run.plan.blocks, self._data.sides, see)
         self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
@@ -157,7 +158,7 @@ class AtBlock:
         """Run what reaches the layers on all calls; ``begin`` gets each, and ``see`` sees the inputs of the layers.
         ``go_on``: the calls go on to the next block, as in `advance`."""
         last = self.block is self.segment.blocks[-1]
-        with self.data.input_hooks(layer_plans, [self.block], see) as padding, forward_context(self.data.run):
+        with input_hooks(layer_plans, [self.block], self.data.sides, see) as padding, forward_context(self.data.run):
             for call in self.calls:
                 padding.masks = call.numbered.masks
                 begin(call.numbered)

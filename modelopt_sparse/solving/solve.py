@@ -75,8 +75,8 @@ class States:
         return state
 
 
+InputStats = Stats | DeferredStats | None  # None where a method needs none
 LARGE = 2.0**40  # of a weight: far beyond those of any model, and its square is far from overflowing
-StatesOf = Callable[[range], States]  # of some experts; of anything else the same for all
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Job:
     unit: float
 
     @classmethod
-    def of(cls, layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> "Job":
+    def of(cls, layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> "Job":
         """The weight is a copy: a method that writes to its input does not reach the model."""
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        states = states_of(experts)
+        states = States(stats and stats.part(experts)) if layer_plan.routed else states
         device = run.config.device if states.stats is None else states.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
         pattern, method = layer_plan.pattern_now, layer_plan.method
@@ -244,8 +244,9 @@ class PieceSizes:
         return [f"solved {', '.join(f'{size} at a time' for size in sizes)}, because memory ran out"] if sizes else []
 
 
-def solve_layer(layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> SolvedPiece:
-    """All of a layer, or some of its experts, in as few pieces as there is memory for."""
+def solve_layer(layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> SolvedPiece:
+    """All of a layer, or some of its experts, in as few pieces as there is memory for. Layers with one input share
+    ``states``; each expert has an input of its own, a part of ``stats``."""
     sizes, done = PieceSizes(layer_plan, run), []
     job: Job | None = None
     start, row, began = experts.start, 0, time.perf_counter()
@@ -254,7 +255,7 @@ def solve_layer(layer_plan: LayerPlan, experts: range, states_of: StatesOf, run:
         rows = slice(row, min(row + sizes.rows, layer_plan.shape[-2]))
         try:
             with errors_name_layer(layer_plan, "while it was solved"):
-                job = job or Job.of(layer_plan, some, states_of, run)
+                job = job or Job.of(layer_plan, some, states, stats, run)
                 done.append(solve_piece(job, rows, began, run))
         except MemoryError:
             if not sizes.halve(rows=job is not None):
@@ -347,13 +348,13 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
         for layer_plan in shared.layer_plans:
             of_layer = [*shares[layer_plan.name].items()]
             for first in range(0, len(of_layer), size):  # a turn: each process has at most one of those dealt out so
-                for experts, states_of in _own_work(layer_plan, of_layer[first : first + size], shared, states, run):
-                    solved = solve_layer(layer_plan, experts, states_of, run)
+                for experts, stats in _own_work(of_layer[first : first + size], shared.stats, run):
+                    solved = solve_layer(layer_plan, experts, states, stats, run)
                     if size == 1:
                         yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
                     else:
                         own[layer_plan.name, experts] = solved
-                    del solved, states_of  # not held while the next layer is solved
+                    del solved, stats  # not held while the next layer is solved
     for shared in shared_inputs if size > 1 else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, _exchanged(layer_plan, shares[layer_plan.name], own, run))
@@ -361,26 +362,14 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
             yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
 
 
-def _own_work(
-    layer_plan: LayerPlan, turn: Sequence[tuple[range, int]], shared: SharedInput, states: States, run: Run
-) -> list[tuple[range, StatesOf]]:
-    """The experts (or all of a layer that has none) that this process solves in a turn, each with what gives the states
-    of some of them. Layers with one input share ``states``; each expert has an input of its own."""
-    rank = run.processes.rank
-    if not layer_plan.routed:
-        return [(experts, lambda _: states) for experts, owner in turn if owner == rank]
-    work: list[tuple[range, StatesOf]] = []
+def _own_work(turn: Sequence[tuple[range, int]], stats: InputStats, run: Run) -> list[tuple[range, InputStats]]:
+    """The experts (or all of a layer that has none) that this process solves in a turn, with what forms their sums."""
+    work: list[tuple[range, InputStats]] = []
     for experts, owner in turn:
-        stats = shared.stats
-        if isinstance(stats, DeferredStats):
-            stats = stats.sent_to(owner, experts, run.processes)
-        if owner == rank:
-            work.append((experts, partial(_states_of_some, stats)))
+        held = stats.sent_to(owner, experts, run.processes) if isinstance(stats, DeferredStats) else stats
+        if owner == run.processes.rank:
+            work.append((experts, held))
     return work
-
-
-def _states_of_some(stats: Stats | DeferredStats | None, experts: range) -> States:
-    return States(stats and stats.part(experts))
 
 
 def _exchanged(
