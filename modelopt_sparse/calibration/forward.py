@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -344,11 +343,11 @@ class CalibrationData:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        numbers = range(len(calls or ())) if numbers is None else numbers
-        under_way = count() if calls is None else iter(numbers)
+        number = -1
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            number = next(under_way)
+            nonlocal number
+            number += calls is None
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
             numbered = NumberedCall(number, call, self.masks_of(call))
             if padding is not None:
@@ -367,7 +366,7 @@ class CalibrationData:
                 run.config.forward_loop(run.model)
                 return
             assert calls is not None
-            for number in numbers:
+            for number in range(len(calls)) if numbers is None else numbers:
                 call_model(run, calls[number], number)
 
     def output_of(self, number: int) -> tuple[Any, TokenMasks]:
