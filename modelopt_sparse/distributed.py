@@ -145,11 +145,14 @@ class Processes:
             raise RankError(problem)
         return [value for _, _, value in headers]
 
+    def gather_numbered(self, what: str, own: Mapping[int, Any]) -> dict[int, Any]:
+        """The values of all processes, each with a number that no other has."""
+        return {number: value for of_rank in self.all_gather(what, own) for number, value in of_rank.items()}
+
     def dealt_out(self, what: str, work: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
         """What ``work`` gives for each of the jobs, which are dealt out in turns. Results are sent as pickles."""
         own = {number: work(job) for number, job in enumerate(jobs) if number % self.size == self.rank}
-        of_all = {number: value for of_rank in self.all_gather(what, own) for number, value in of_rank.items()}
-        return [of_all[number] for number in sorted(of_all)]
+        return [value for _, value in sorted(self.gather_numbered(what, own).items())]
 
     def check_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Raise ValueError, with the first difference and ``advice``, unless every process has the same ``facts``."""

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.allocate import allocated
-from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
+from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -33,8 +32,8 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import PERMUTED
-from modelopt_sparse.solving.block import sparsify_block
-from modelopt_sparse.solving.budget import BudgetCurve, budgeted, curve_of
+from modelopt_sparse.solving.budget import BudgetCurve, allocated, budgeted, curve_of
+from modelopt_sparse.solving.solve import sparsify_block
 
 
 def sparsify(

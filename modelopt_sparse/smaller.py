@@ -31,9 +31,8 @@ from modelopt_sparse.accuracy.choose import (
     some_experts,
     with_channels,
 )
-from modelopt_sparse.accuracy.distill import Teacher, distill, logits_of
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
+from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, logits_of, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
@@ -282,15 +281,15 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
             for task in tasks:
                 bar.say(task.name, *run.so_far())
                 inputs, goes = task.inputs(), task.block in cutting.gone
-                with run.storage.open(task.block, run.report) as stored, inputs.on_device():
+                with run.storage.open(task.block, run.report) as write_sparse, inputs.on_device():
                     tuned = dense_goals(task, inputs, run)
                     if task.block is not None and goes:
                         ending.enter_context(skipped([task.block]))
                     if task.block is not None:
                         cutting.block(task.block, task.name)
                     changed |= goes or task.name in cutting.cut_names
-                    if stored.write_sparse_weights is not None:  # by a run that was stopped
-                        stored.write_sparse_weights()
+                    if write_sparse is not None:  # by a run that was stopped
+                        write_sparse()
                     elif tuned and changed and not goes:
                         masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)

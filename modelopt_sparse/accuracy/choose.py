@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.refit import RoutedCall, gram_scores, largest, refit, refit_experts
+from modelopt_sparse.accuracy.repair import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.data import samples
@@ -281,13 +281,13 @@ def _sums(
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
     judging_calls = {batches.own[number] for number in batches.held_back if number in batches.own}
     sums = SumsOfAllProcesses(collector, run)
-    go_on = inputs.blockwise and not run.config.deterministic
+    go_on = not run.config.deterministic
     while True:
         seen = _Seen(collector, sums, judging_calls)
         inputs.collect(takers, seen.see, seen.begin, go_on=go_on)
         if (groups := sums.groups()) is not None:
             break
-    if inputs.blockwise and not go_on:
+    if not go_on:
         inputs.advance()
     stats = {name: each for of_layer, each in groups for name in of_layer if isinstance(each, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
@@ -519,7 +519,7 @@ def experts(
             {name: ExpertSums.of(pool.old) for name, pool in of_layer.items()}, run, whole=criterion.refit
         )
         takers = [plan for plan in task.layer_plans if plan.name in of_layer]
-        inputs.collect(takers, seen.see, seen.begin, go_on=inputs.blockwise and not criterion.refit)
+        inputs.collect(takers, seen.see, seen.begin, go_on=not criterion.refit)
         choices = [_chosen_experts(pool, seen.of_all(name), criterion) for name, pool in of_layer.items()]
         if criterion.refit:
             choices = _refitted(task, choices, seen, inputs, batches, smaller)

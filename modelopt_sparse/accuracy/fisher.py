@@ -243,10 +243,7 @@ def users_first(data: CalibrationData, wanted: int) -> list[int]:
         number * processes.size + processes.rank: samples(call.args, call.kwargs)
         for number, call in enumerate(data.calls)
     }
-    of_all = {
-        number: size for of_rank in processes.all_gather("rows of calls", own) for number, size in of_rank.items()
-    }
-    for number, size in sorted(of_all.items()):
+    for number, size in sorted(processes.gather_numbered("rows of calls", own).items()):
         if number >= data.own and (rows < wanted or len(chosen) < processes.size):
             chosen.add(number)
             rows += size

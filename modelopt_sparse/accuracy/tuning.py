@@ -45,8 +45,10 @@ class BatchNumbers:
     @classmethod
     def of_calls(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "BatchNumbers":
         """Of this process's calls with these ``numbers``; None: of all."""
-        numbers = range(len(data.calls or ())) if numbers is None else numbers
-        return cls.of(data.run.processes, data.steps(numbers), data.own_among(numbers))
+        calls, processes = data.calls, data.run.processes
+        numbers = range(len(calls or ())) if numbers is None else numbers
+        steps = [None if calls is None else calls[number].step for number in numbers]
+        return cls.of(processes, steps, sum(n * processes.size + processes.rank < data.own for n in numbers))
 
     @classmethod
     def of(cls, processes: Processes, steps: Sequence[int | None], written: int) -> "BatchNumbers":
@@ -73,15 +75,14 @@ class BatchNumbers:
     def judged(self, measure: Callable[[int], tuple[float, float]]) -> float:
         """What is measured on the batches held back, as a sum relative to another. ``measure``: place -> its shares."""
         own = {number: measure(self.own[number]) for number in self.held_back if number in self.own}
-        of_ranks = self.processes.all_gather("the batches held back", own)
-        shares = {number: share for of_rank in of_ranks for number, share in of_rank.items()}
+        shares = self.processes.gather_numbered("the batches held back", own)
         total, size = (sum(shares[number][i] for number in self.held_back) for i in (0, 1))
         return total / max(size, torch.finfo(torch.float32).tiny)
 
     def of_steps(self, own: Sequence[float]) -> list[float]:
         """A value for each place of this process -> the sum over the units of its step, in all processes."""
-        of_ranks = self.processes.all_gather("values of units", {n: own[place] for n, place in self.own.items()})
-        values, sums = {n: value for of_rank in of_ranks for n, value in of_rank.items()}, [*own]
+        values = self.processes.gather_numbered("values of units", {n: own[place] for n, place in self.own.items()})
+        sums = [*own]
         for numbers in self.steps:
             for number in numbers:
                 if number in self.own:

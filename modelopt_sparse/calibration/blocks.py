@@ -6,8 +6,8 @@ layers and is finite there, and whether calls of the model can wait at its block
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, PaddingOfInputs, input_key
+from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_hooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
@@ -262,15 +262,13 @@ class DenseRun:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
 
-    @contextmanager
-    def watching(self) -> Iterator[AbstractContextManager[PaddingOfInputs]]:
-        """While entered, what blocks put out is seen. The hooks that see the inputs of layers are still to be
-        entered."""
-        plan = self.data.run.plan
+    def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
+        """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
+        plan = data.run.plan
         with ExitStack() as hooks:
             for block in plan.blocks:
                 hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
-            yield self.data.input_hooks(plan.layers, plan.blocks, self.see)
+            data.run_model(begin, input_hooks(plan.layers, plan.blocks, data.sides, self.see), numbers)
         self.inputs.begin(-1)  # the last call is over
         self.outputs.look_at_output()
 
@@ -365,28 +363,27 @@ def _run_some(dense: DenseRun, calls: Sequence[NumberedCall]) -> None:
     chosen, show = {each.number: each for each in calls}, dense.data.run.config.progress
     assert dense.data.calls is not None
     own = [chosen[n].call if n in chosen else call for n, call in enumerate(dense.data.calls)]
-    with Progress("run the dense model", "batch", len(calls), show=show) as bar, dense.watching() as hooks:
+    with Progress("run the dense model", "batch", len(calls), show=show) as bar:
 
         def begin(numbered: NumberedCall) -> None:
             dense.begin(chosen[numbered.number])
             bar.update()
 
-        replace(dense.data, calls=own).run_model(begin, hooks, chosen)
+        dense.watch(replace(dense.data, calls=own), begin, chosen)
 
 
 def _run_loop(dense: DenseRun) -> None:
     """A forward_loop runs once, to its end. What it calls the model with is kept."""
     data, run = dense.data, dense.data.run
-    with dense.watching() as hooks:
 
-        @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
-        def keep(numbered: NumberedCall) -> None:
-            args, kwargs = numbered.call.args, numbered.call.kwargs
-            call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-            dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
-            dense.begin(dense.calls[-1])
+    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
+    def keep(numbered: NumberedCall) -> None:
+        args, kwargs = numbered.call.args, numbered.call.kwargs
+        call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
+        dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
+        dense.begin(dense.calls[-1])
 
-        data.run_model(keep, hooks)
+    dense.watch(data, keep)
     sha256 = digest_of(numbered.call for numbered in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.calls:
@@ -493,7 +490,8 @@ def _through_whole_model(
 
 
 def _say(run: Run, why: str, pruned: int) -> None:
-    run.storage.check_whole_runs(why)
+    if not run.storage.resident:
+        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
     text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"
     asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
     if any(asked.values()):

@@ -5,10 +5,9 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -198,13 +197,15 @@ def _without_ones(shape: torch.Size) -> list[int]:
 
 @contextmanager
 def input_hooks(
-    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], padding: PaddingOfInputs, see: See
+    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Side], see: See
 ) -> Iterator[PaddingOfInputs]:
-    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers.
+    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers, in the model or in
+    ``blocks`` by themselves.
 
-    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. The
-    ``padding``, which tells it, is to be told of each call of the model, and sees what the ``blocks`` are called with.
+    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. What
+    this gives tells it, and is to be told the masks of each call of the model.
     """
+    padding = PaddingOfInputs(sides)
     layers: dict[nn.Module, list[Layer]] = {}
     for layer_plan in layer_plans:
         for module in layer_plan.layer.hooked_modules:
@@ -270,6 +271,9 @@ class NumberedCall:
     masks: TokenMasks
 
 
+Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
+
+
 NONE_WRITTEN = "the model writes no text itself"
 
 
@@ -325,40 +329,25 @@ class CalibrationData:
     def sides(self) -> dict[nn.Module, Side]:
         return sides_of(self.run.model)
 
-    def steps(self, numbers: Iterable[int]) -> list[int | None]:
-        """The steps of this process's calls with these ``numbers``."""
-        return [None if self.calls is None else self.calls[number].step for number in numbers]
-
-    def own_among(self, numbers: Iterable[int]) -> int:
-        """How many of this process's calls with these ``numbers`` hold text that the model has written itself."""
-        processes = self.run.processes
-        return sum(number * processes.size + processes.rank < self.own for number in numbers)
-
     def masks_of(self, call: Call) -> TokenMasks:
         """Which tokens of a call are padding."""
         count_padding = self.run.config.count_padding
         return TokenMasks() if count_padding else token_masks(self.run.model, call.args, call.kwargs)
 
-    def input_hooks(
-        self, layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], see: See
-    ) -> AbstractContextManager[PaddingOfInputs]:
-        """Hooks that see the inputs of layers, in the model or in ``blocks`` by themselves."""
-        return input_hooks(layer_plans, blocks, PaddingOfInputs(self.sides), see)
-
     def run_model(
         self,
-        begin: Callable[[NumberedCall], object] = lambda numbered: None,
+        begin: Begin = lambda numbered: None,
         hooks: AbstractContextManager[PaddingOfInputs] | None = None,
         numbers: Collection[int] | None = None,
     ) -> None:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        numbers = range(len(calls or ())) if numbers is None else numbers
-        under_way = count() if calls is None else iter(numbers)
+        number = -1
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            number = next(under_way)
+            nonlocal number
+            number += calls is None
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
             numbered = NumberedCall(number, call, self.masks_of(call))
             if padding is not None:
@@ -377,7 +366,7 @@ class CalibrationData:
                 run.config.forward_loop(run.model)
                 return
             assert calls is not None
-            for number in numbers:
+            for number in range(len(calls)) if numbers is None else numbers:
                 call_model(run, calls[number], number)
 
     def output_of(self, number: int) -> tuple[Any, TokenMasks]:
@@ -480,17 +469,11 @@ def forward_context(run: Run) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_execution_device(run: Run, blocks: Sequence[nn.Module], *, outputs_stay: bool = False) -> Iterator[None]:
-    """Blocks run on the execution device, if the user asked for one. A single block is there until the context ends;
-    several move for each call. ``outputs_stay``: so do their outputs, which otherwise go back to where the block came
-    from."""
+def on_execution_device(run: Run, block: nn.Module, *, outputs_stay: bool) -> AbstractContextManager[None]:
+    """While entered, a block is on the execution device, if the user asked for one. ``outputs_stay``: so do its
+    outputs, which otherwise go back to where the block came from."""
     device = run.config.device
-    with ExitStack() as contexts:
-        if device is not None:
-            for block in blocks:
-                contexts.enter_context(onloaded(block, device, resident=len(blocks) == 1, stays=outputs_stay))
-        yield
+    return nullcontext() if device is None else onloaded(block, device, resident=True, stays=outputs_stay)
 
 
 def has_room(run: Run, nbytes: int) -> bool:

@@ -1,22 +1,23 @@
 """How the inputs of layers are collected: block by block, through the whole model, or not at all; and summed up, as
 their methods need them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.forward import (
+    Begin,
     CalibrationData,
     NumberedCall,
     See,
     forward_context,
     has_room,
+    input_hooks,
     on_execution_device,
     watched_outputs,
 )
@@ -46,32 +47,10 @@ from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan
 
-Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
 
-
-class Inputs(ABC):
-    """The inputs of the layers of one block after the other."""
-
-    blockwise: ClassVar[bool]  # whether blocks are run by themselves
-
-    @abstractmethod
-    def on_device(self) -> AbstractContextManager[Any]:
-        """To be entered for all the work on a block: its weights go to the execution device and come back once."""
-
-    @abstractmethod
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
-        """Run what reaches the layers on all calls; ``begin`` gets each, and ``see`` sees the inputs of the layers.
-        ``go_on``: the calls go on to the next block, as in `advance`."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Let the calls go on through the block, as it is now, to the next one."""
-
-
-class WholeModel(Inputs):
-    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks."""
-
-    blockwise = False
+class WholeModel:
+    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks. The same
+    methods as those of `AtBlock`."""
 
     def __init__(self, data: CalibrationData | None) -> None:
         self._data = data
@@ -81,7 +60,7 @@ class WholeModel(Inputs):
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
         assert self._data is not None
-        hooks = self._data.input_hooks(layer_plans, self._data.run.plan.blocks, see)
+        hooks = input_hooks(layer_plans, self._data.run.plan.blocks, self._data.sides, see)
         self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
@@ -153,14 +132,13 @@ class Segment:
 
 
 @dataclass(eq=False)
-class AtBlock(Inputs):
+class AtBlock:
     """The ``calls`` that wait at one block.
 
     dense: those that go through dense blocks alone, if these are what blocks are tuned against. outputs_stay: outputs
     are held on the execution device. last_of_stack: calls come to no other block of its stack after this one.
     """
 
-    blockwise = True
     segment: Segment
     block: nn.Module
     calls: list[WaitingCall]
@@ -173,11 +151,14 @@ class AtBlock(Inputs):
         return self.segment.data
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return on_execution_device(self.data.run, [self.block], outputs_stay=self.outputs_stay)
+        """To be entered for all the work on a block: its weights go to the execution device and come back once."""
+        return on_execution_device(self.data.run, self.block, outputs_stay=self.outputs_stay)
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
+        """Run what reaches the layers on all calls; ``begin`` gets each, and ``see`` sees the inputs of the layers.
+        ``go_on``: the calls go on to the next block, as in `advance`."""
         last = self.block is self.segment.blocks[-1]
-        with self.data.input_hooks(layer_plans, [self.block], see) as padding, forward_context(self.data.run):
+        with input_hooks(layer_plans, [self.block], self.data.sides, see) as padding, forward_context(self.data.run):
             for call in self.calls:
                 padding.masks = call.numbered.masks
                 begin(call.numbered)
@@ -189,6 +170,7 @@ class AtBlock(Inputs):
             self.segment.leave(self.block)
 
     def advance(self) -> None:
+        """Let the calls go on through the block, as it is now, to the next one."""
         if self.block is not self.segment.blocks[-1]:
             with forward_context(self.data.run):
                 for call in self.calls:
@@ -222,6 +204,9 @@ class AtBlock(Inputs):
         return goals
 
 
+Inputs = WholeModel | AtBlock  # of the layers of one block after the other
+
+
 # the statistics of layers' inputs -------------------------------------------------------------------------------------
 
 
@@ -232,7 +217,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     Inputs that are too small for the sums are summed up again, enlarged. Layers that saw nothing but zeros are chosen
     by size. Raises ValueError for a layer that no token has reached, or data that is not finite.
     """
-    goes_on = run.config.sequential == "none" and inputs.blockwise
+    goes_on = run.config.sequential == "none" and isinstance(inputs, AtBlock)
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     at_once = goes_on and one_pass and not run.config.deterministic  # exact sums may take a second pass
@@ -289,7 +274,7 @@ def sum_up(
             what = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
             raise ValueError(f"{what}, which sequential='none' cannot sum up: give sequential='block'")
         if sums.sharing_changed:
-            collector = collector.alone()
+            collector = Collector(needs=collector.needs, share=False)
             sums = SumsOfAllProcesses(collector, run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
     return sorted(groups, key=lambda group: place[group[0][0]])

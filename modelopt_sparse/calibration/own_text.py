@@ -60,15 +60,14 @@ def write_windows(
 ) -> list[Tensor]:
     """``count`` texts of at most ``length`` token ids, on the CPU. Text i depends on (seed, i), and not on how many
     others there are, but for what batches do to the last bits of logits."""
-    own: dict[int, list[Tensor]] = {}
-    for number in range(processes.rank, -(-count // BATCH), processes.size):
-        texts = range(number * BATCH, min((number + 1) * BATCH, count))
-        draws = [draw(prompts, seed, prompts.first + text, length) for text in texts]
-        own[number] = _continued(model, [x for x, _ in draws], torch.stack([x for _, x in draws]), prompts.ends)
-    written: dict[int, list[Tensor]] = {}
-    for of_rank in processes.all_gather("text that the model writes", own):
-        written.update(of_rank)
-    return [text for number in sorted(written) for text in written[number]]
+
+    def batch(begin: int) -> list[Tensor]:
+        numbers = range(begin, min(begin + BATCH, count))
+        draws = [draw(prompts, seed, prompts.first + number, length) for number in numbers]
+        return _continued(model, [x for x, _ in draws], torch.stack([x for _, x in draws]), prompts.ends)
+
+    batches = processes.dealt_out("text that the model writes", batch, range(0, count, BATCH))
+    return [text for of_batch in batches for text in of_batch]
 
 
 def draw(prompts: Prompts, seed: int, number: int, length: int) -> tuple[Tensor, Tensor]:

@@ -24,14 +24,6 @@ class Unreadable(ValueError):
     """The weights of a block cannot be read, now that they are needed."""
 
 
-@dataclass(frozen=True)
-class OpenBlock:
-    """A block that is worked on. ``write_sparse_weights``: of a block that an earlier run has made sparse, so that only
-    its output is needed; it puts that run's weights in the place of the dense ones. None: of all others."""
-
-    write_sparse_weights: Callable[[], None] | None = None
-
-
 def refuse_non_finite(layer: Layer) -> None:
     """Raise `Unreadable` for a weight that holds NaN or inf."""
     if not torch.isfinite(layer.values).all():
@@ -48,8 +40,10 @@ class Storage(ABC):
     reused = 0
 
     @abstractmethod
-    def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[OpenBlock]:
-        """Entered for all the work on one block (None: on what is in no block), one block after the other."""
+    def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[Callable[[], None] | None]:
+        """Entered for all the work on one block (None: on what is in no block), one block after the other. Of a block
+        that an earlier run has made sparse, so that only its output is needed, it gives what puts that run's weights in
+        the place of the dense ones."""
 
     @abstractmethod
     def load(self, module: nn.Module) -> None:
@@ -76,18 +70,13 @@ class Storage(ABC):
     def write_as(self, names: Mapping[str, str]) -> None:
         """Blocks that are written have these names, by their own: a block without one is not written."""
 
-    @abstractmethod
-    def check_whole_runs(self, why: str) -> None:
-        """Raise ValueError if a stack cannot be calibrated by a run of the whole model for each block."""
-
 
 class InMemory(Storage):
     """A model in memory: every block can be read and written at any time."""
 
     @contextmanager
-    def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
-        del block, report
-        yield OpenBlock()
+    def open(self, block: nn.Module | None, report: Report) -> Iterator[None]:
+        yield
 
     def load(self, module: nn.Module) -> None:
         del module
@@ -106,9 +95,6 @@ class InMemory(Storage):
 
     def write_as(self, names: Mapping[str, str]) -> None:
         del names
-
-    def check_whole_runs(self, why: str) -> None:
-        del why
 
 
 # modes ----------------------------------------------------------------------------------------------------------------

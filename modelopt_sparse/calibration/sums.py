@@ -242,16 +242,6 @@ def pooled(stats: Stats) -> Stats:
     return Stats(stats.tokens, stats.square_sums.sum(0), None if stats.gram is None else stats.gram.sum(0))
 
 
-def _part(stats: Stats | None, experts: range) -> Stats | None:
-    """The sums of some experts, which follow each other, as views."""
-    if stats is None:
-        return None
-    assert stats.counts is not None
-    own = slice(experts.start, experts.stop)
-    gram = None if stats.gram is None else stats.gram[own]
-    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
-
-
 def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> Stats:
     """Statistics of experts in which those with fewer than ``minimum`` rows have what ``how`` says; counts stay true.
 
@@ -261,13 +251,12 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
     """
     for expert in few(stats, minimum):
         alone = range(expert, expert + 1)
-        fill(_part(stats, alone), minimum, how, pool, _part(everyone, alone))
+        fill(stats.part(alone), minimum, how, pool, everyone and everyone.part(alone))
     return stats
 
 
-def fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
+def fill(own: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
     """The same for one matrix with fewer than ``minimum`` rows."""
-    assert own is not None
     if how == "weight_only":
         level = minimum / pool.tokens * pool.square_sums.mean()
         own.square_sums.copy_(level)
@@ -284,7 +273,7 @@ def fill(own: Stats | None, minimum: int, how: str, pool: Stats, everyone: Stats
 
 @dataclass(frozen=True)
 class DeferredStats:
-    """What `Stats` is for all experts at once, for a few at a time: `part_of` forms theirs, from rows that are held.
+    """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs, from rows that are held.
 
     counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are filled.
     calls: the rows that this process has, by call of the model: of its own calls all, or see `sent_to`.
@@ -365,11 +354,6 @@ def _add_gram(total: Tensor, route: Route) -> None:
     total.addmm_(rows.mT, rows)
 
 
-def part_of(stats: Stats | DeferredStats | None, experts: range) -> Stats | None:
-    """The statistics of some experts of a layer, which follow each other."""
-    return stats.part(experts) if isinstance(stats, DeferredStats) else _part(stats, experts)
-
-
 # the collector --------------------------------------------------------------------------------------------------------
 
 
@@ -448,10 +432,6 @@ class Collector:
             total.add_route(Route(expert, adapter.all_tokens(layer.owner, inputs, token_mask, expert)))
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
-
-    def alone(self) -> "Collector":
-        """A new one that lets every layer sum for itself."""
-        return Collector(needs=self.needs, share=False, all_tokens=self._all_tokens)
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""

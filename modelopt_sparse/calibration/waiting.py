@@ -36,7 +36,6 @@ from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
 from modelopt_sparse.model.devices import (
     flat_tensors,
     has_hook,
-    is_out_of_memory,
     map_tensors,
     offload_again,
     onloaded,
@@ -235,17 +234,6 @@ def thread_state() -> tuple:
 
 # whether calls can wait -----------------------------------------------------------------------------------------------
 
-# what a model raises when it is called in an order that it does not expect; errors of reading files are none of these
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)
 Print = list[tuple]  # tells whether two outputs are equal
 
@@ -333,13 +321,15 @@ def try_waiting(
                 return (stack, "the model runs its blocks in another mode of torch than it is called in"), outputs_stay
             run.storage.load(block)  # before it moves to the execution device
             stays = outputs_stay and block is not stack.blocks[-1]
-            with on_execution_device(run, [block], outputs_stay=stays), forward_context(run):
+            with on_execution_device(run, block, outputs_stay=stays), forward_context(run):
                 why = _differs(waiting, block, prints, last=block is blocks[-1])
             if why is not None:
                 return (stack, why), outputs_stay
-    except FAILURES as error:
-        if isinstance(error, (PaddingError, Unreadable)) or is_out_of_memory(error):
-            raise
+    except (PaddingError, Unreadable):
+        raise
+    except (
+        ValueError
+    ) as error:  # every other one of the model's, but for those of files and memory: `errors_name_batch`
         return (stack, f"calls of the model cannot wait at block {name!r} ({error.__cause__ or error})"), outputs_stay
     finally:
         waiting.close()

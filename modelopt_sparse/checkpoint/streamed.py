@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
-from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
+from modelopt_sparse.calibration.run import Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, write_masks
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
@@ -284,10 +284,10 @@ class Streamed(Storage):
             self._passing = block
 
     @contextmanager
-    def open(self, block: nn.Module | None, report: Report) -> Iterator[OpenBlock]:
+    def open(self, block: nn.Module | None, report: Report) -> Iterator[Callable[[], None] | None]:
         self._work.check(self._files.hashes, report.calibration.get("sha256"))
         if block is None:
-            yield OpenBlock()
+            yield None
             return
         index = self._blocks.index(block)
         record = self._work.done.get(index)
@@ -295,7 +295,7 @@ class Streamed(Storage):
         self.load(block)
         self._open, self._passing = block, None
         try:
-            yield OpenBlock() if record is None else OpenBlock(partial(self.fill_sparse, block))
+            yield None if record is None else partial(self.fill_sparse, block)
             self._look_again(block)
             if index not in self.written:
                 return
@@ -328,9 +328,6 @@ class Streamed(Storage):
 
     def write_as(self, names: Mapping[str, str]) -> None:
         self.written = {index: names[name] for index, name in enumerate(self.names) if name in names}
-
-    def check_whole_runs(self, why: str) -> None:
-        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
 
     # reading ----------------------------------------------------------------------------------------------------------
 

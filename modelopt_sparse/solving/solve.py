@@ -1,30 +1,40 @@
-"""From the statistics of inputs to the solutions of layers.
+"""From the statistics of inputs to the solutions of layers; one block, from top to bottom; and how a solution is
+written into the model.
 
 A layer is solved at once, or in pieces where memory is short; by this process, or by one of several that exchange what
 they have solved.
 """
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
+from modelopt_sparse.accuracy.permute import permute
+from modelopt_sparse.accuracy.repair import dense_goals, reconstruct
+from modelopt_sparse.accuracy.tuning import Movable
+from modelopt_sparse.calibration.blocks import BlockTask
+from modelopt_sparse.calibration.inputs import AtBlock, collect
+from modelopt_sparse.calibration.run import Run, refuse_non_finite
+from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
 from modelopt_sparse.methods.refine import REFINE_DAMPING, refine
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
+from modelopt_sparse.model.masking import named_masks, set_mask
+from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.values import StepReport
+from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 
 
 @contextmanager
@@ -65,8 +75,8 @@ class States:
         return state
 
 
+InputStats = Stats | DeferredStats | None  # None where a method needs none
 LARGE = 2.0**40  # of a weight: far beyond those of any model, and its square is far from overflowing
-StatesOf = Callable[[range], States]  # of some experts; of anything else the same for all
 
 
 @dataclass(frozen=True)
@@ -82,10 +92,10 @@ class Job:
     unit: float
 
     @classmethod
-    def of(cls, layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> "Job":
+    def of(cls, layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> "Job":
         """The weight is a copy: a method that writes to its input does not reach the model."""
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        states = states_of(experts)
+        states = States(stats and stats.part(experts)) if layer_plan.routed else states
         device = run.config.device if states.stats is None else states.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
         pattern, method = layer_plan.pattern_now, layer_plan.method
@@ -234,8 +244,9 @@ class PieceSizes:
         return [f"solved {', '.join(f'{size} at a time' for size in sizes)}, because memory ran out"] if sizes else []
 
 
-def solve_layer(layer_plan: LayerPlan, experts: range, states_of: StatesOf, run: Run) -> SolvedPiece:
-    """All of a layer, or some of its experts, in as few pieces as there is memory for."""
+def solve_layer(layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> SolvedPiece:
+    """All of a layer, or some of its experts, in as few pieces as there is memory for. Layers with one input share
+    ``states``; each expert has an input of its own, a part of ``stats``."""
     sizes, done = PieceSizes(layer_plan, run), []
     job: Job | None = None
     start, row, began = experts.start, 0, time.perf_counter()
@@ -244,7 +255,7 @@ def solve_layer(layer_plan: LayerPlan, experts: range, states_of: StatesOf, run:
         rows = slice(row, min(row + sizes.rows, layer_plan.shape[-2]))
         try:
             with errors_name_layer(layer_plan, "while it was solved"):
-                job = job or Job.of(layer_plan, some, states_of, run)
+                job = job or Job.of(layer_plan, some, states, stats, run)
                 done.append(solve_piece(job, rows, began, run))
         except MemoryError:
             if not sizes.halve(rows=job is not None):
@@ -337,13 +348,13 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
         for layer_plan in shared.layer_plans:
             of_layer = [*shares[layer_plan.name].items()]
             for first in range(0, len(of_layer), size):  # a turn: each process has at most one of those dealt out so
-                for experts, states_of in _own_work(layer_plan, of_layer[first : first + size], shared, states, run):
-                    solved = solve_layer(layer_plan, experts, states_of, run)
+                for experts, stats in _own_work(of_layer[first : first + size], shared.stats, run):
+                    solved = solve_layer(layer_plan, experts, states, stats, run)
                     if size == 1:
                         yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
                     else:
                         own[layer_plan.name, experts] = solved
-                    del solved, states_of  # not held while the next layer is solved
+                    del solved, stats  # not held while the next layer is solved
     for shared in shared_inputs if size > 1 else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, _exchanged(layer_plan, shares[layer_plan.name], own, run))
@@ -351,26 +362,14 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
             yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
 
 
-def _own_work(
-    layer_plan: LayerPlan, turn: Sequence[tuple[range, int]], shared: SharedInput, states: States, run: Run
-) -> list[tuple[range, StatesOf]]:
-    """The experts (or all of a layer that has none) that this process solves in a turn, each with what gives the states
-    of some of them. Layers with one input share ``states``; each expert has an input of its own."""
-    rank = run.processes.rank
-    if not layer_plan.routed:
-        return [(experts, lambda _: states) for experts, owner in turn if owner == rank]
-    work: list[tuple[range, StatesOf]] = []
+def _own_work(turn: Sequence[tuple[range, int]], stats: InputStats, run: Run) -> list[tuple[range, InputStats]]:
+    """The experts (or all of a layer that has none) that this process solves in a turn, with what forms their sums."""
+    work: list[tuple[range, InputStats]] = []
     for experts, owner in turn:
-        stats = shared.stats
-        if isinstance(stats, DeferredStats):
-            stats = stats.sent_to(owner, experts, run.processes)
-        if owner == rank:
-            work.append((experts, partial(_states_of_some, stats)))
+        held = stats.sent_to(owner, experts, run.processes) if isinstance(stats, DeferredStats) else stats
+        if owner == run.processes.rank:
+            work.append((experts, held))
     return work
-
-
-def _states_of_some(stats: Stats | DeferredStats | None, experts: range) -> States:
-    return States(part_of(stats, experts))
 
 
 def _exchanged(
@@ -407,3 +406,148 @@ def as_bits(mask: Tensor) -> Tensor:
 def from_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
     mask = (bits.long() * SPREAD >> 7 & 0x0101010101010101).view(torch.bool)
     return mask[: math.prod(shape)].view(*shape)
+
+
+# one block, from top to bottom ---------------------------------------------------------------------------------------
+
+
+def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
+    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance.
+
+    Returns what must be written only when the inputs of all blocks have been collected (``sequential="none"``, where
+    they come through the whole model); otherwise nothing. A block that fails before its first layer is written is left
+    as it was.
+    """
+    inputs, config = block.inputs(), run.config
+    dense_goes_on = config.sequential == "none" and bool(block.layer_plans)  # `collect` sends the dense outputs on
+    stays_dense = dense_goes_on and not isinstance(inputs, AtBlock)
+    masks: dict[nn.Parameter, Tensor] = {}
+    movable: dict[nn.Parameter, Movable] = {}
+    later: list[Callable[[], object]] = []
+    with run.storage.open(block.block, run.report) as write_sparse, inputs.on_device(), ExitStack() as undo:
+        with run.report.timed("permutation"):
+            permuted = permute(block, inputs, run, undo) if config.permute else {}
+        tuned = dense_goals(block, inputs, run) if config.reconstruct else []
+        if write_sparse is not None:  # only what the block puts out is needed
+            if dense_goes_on:
+                inputs.advance()
+            write_sparse()
+        elif not run.storage.resident:
+            for layer_plan in block.layer_plans:
+                refuse_non_finite(layer_plan.layer)
+        for stage in block.stages(config.sequential) if write_sparse is None else ():
+            for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
+                movable |= _movable(solved, config)
+                write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
+                if stays_dense:
+                    later.append(write)
+                else:
+                    masks |= write()
+                    undo.pop_all()  # there is no way back once a layer is written
+                del solved, write  # not held while the next layer is solved
+        undo.pop_all()
+        if masks and tuned:
+            reconstruct(block, tuned, masks, movable, inputs, run)
+        if not dense_goes_on:
+            inputs.advance()
+    return later
+
+
+def _movable(solved: Solved, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
+    """The weight of a layer that is to be written, if its mask is to move while the block is tuned."""
+    plan, sums = solved.layer_plan, solved.input.square_sums
+    if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or sums is None:
+        return {}
+    if plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
+        return {}
+    return {plan.layer.parameter: Movable.of(plan.layer, plan.pattern_now, sums)}
+
+
+# writing a solution into the model ------------------------------------------------------------------------------------
+
+
+# what became of experts with fewer tokens than min_tokens, by the option ``experts``
+FEW_TOKENS = {
+    "pool": "were filled up to {} from the tokens of all experts",
+    "all_tokens": "were solved as if every token were routed to them",
+    "weight_only": "were solved by their weights alone",
+}
+
+
+@torch.no_grad()
+def attach(solved: Solved, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
+    """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
+
+    A layer is written whole or not at all, whatever fails: Ctrl-C waits.
+    """
+    layer, model, config = solved.layer_plan.layer, run.model, run.config
+    mask, values = layer.unmatrix(solved.solution.mask), layer.values
+    tied = [
+        f"{path}.{layer.param}"
+        for path, module in (model.named_modules() if layer.tied_modules else ())
+        if module in layer.tied_modules
+    ]
+    # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
+    enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
+    with errors_name_layer(solved.layer_plan, "while its solution was written into the model"), _uninterrupted():
+        # what takes memory comes before the first write, so that a layer is never left half written
+        new, pruned = layer.unmatrix(solved.solution.weight), ~mask.to(values.device)
+        for name in (layer.parameter_name, *tied) if enforce else ():
+            set_mask(model, name, mask)
+        values.copy_(new)
+        values.masked_fill_(pruned, 0)
+        run.report.layers.append(layer_report(solved, permuted, config))
+    return {} if config.reconstruct is None else {layer.parameter: mask}
+
+
+def layer_report(solved: Solved, permuted: str | None, config: SparsifyConfig) -> LayerReport:
+    plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
+    notes = [*solution.notes, *([permuted] if permuted else []), *_few_tokens(solved, config)]
+    if dead := solved.input.dead:
+        notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
+    return LayerReport(
+        name=plan.name,
+        parameter=plan.layer.parameter_name,
+        type=plan.type,
+        shape=list(plan.shape),
+        recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
+        pattern=str(plan.pattern),
+        options=dict(plan.options),
+        zeros=solution.mask.numel() - int(solution.mask.count_nonzero()),  # a sum would be of 8-byte copies
+        size=solution.mask.numel(),
+        error=steps[-1].error,
+        error_from=solved.input.error_from,
+        tokens=solved.input.tokens,
+        seconds=round(sum(step.seconds for step in steps), 4),
+        notes=notes,
+        steps=steps,
+        expert_tokens=solved.input.expert_tokens,
+    )
+
+
+def _few_tokens(solved: Solved, config: SparsifyConfig) -> list[str]:
+    """Which experts got fewer tokens than `min_tokens`, and what was done about that."""
+    what = f"experts with fewer than {config.min_tokens} tokens {FEW_TOKENS[config.experts].format(config.min_tokens)}"
+    counts = enumerate(solved.input.expert_tokens)
+    few = [f"{expert} ({count})" for expert, count in counts if count < config.min_tokens]
+    notes = [f"{what}: {', '.join(few)}"] if few else []
+    calibrated = solved.input.error_from != "weights"
+    if solved.layer_plan.layer.mixture is not None and calibrated and solved.input.tokens < config.min_tokens:
+        notes.append(f"{what}: this one ({solved.input.tokens})")
+    return notes
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the end, so that it never leaves a layer half written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple] = []
+    before = signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(*pressed[0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.masking import SparseModule
-from modelopt_sparse.solving import block as one_block
+from modelopt_sparse.solving import solve as one_block
 from tests.helpers import (
     TESTBED,
     assert_bits,

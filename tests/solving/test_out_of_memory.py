@@ -14,7 +14,7 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
-from modelopt_sparse.solving import block as one_block
+from modelopt_sparse.solving import solve as one_block
 from tests.helpers import Snapshot, assert_bits, refused, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.allocate import allocate, owl_sparsities
-from modelopt_sparse.accuracy.allocate import allocated as allocated_data
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for, resolve
+from modelopt_sparse.solving.budget import allocate, owl_sparsities
+from modelopt_sparse.solving.budget import allocated as allocated_data
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 
 
