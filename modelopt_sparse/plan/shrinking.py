@@ -37,8 +37,7 @@ from modelopt_sparse.model.resize import (
 from modelopt_sparse.model.wrappers import refuse_no_model
 from modelopt_sparse.plan.budget import Limit, parse_budget
 from modelopt_sparse.plan.memory import estimated
-from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.plan.options import SparsifyConfig, quality_of
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
 from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown

@@ -37,8 +37,7 @@ from modelopt_sparse.model.masking import (
     zero_state,
 )
 from modelopt_sparse.model.wrappers import full_name, in_eval_mode, unwrapped
-from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.report import attach_report, attached_report
