@@ -473,7 +473,8 @@ def weight_reader(folder: Path) -> tuple[set[str], Read]:
         try:
             opened.append(safe_open(folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{str(folder / name)!r} is missing, truncated or damaged ({error}): replace it") from None
+            problem = f"{str(folder / name)!r} is missing, truncated or damaged ({error})"
+            raise ValueError(f"{problem}: get it again, or write it with save_pretrained") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 

@@ -30,7 +30,6 @@ from modelopt_sparse.checkpoint.folder import (
     rewritten,
     sources_of,
     staged,
-    weight_files,
     weight_reader,
     write_description,
     write_masks,
@@ -124,10 +123,8 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if there are no safetensors files of weights.
     """
     model, folder = unwrapped(model), Path(folder)
-    if missing := [name for name in weight_files(folder) if not (folder / name).is_file()]:
-        raise ValueError(f"{str(folder)!r} holds no {missing[0]}, so there are no weights that masks would belong to")
-    (folder / DESCRIPTION).unlink(missing_ok=True)
     names, _ = weight_reader(folder)
+    (folder / DESCRIPTION).unlink(missing_ok=True)
     aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
     _write_masks_and_report(model, folder, aliases)
 
