@@ -195,7 +195,6 @@ class WorkFolder:
     done: index of a block -> its record, for blocks that are done.
     budget: what an earlier run has kept of its budget.
     report: of an earlier run, if it has done all blocks.
-    resumed: whether an earlier run has done some of them.
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
     """
 
@@ -207,7 +206,7 @@ class WorkFolder:
         self.done: dict[int, BlockRecord] = {}
         self.budget: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
-        self.resumed = self.finished = False
+        self.finished = False
         self._processes = processes
         self._is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
@@ -233,7 +232,6 @@ class WorkFolder:
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
-        self.resumed = bool(self.done)
         self.budget, self.report = (
             self._read_json(name) if (self.path / name).is_file() else None for name in (BUDGET, REPORT)
         )
@@ -245,9 +243,9 @@ class WorkFolder:
         seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
         if self.leads:
             seal.touch()
-        facts = self.done, self.budget, self.report, self.resumed, self.finished, seal.name
+        facts = self.done, self.budget, self.report, self.finished, seal.name
         facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
-        self.done, self.budget, self.report, self.resumed, self.finished, name = facts
+        self.done, self.budget, self.report, self.finished, name = facts
         if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(f"{str(self.path)!r} {problem}: put it where all processes see it")
@@ -283,7 +281,7 @@ class WorkFolder:
             same = self._compare(read) if self.leads else False
             self._is_same = bool(self._processes.all_gather("the data of the work folder", same)[0])
             if not self._is_same:
-                self.done, self.budget, self.report, self.resumed, self.finished = {}, None, None, False, False
+                self.done, self.budget, self.report, self.finished = {}, None, None, False
 
     def _compare(self, read: Mapping[str, Any]) -> bool:
         there = {name: value for name, value in self._started.items() if name not in _at_once(self._started)}
