@@ -207,7 +207,6 @@ def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
 
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COMPARED = ("shape", "block", "recipe", "pattern", "options")  # of each layer
 DATA = ("data_loader", "forward_loop", "data")
 
 
@@ -224,21 +223,14 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
 
 
 def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
-    """Name -> value of what all processes must have in common, the coarse ones first: versions, plan, settings, type of
-    device, and a checksum of each tensor of the model."""
-    planned = plan.as_dict()
-    facts: dict[str, Any] = {f"the version of {name}": value for name, value in library_versions().items()}
-    facts["the class of the model"] = type(model).__name__
-    facts["the layers to prune"] = [layer["name"] for layer in planned["layers"]]
-    for layer in planned["layers"]:
-        facts.update({f"the {key} of layer {layer['name']!r}": str(layer[key]) for key in COMPARED})
-    facts["what stays dense"] = json.dumps(planned["skipped"], default=str)
-    options = {**config.settings(), "split_data": config.split_data, "max_batches": config.max_batches}
-    facts.update({f"option {name!r}": str(value) for name, value in options.items()})
+    """The same with what else all processes must have in common, the coarse ones first: the type of device, and a
+    checksum of each tensor of the model, among others."""
+    facts = {"the class of the model": type(model).__name__, **started_with(plan, config)}
+    facts["what stays dense"] = json.dumps([weight.as_dict() for weight in plan.skipped], default=str)
+    facts |= {"split_data": config.split_data, "max_batches": config.max_batches}
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
     types = sorted({parameter.device.type for parameter in model.parameters()})
     facts["the kind of device"] = config.device.type if config.device is not None else types
-    facts.update({f"masks[{name!r}]": _hash(mask) for name, mask in (config.masks or {}).items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             facts[f"parameter {full_name(path, name)!r}"] = checksum(stored(module, name))
