@@ -29,10 +29,10 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
@@ -108,21 +108,21 @@ def locked(final_folder: Path) -> Iterator[None]:
         yield
         return
     path = work_path(final_folder)
-    made = [path, *missing_parents(path)]
+    made, file = [path, *missing_parents(path)], path / LOCK
     try:
-        descriptor = _lock(path / LOCK)
-        try:
-            yield
-        finally:
-            if _is_at(descriptor, path / LOCK):
-                (path / LOCK).unlink()
-            os.close(descriptor)
+        with _lock(file) as lock:
+            try:
+                yield
+            finally:
+                with suppress(FileNotFoundError):  # the folder has been moved
+                    if _is_at(lock, file):
+                        file.unlink()
     finally:
         remove_empty(made)
 
 
-def _lock(file: Path) -> int:
-    """Make a file, its folder too, and lock it -> an open descriptor, which holds the lock until it is closed.
+def _lock(file: Path) -> IO[str]:
+    """Make a file, its folder too, and lock it: until it is closed.
 
     Who holds the lock removes the file before letting go of it. If that happens between opening and locking, the file
     is made once more.
@@ -131,28 +131,19 @@ def _lock(file: Path) -> int:
 
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # the folder has just been removed
-            continue
-        held = False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = _is_at(descriptor, file)
-        except BlockingIOError:
-            raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
-        finally:
-            if not held:
-                os.close(descriptor)
-        if held:
-            return descriptor
+        with suppress(FileNotFoundError), ExitStack() as closing:  # the file, or the folder, has just been removed
+            lock = closing.enter_context(file.open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
+            if _is_at(lock, file):
+                closing.pop_all()
+                return lock
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _is_at(lock: IO[str], file: Path) -> bool:
+    return os.path.samestat(os.fstat(lock.fileno()), file.stat())
 
 
 @contextmanager
