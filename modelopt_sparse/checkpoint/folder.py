@@ -411,7 +411,17 @@ def write_masks(masks: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, 
     return {name: {"shape": list(mask.shape), "kept": int(mask.count_nonzero())} for name, mask in masks.items()}
 
 
-def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
+def masks_of(folder: Path, *, hashes: bool = True) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:
+    """(the description of a folder, its masks, the names of its damaged files, all that is wrong so far); files are not
+    looked at without ``hashes``."""
+    description = read_description(folder)
+    damaged = damaged_files(folder, description) if hashes else {}
+    problems = list(damaged.values())
+    masks = _read_masks(folder, description, problems) if MASKS not in damaged else {}
+    return description, masks, set(damaged), problems
+
+
+def _read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
     """Parameter name -> mask, for the masks of a folder that agree with its description.
 
     What is wrong with the others is appended to ``problems``.
