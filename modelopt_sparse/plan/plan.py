@@ -120,9 +120,22 @@ class Plan(Printed):
     streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """The blocks of all stacks, by name."""
+        return {name: block for stack in self.stacks for name, block in zip(stack.names, stack.blocks)}
+
+    @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of all stacks."""
-        return [block for stack in self.stacks for block in stack.blocks]
+        """The same without their names."""
+        return [*self.named_blocks.values()]
+
+    @property
+    def by_block(self) -> dict[str | None, list[LayerPlan]]:
+        """The layers of each block that has some, and those outside of the blocks (None)."""
+        blocks: dict[str | None, list[LayerPlan]] = {}
+        for layer_plan in self.layers:
+            blocks.setdefault(layer_plan.block, []).append(layer_plan)
+        return blocks
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""

@@ -227,11 +227,8 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
 
 def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
     """Name of a block -> the block, and its layers."""
-    layers: dict[str | None, list[Layer]] = {}
-    for plan in planned.layers:
-        layers.setdefault(plan.block, []).append(plan.layer)
-    blocks = [pair for stack in planned.stacks for pair in zip(stack.names, stack.blocks)]
-    return {name: (block, layers.get(name, [])) for name, block in blocks}
+    layers = planned.by_block
+    return {name: (block, [x.layer for x in layers.get(name, ())]) for name, block in planned.named_blocks.items()}
 
 
 def _refuse_experts(planned: Plan) -> None:
