@@ -27,7 +27,7 @@ from .model.masking import set_mask as set_mask
 from .oneshot import budget_curve as budget_curve
 from .oneshot import export as export
 from .oneshot import sparsify as sparsify
-from .plan.names import Rule as Rule
+from .plan.options import Rule as Rule
 from .plan.options import SparsifyConfig as SparsifyConfig
 from .plan.plan import Plan as Plan
 from .plan.planner import make_plan as make_plan

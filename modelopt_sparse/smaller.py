@@ -56,7 +56,6 @@ from modelopt_sparse.plan.shrinking import (
     checked,
     costs,
     kept_in,
-    layers_by_block,
     said_of,
     settings_of_run,
     shrink_config,
@@ -270,10 +269,9 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
     """Cut each block, and tune it against the dense one. Blocks that go put out what they get from then on."""
     run, changed = data.run, False
     if run.config.reconstruct is None:
-        for stack in run.plan.stacks:
-            for name, block in zip(stack.names, stack.blocks):
-                with run.storage.open(block, run.report):
-                    cutting.block(block, name)
+        for name, block in run.plan.named_blocks.items():
+            with run.storage.open(block, run.report):
+                cutting.block(block, name)
         return
     with ExitStack() as ending:
         tasks = blocks_in_call_order(run, data, ending)
@@ -566,8 +564,7 @@ def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[fl
     """Of the model and the smaller one, if they write text, of each kind of call here: measured, and predicted."""
     model: Any = data.run.model
     smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
-    blocks = {name: block for name, (block, _) in layers_by_block(data.run.plan).items()}
-    longest = longest_window(model) or max(CALLS.values())
+    blocks, longest = data.run.plan.named_blocks, longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
         if length <= longest and not ids.is_floating_point():

@@ -26,8 +26,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.plan.names import REFUSED, RENAMED
-from modelopt_sparse.plan.options import QUALITIES
+from modelopt_sparse.plan.options import QUALITIES, REFUSED, RENAMED
 from tests.helpers import TESTBED, Done, run_python, tiny_llama, token_batches, trained_model
 
 ROOT = Path(__file__).parent.parent

@@ -121,16 +121,12 @@ def _in_call_order(plan: Plan, dense: "DenseRun") -> tuple[list[Stack | LayerPla
 
 
 def _without_data(run: Run) -> list[BlockTask]:
-    homes = {name: block for stack in run.plan.stacks for name, block in zip(stack.names, stack.blocks)}
-    by_block: dict[str | None, list[LayerPlan]] = {}
-    for layer_plan in run.plan.layers:
-        by_block.setdefault(layer_plan.block, []).append(layer_plan)
     no_data = WholeModel(None)
     tasks = []
-    for name, layer_plans in by_block.items():
+    for name, layer_plans in run.plan.by_block.items():
         input_of = {layer_plan.name: layer_plan.name for layer_plan in layer_plans}
         title = layer_plans[0].name if name is None else name or type(run.model).__name__
-        block = None if name is None else homes[name]
+        block = None if name is None else run.plan.named_blocks[name]
         tasks.append(BlockTask(title, layer_plans, input_of, block, lambda: no_data))
     return tasks
 
@@ -138,7 +134,7 @@ def _without_data(run: Run) -> list[BlockTask]:
 def _block_of_layers(plan: Plan) -> dict[str, str | None]:
     """Layer name -> the block that it is used in. A tied weight that is used in several blocks sees all of its inputs
     in the whole model alone: None."""
-    home = {m: name for stack in plan.stacks for name, b in zip(stack.names, stack.blocks) for m in b.modules()}
+    home = {module: name for name, block in plan.named_blocks.items() for module in block.modules()}
     block_of: dict[str, str | None] = {}
     for layer_plan in plan.layers:
         used_in = {home.get(module) for module in layer_plan.layer.hooked_modules}

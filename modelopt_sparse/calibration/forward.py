@@ -395,7 +395,7 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             what = f"a batch of {samples(call.args, call.kwargs)}{' windows' * run.config.holds_text}"
-            names = {block: name for stack in run.plan.stacks for name, block in zip(stack.names, stack.blocks) if name}
+            names = {block: name for name, block in run.plan.named_blocks.items() if name}
             selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
             block = next((names[each] for each in selves if isinstance(each, nn.Module) and each in names), None)
             where = f"{type(run.model).__name__} outside of its blocks" if block is None else f"block {block!r}"

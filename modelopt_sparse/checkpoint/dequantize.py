@@ -100,9 +100,8 @@ def load_dequantized(
     """
     quantization = quantization_of(config) or {}
     where = f"{str(folder)!r} is quantized ({quantized.method})"
-    if not (files := _files(folder)):
+    if not _files(folder):
         raise ValueError(f"{where} and does not hold all of its safetensors files")
-    _refuse_what_goes_wrong(where, files, quantization)
     forget_quantization(config)
     config.quantization_config = {**quantization, "dequantize": True}
     options = {**options, "config": config, "dtype": quantized.dtype, "output_loading_info": True}

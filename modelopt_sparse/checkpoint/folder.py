@@ -411,7 +411,17 @@ def write_masks(masks: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, 
     return {name: {"shape": list(mask.shape), "kept": int(mask.count_nonzero())} for name, mask in masks.items()}
 
 
-def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
+def masks_of(folder: Path, *, hashes: bool = True) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:
+    """(the description of a folder, its masks, the names of its damaged files, all that is wrong so far); files are not
+    looked at without ``hashes``."""
+    description = read_description(folder)
+    damaged = damaged_files(folder, description) if hashes else {}
+    problems = list(damaged.values())
+    masks = _read_masks(folder, description, problems) if MASKS not in damaged else {}
+    return description, masks, set(damaged), problems
+
+
+def _read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
     """Parameter name -> mask, for the masks of a folder that agree with its description.
 
     What is wrong with the others is appended to ``problems``.
@@ -473,7 +483,8 @@ def weight_reader(folder: Path) -> tuple[set[str], Read]:
         try:
             opened.append(safe_open(folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{str(folder / name)!r} is missing, truncated or damaged ({error}): replace it") from None
+            problem = f"{str(folder / name)!r} is missing, truncated or damaged ({error})"
+            raise ValueError(f"{problem}: get it again, or write it with save_pretrained") from None
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     return set(where), lambda name: where[name].get_tensor(name) if name in where else None
 

@@ -16,7 +16,6 @@ from transformers.utils.hub import snapshot_download  # transformers brings the 
 from modelopt_sparse.checkpoint.dequantize import save_as_dense
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
-    IFT_MEMBER,
     MASKS,
     SOURCE,
     WEIGHTS,
@@ -24,13 +23,11 @@ from modelopt_sparse.checkpoint.folder import (
     Read,
     checked_path,
     checked_place,
-    damaged_files,
+    masks_of,
     read_description,
-    read_masks,
     rewritten,
     sources_of,
     staged,
-    weight_files,
     weight_reader,
     write_description,
     write_masks,
@@ -38,7 +35,7 @@ from modelopt_sparse.checkpoint.folder import (
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
-from modelopt_sparse.model.hf import empty_model, model_class, unloaded
+from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import as_row, find_layers, usable
 from modelopt_sparse.model.masking import (
     SUFFIX,
@@ -121,10 +118,8 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if there are no safetensors files of weights.
     """
     model, folder = unwrapped(model), Path(folder)
-    if missing := [name for name in weight_files(folder) if not (folder / name).is_file()]:
-        raise ValueError(f"{str(folder)!r} holds no {missing[0]}, so there are no weights that masks would belong to")
-    (folder / DESCRIPTION).unlink(missing_ok=True)
     names, _ = weight_reader(folder)
+    (folder / DESCRIPTION).unlink(missing_ok=True)
     aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
     _write_masks_and_report(model, folder, aliases)
 
@@ -186,7 +181,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     replaced by those of the folder.
     """
     folder, inner = checked_path(folder), usable(model, "restored into")
-    description, masks, damaged, problems = _masks_of(folder)
+    description, masks, damaged, problems = masks_of(folder)
     name = dense_class(inner).__name__
     if description.model_class != name:
         problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
@@ -231,18 +226,16 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
-    description, masks, _, problems = _masks_of(folder)
+    description, masks, _, problems = masks_of(folder)
     if not (folder / "config.json").is_file():
         name = description.model_class
         raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    if any(map(IFT_MEMBER.match, stored_names := weight_reader(folder)[0])):
-        fresh = empty_model(folder, **remote)
-        _refuse(head, [said] if (said := rewritten(stored_names, fresh.state_dict())) else [])
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
-    problems += unloaded(info)
+    said = rewritten(info["unexpected_keys"], info["missing_keys"])
+    problems += [said] if said else unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -301,15 +294,6 @@ def _present_report(model: nn.Module) -> Report | None:
                 notes.append(f"{REPLACED}, by one of {pattern_of(matrix, pattern)}")
                 report.layers[i] = replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
     return report
-
-
-def _masks_of(folder: Path) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:
-    """(the description of a folder, its masks, the names of its damaged files, all that is wrong so far)."""
-    description = read_description(folder)
-    damaged = damaged_files(folder, description)
-    problems = list(damaged.values())
-    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
-    return description, masks, set(damaged), problems
 
 
 def _misfits(model: nn.Module, masks: Mapping[str, Tensor], known: list[list[str]]) -> Iterator[str]:

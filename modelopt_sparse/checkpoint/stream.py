@@ -127,9 +127,7 @@ def sparsify_checkpoint(
             # a run that was stopped after its last block; layers outside of the blocks are in no shard, and come again
             if work.report is not None and all(layer_plan.block is not None for layer_plan in plan.layers):
                 return Report.from_dict(work.report)
-            report = prune(storage.model, chosen, settings, storage, processes, calls)
-            report.notes += _more_notes(storage, work, quantized)
-            return report
+            return prune(storage.model, chosen, settings, storage, processes, calls)
 
         started = _started_with(plan, settings, dtype, quantized)
         job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill)
@@ -188,7 +186,6 @@ def shrink_checkpoint(
             report = Report.begin((), [UNMEASURED], settings_of_run(config, asked, refit=criterion.refit))
             run = Run(model, of_model, config, storage, processes, report)
             shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
-            report.notes += _more_notes(storage, work, None)
             return report
 
         started = _started_with(plan, config, dtype, None)
@@ -222,7 +219,7 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
     files, report = SourceFiles(job.folder, processes), None
     processes.check_same(job.started, "give all of them the same source and the same options")
     with _full_disk_named(target), opened(target, job.started, processes, overwrite=overwrite) as work:
-        if work.resumed or work.finished:
+        if work.done or work.finished:
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
@@ -231,6 +228,10 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
+                    notes = [] if job.quantized is None else [str(job.quantized)]
+                    if storage.reused:
+                        notes.append(f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run")
+                    report.notes += [note for note in notes if note not in report.notes]
                     # the work folder moves in the end: others may still read there, where all blocks were done before
                     processes.all_gather("the end of the work")
                     if work.leads:
@@ -289,17 +290,16 @@ def _masks_in(folder: Path) -> int:
 
 def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
     """The module paths of all blocks, in the order of their shards."""
-    names = [name for stack in plan.stacks for name in stack.names]
-    if "" in names:
+    if "" in plan.named_blocks:
         raise ValueError(f"{type(model).__name__} has no stack of blocks to stream one by one: {IN_MEMORY} {verb}")
-    home = {module: name for name in names for module in model.get_submodule(name).modules()}
+    home = {module: name for name, block in plan.named_blocks.items() for module in block.modules()}
     for layer_plan in plan.layers:
         layer = layer_plan.layer
         used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
         seen_in = {home.get(module) for module in layer.hooked_modules}
         if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
             raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY} {verb}")
-    return names
+    return [*plan.named_blocks]
 
 
 # what a run is started with -------------------------------------------------------------------------------------------
@@ -313,14 +313,6 @@ def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Qua
     if quantized is not None:
         facts["quantized source"] = str(quantized)
     return facts
-
-
-def _more_notes(storage: Streamed, work: WorkFolder, quantized: Quantized | None) -> list[str]:
-    """What the report of a streamed run says beside that of a run in memory."""
-    notes = [] if quantized is None else [str(quantized)]
-    if work.resumed:
-        notes.append(f"{storage.reused} of {len(storage.names)} blocks were reused from a stopped run")
-    return notes
 
 
 # the end --------------------------------------------------------------------------------------------------------------

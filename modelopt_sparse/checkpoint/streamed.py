@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from modelopt_sparse.calibration.run import Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
-from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, write_masks
+from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, weight_reader, write_masks
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
@@ -86,20 +86,10 @@ class SourceFiles:
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._processes = processes
         self._hashes: dict[str, str] = {}  # of the files that this process has hashed
-        self._names: dict[Path, str] = {}
-        self._as_seen: dict[Path, tuple[int, ...]] = {}
+        weight_reader(folder)  # opens all of them
         names = ["config.json", *weight_files(folder)]
-        for name in names:
-            path = folder / name
-            if not path.is_file():
-                raise ValueError(f"{str(folder)!r} lacks {name!r}: get it again, or write it with save_pretrained")
-            self._names[path.resolve()], self._as_seen[path.resolve()] = name, _look(path)
-            if name != "config.json":
-                try:
-                    with safe_open(path, framework="pt"):
-                        pass
-                except (SafetensorError, OSError) as error:
-                    raise ValueError(f"{str(path)!r} is truncated or damaged ({error}): get the file again") from None
+        self._names = {(folder / name).resolve(): name for name in names}
+        self._as_seen = {path: _look(path) for path in self._names}
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
         processes.check_same(sizes, COPY_AGAIN)
         # a file that all see has one inode and one time in all processes; its device has a number in each machine

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import (
-    DESCRIPTION,
-    Read,
-    damaged_files,
-    read_description,
-    read_masks,
-    rewritten,
-    weight_reader,
-)
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, masks_of, rewritten, weight_reader
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
@@ -120,8 +112,7 @@ def verify(
         masks, record = dict(named_masks(model)), attached_report(model)
         read: Callable[[Layer], Tensor] = attrgetter("values")
     else:
-        files = _checked_files(Path(model), hashes)
-        model, read, masks, record = _open(Path(model), trust_remote_code)
+        model, read, masks, record, files = _open(Path(model), trust_remote_code, hashes)
     expected = [*_expected(model, masks, record, asked)]
     checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,19 +134,6 @@ def _count_masked(model: nn.Module, name: str, mask: Tensor) -> int:
     path, _, key = name.rpartition(".")
     weight = stored(model.get_submodule(path), key)[~mask]
     return int(((weight != 0) | torch.signbit(weight)).sum())
-
-
-def _checked_files(folder: Path, hashes: bool) -> str:
-    """What is known of a folder's files, as a sentence. Raises ValueError if they are not those that were saved."""
-    if not (folder / DESCRIPTION).is_file():
-        if folder.suffix == ".partial" and (folder / STARTED).is_file():
-            raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: start it again, and verify that")
-        return f"There is no {DESCRIPTION} to compare the files with."
-    if not hashes:
-        return "The SHA-256 of the files was not looked at."
-    if damaged := damaged_files(folder, read_description(folder)):
-        raise ValueError(f"{str(folder)!r} is damaged: {first_few([*damaged.values()])}")
-    return "The files are those that were saved, by their SHA-256."
 
 
 def _expected(
@@ -206,31 +184,34 @@ def _problem(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern
 
 
 def _open(
-    folder: Path, trust_remote_code: bool
-) -> tuple[nn.Module, Callable[[Layer], Tensor], Mapping[str, Tensor], Report | None]:
-    """(a folder's model, a function that reads a layer's weight, its masks, its report if there is one).
+    folder: Path, trust_remote_code: bool, hashes: bool
+) -> tuple[nn.Module, Callable[[Layer], Tensor], Mapping[str, Tensor], Report | None, str]:
+    """(a folder's model, a function that reads a layer's weight, its masks, its report if there is one, what is known
+    of its files as a sentence).
 
     The model has no values if its weights can be read from the files one by one.
     """
+    masks, record, files = dict[str, Tensor](), None, f"There is no {DESCRIPTION} to compare the files with."
+    if (folder / DESCRIPTION).is_file():
+        description, masks, _, problems = masks_of(folder, hashes=hashes)
+        if problems:
+            raise ValueError(f"{str(folder)!r} is damaged: {first_few(problems)}")
+        record, files = description.report, "The SHA-256 of the files was not looked at."
+        if hashes:
+            files = "The files are those that were saved, by their SHA-256."
+    elif folder.suffix == ".partial" and (folder / STARTED).is_file():
+        raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: start it again, and verify that")
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: restore it into its model and verify that")
-    masks: dict[str, Tensor] = {}
-    record = None
-    if (folder / DESCRIPTION).is_file():
-        description = read_description(folder)
-        problems: list[str] = []
-        masks, record = read_masks(folder, description, problems), description.report
-        if problems:
-            raise ValueError(f"{str(folder)!r} has damaged masks: {'; '.join(problems)}")
     model = empty_model(folder, trust_remote_code=trust_remote_code)
     names, from_file = weight_reader(folder)
     if said := rewritten(names, model.state_dict()):
         raise ValueError(f"{str(folder)!r}: {said}, and verify that")
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None:
-        return model, lambda layer: _codes(layer, names, from_file, quantization), masks, record
+        return model, lambda layer: _codes(layer, names, from_file, quantization), masks, record, files
     if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
 
         def read(layer: Layer, /) -> Tensor:
@@ -238,13 +219,13 @@ def _open(
             assert weight is not None
             return weight
 
-        return model, read, masks, record
+        return model, read, masks, record, files
     # transformers stores this architecture under other names than it has in memory, and maps them when it loads
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
     model, info = type(model).from_pretrained(folder, **options)  # type: ignore[attr-defined]
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
-    return model, lambda layer: layer.parameter.detach(), masks, record
+    return model, lambda layer: layer.parameter.detach(), masks, record, files
 
 
 # quantized folders ----------------------------------------------------------------------------------------------------

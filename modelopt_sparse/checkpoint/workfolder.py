@@ -29,10 +29,10 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
@@ -108,21 +108,21 @@ def locked(final_folder: Path) -> Iterator[None]:
         yield
         return
     path = work_path(final_folder)
-    made = [path, *missing_parents(path)]
+    made, file = [path, *missing_parents(path)], path / LOCK
     try:
-        descriptor = _lock(path / LOCK)
-        try:
-            yield
-        finally:
-            if _is_at(descriptor, path / LOCK):
-                (path / LOCK).unlink()
-            os.close(descriptor)
+        with _lock(file) as lock:
+            try:
+                yield
+            finally:
+                with suppress(FileNotFoundError):  # the folder has been moved
+                    if _is_at(lock, file):
+                        file.unlink()
     finally:
         remove_empty(made)
 
 
-def _lock(file: Path) -> int:
-    """Make a file, its folder too, and lock it -> an open descriptor, which holds the lock until it is closed.
+def _lock(file: Path) -> IO[str]:
+    """Make a file, its folder too, and lock it: until it is closed.
 
     Who holds the lock removes the file before letting go of it. If that happens between opening and locking, the file
     is made once more.
@@ -131,28 +131,19 @@ def _lock(file: Path) -> int:
 
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # the folder has just been removed
-            continue
-        held = False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = _is_at(descriptor, file)
-        except BlockingIOError:
-            raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
-        finally:
-            if not held:
-                os.close(descriptor)
-        if held:
-            return descriptor
+        with suppress(FileNotFoundError), ExitStack() as closing:  # the file, or the folder, has just been removed
+            lock = closing.enter_context(file.open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
+            if _is_at(lock, file):
+                closing.pop_all()
+                return lock
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _is_at(lock: IO[str], file: Path) -> bool:
+    return os.path.samestat(os.fstat(lock.fileno()), file.stat())
 
 
 @contextmanager
@@ -195,7 +186,6 @@ class WorkFolder:
     done: index of a block -> its record, for blocks that are done.
     budget: what an earlier run has kept of its budget.
     report: of an earlier run, if it has done all blocks.
-    resumed: whether an earlier run has done some of them.
     finished: whether an earlier run has finished the target, and not yet moved all of it to its place.
     """
 
@@ -207,7 +197,7 @@ class WorkFolder:
         self.done: dict[int, BlockRecord] = {}
         self.budget: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
-        self.resumed = self.finished = False
+        self.finished = False
         self._processes = processes
         self._is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
@@ -233,7 +223,6 @@ class WorkFolder:
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
-        self.resumed = bool(self.done)
         self.budget, self.report = (
             self._read_json(name) if (self.path / name).is_file() else None for name in (BUDGET, REPORT)
         )
@@ -245,9 +234,9 @@ class WorkFolder:
         seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
         if self.leads:
             seal.touch()
-        facts = self.done, self.budget, self.report, self.resumed, self.finished, seal.name
+        facts = self.done, self.budget, self.report, self.finished, seal.name
         facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
-        self.done, self.budget, self.report, self.resumed, self.finished, name = facts
+        self.done, self.budget, self.report, self.finished, name = facts
         if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(f"{str(self.path)!r} {problem}: put it where all processes see it")
@@ -283,7 +272,7 @@ class WorkFolder:
             same = self._compare(read) if self.leads else False
             self._is_same = bool(self._processes.all_gather("the data of the work folder", same)[0])
             if not self._is_same:
-                self.done, self.budget, self.report, self.resumed, self.finished = {}, None, None, False, False
+                self.done, self.budget, self.report, self.finished = {}, None, None, False
 
     def _compare(self, read: Mapping[str, Any]) -> bool:
         there = {name: value for name, value in self._started.items() if name not in _at_once(self._started)}

@@ -189,10 +189,7 @@ class SharedOut(Printed):
             raise ValueError(f"{processes} processes on {nodes} machines: give as many to each")
         if not plan.streamed:
             raise ValueError("a model without blocks is not streamed: leave processes out")
-        blocks: dict[str | None, list[LayerPlan]] = defaultdict(list)
-        for layer_plan in plan.layers:
-            blocks[layer_plan.block].append(layer_plan)
-        block = max(blocks.values(), key=lambda of_block: sum(each.size for each in of_block))
+        block = max(plan.by_block.values(), key=lambda of_block: sum(each.size for each in of_block))
         costs = [each.size * each.shape[-1] + each.matrices * each.shape[-1] ** 3 / 3 for each in block]
         alone: dict[str, float] = {}
         for x, cost in zip(block, costs):

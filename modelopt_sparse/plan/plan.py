@@ -119,9 +119,22 @@ class Plan(Printed):
     streamed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """The blocks of all stacks, by name."""
+        return {name: block for stack in self.stacks for name, block in zip(stack.names, stack.blocks)}
+
+    @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of all stacks."""
-        return [block for stack in self.stacks for block in stack.blocks]
+        """The same without their names."""
+        return [*self.named_blocks.values()]
+
+    @property
+    def by_block(self) -> dict[str | None, list[LayerPlan]]:
+        """The layers of each block that has some, and those outside of the blocks (None)."""
+        blocks: dict[str | None, list[LayerPlan]] = {}
+        for layer_plan in self.layers:
+            blocks.setdefault(layer_plan.block, []).append(layer_plan)
+        return blocks
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""
@@ -206,7 +219,6 @@ def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
 
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COMPARED = ("shape", "block", "recipe", "pattern", "options")  # of each layer
 DATA = ("data_loader", "forward_loop", "data")
 
 
@@ -223,21 +235,14 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
 
 
 def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
-    """Name -> value of what all processes must have in common, the coarse ones first: versions, plan, settings, type of
-    device, and a checksum of each tensor of the model."""
-    planned = plan.as_dict()
-    facts: dict[str, Any] = {f"the version of {name}": value for name, value in library_versions().items()}
-    facts["the class of the model"] = type(model).__name__
-    facts["the layers to prune"] = [layer["name"] for layer in planned["layers"]]
-    for layer in planned["layers"]:
-        facts.update({f"the {key} of layer {layer['name']!r}": str(layer[key]) for key in COMPARED})
-    facts["what stays dense"] = json.dumps(planned["skipped"], default=str)
-    options = {**config.settings(), "split_data": config.split_data, "max_batches": config.max_batches}
-    facts.update({f"option {name!r}": str(value) for name, value in options.items()})
+    """The same with what else all processes must have in common, the coarse ones first: the type of device, and a
+    checksum of each tensor of the model, among others."""
+    facts = {"the class of the model": type(model).__name__, **started_with(plan, config)}
+    facts["what stays dense"] = json.dumps([weight.as_dict() for weight in plan.skipped], default=str)
+    facts |= {"split_data": config.split_data, "max_batches": config.max_batches}
     facts["the source of the data"] = [name for name in DATA if getattr(config, name) is not None]
     types = sorted({parameter.device.type for parameter in model.parameters()})
     facts["the kind of device"] = config.device.type if config.device is not None else types
-    facts.update({f"masks[{name!r}]": _hash(mask) for name, mask in (config.masks or {}).items()})
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             facts[f"parameter {full_name(path, name)!r}"] = checksum(stored(module, name))

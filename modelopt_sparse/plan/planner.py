@@ -26,8 +26,7 @@ from modelopt_sparse.model.layers import (
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
-from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
-from modelopt_sparse.plan.options import SparsifyConfig, quality_of
+from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.fold import nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
@@ -207,7 +206,7 @@ def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
 def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> Decision:
     """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
-    layer_method, _ = resolve_method(rule_options.pop("method", method), None)
+    layer_method, _ = resolve_method(rule_options.pop("method", method))
     fixed = rule_options.get("pattern")
     pattern = parse_pattern(rule_options.pop("pattern", config.pattern)).with_scope(layer_method.scope)
     choices = rule_options.pop("choices", config.choices or () if fixed is None else [pattern])
@@ -346,7 +345,11 @@ def resolve(
     elif method is None:
         quality = all_options.get("quality")
         method = DEFAULT_METHOD if quality is None else quality_of(quality).method
-    resolved, config = resolve_method(method, config)
+    resolved, rules = resolve_method(method)
+    if rules and all_options.get("rules"):
+        raise ValueError("rules are given both in the mode list and as an option; keep one")
+    if rules:
+        options["rules"] = rules
     return resolved, SparsifyConfig.make(resolved, config, **options)
 
 
@@ -361,23 +364,21 @@ def _written(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**(config if isinstance(config, Mapping) else {}), **options}
 
 
-def resolve_method(method: object, config: Any) -> tuple[Method, Any]:
-    """A name, alias, Method object or ModelOpt mode list -> the method and the config with the mode's rules added."""
+def resolve_method(method: object) -> tuple[Method, tuple[Rule, ...]]:
+    """A name, alias, Method object or ModelOpt mode list -> the method, and the mode's class rules."""
     if isinstance(method, Method):
         if method.needs not in NEEDS:
             raise ValueError(f"method {method.name!r}: needs={method.needs!r}; allowed are {', '.join(NEEDS)}")
-        return method, config
+        return method, ()
     if isinstance(method, list):
         if len(method) != 1:
             raise ValueError(f"a mode list names one method, this one has {len(method)}: {shown(method)}")
         name, rules = parse_mode(method[0])
-        if rules and not isinstance(config, Mapping | None):
-            raise TypeError(f"class rules of a mode list go with a mapping as config, not a {type(config).__name__}")
-        return resolve_method(name, {**(config or {}), MODE_RULES: class_rules(rules)} if rules else config)
+        return resolve_method(name)[0], rules
     if not isinstance(method, str):
         raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
     name = ALIASES.get(method, method)
     if name not in METHODS:
         allowed, what = [*METHODS, *ALIASES], shown(method)
         raise ValueError(f"method {what} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
-    return METHODS[name], config
+    return METHODS[name], ()

@@ -36,8 +36,7 @@ from modelopt_sparse.model.resize import (
 )
 from modelopt_sparse.plan.budget import Limit, parse_budget
 from modelopt_sparse.plan.memory import estimated
-from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.plan.options import SparsifyConfig, quality_of
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
 from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
@@ -227,11 +226,8 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
 
 def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
     """Name of a block -> the block, and its layers."""
-    layers: dict[str | None, list[Layer]] = {}
-    for plan in planned.layers:
-        layers.setdefault(plan.block, []).append(plan.layer)
-    blocks = [pair for stack in planned.stacks for pair in zip(stack.names, stack.blocks)]
-    return {name: (block, layers.get(name, [])) for name, block in blocks}
+    layers = planned.by_block
+    return {name: (block, [x.layer for x in layers.get(name, ())]) for name, block in planned.named_blocks.items()}
 
 
 def _refuse_experts(planned: Plan) -> None:

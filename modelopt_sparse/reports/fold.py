@@ -134,16 +134,6 @@ def _broken(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, which appears whole: a full disk leaves the one that was there."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 # tables that fold ---------------------------------------------------------------------------------------------------
 
 

@@ -36,8 +36,7 @@ from modelopt_sparse.model.masking import (
     update_mask,
     zero_state,
 )
-from modelopt_sparse.plan.names import check_globs, first_match
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.report import attach_report, attached_report

@@ -515,5 +515,5 @@ def test_a_truncated_file_is_named_by_verify(broken):
     folder = broken("llama")
     (folder / DESCRIPTION).unlink()
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"model\.safetensors' is missing, truncated or damaged \(.*\): replace it"):
+    with pytest.raises(ValueError, match=r"model\.safetensors' is missing, truncated or damaged \(.*\): get it again"):
         mts.verify(folder, "2:4")

@@ -7,9 +7,8 @@ from torch import nn
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.plan.names import REFUSED, RENAMED, Rule, check_globs, parse_rules
-from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.plan.planner import resolve_method
+from modelopt_sparse.plan.options import REFUSED, RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
+from modelopt_sparse.plan.planner import resolve, resolve_method
 from tests.plan.test_options import make
 
 # globs ----------------------------------------------------------------------------------------------------------------
@@ -115,12 +114,14 @@ def test_class_rules_of_modelopt_turn_around_because_there_the_last_match_wins()
 
 @pytest.mark.parametrize("entry", ["sparsegpt", ("sparsegpt", {}), ["sparsegpt", None]])
 def test_a_mode_list_names_one_method(entry):
-    assert resolve_method([entry], {"pattern": "1:4"}) == (METHODS["sparsegpt"], {"pattern": "1:4"})
+    assert resolve_method([entry]) == (METHODS["sparsegpt"], ())
 
 
-def test_a_mode_list_brings_its_class_rules_along():
+@pytest.mark.parametrize("config", [{"pattern": "1:4"}, SparsifyConfig(pattern="1:4")])
+def test_a_mode_list_brings_its_class_rules_along(config):
     mode = [("sparse_magnitude", {"nn.Linear": {"*": {}, "*q_proj*": None}})]
-    config = make({"pattern": "1:4"}, method=mode)
+    method, config = resolve(mode, config, {})
+    assert method is METHODS["magnitude"]
     assert config.rules == parse_rules(mode[0][1])
     assert config.pattern == NM(1, 4)
 
@@ -141,7 +142,7 @@ def test_a_mode_list_brings_its_class_rules_along():
 )
 def test_a_bad_mode_list_is_refused(mode, message):
     with pytest.raises(ValueError, match=message):
-        resolve_method(mode, None)
+        resolve_method(mode)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_bad_mode_list_is_refused(mode, message):
 )
 def test_a_mode_list_of_the_wrong_shape_is_refused(mode, message):
     with pytest.raises(TypeError, match=message):
-        resolve_method(mode, None)
+        resolve_method(mode)
 
 
 def test_classes_and_globs_do_not_mix_in_one_mapping():
@@ -168,9 +169,4 @@ def test_classes_and_globs_do_not_mix_in_one_mapping():
 def test_rules_in_the_mode_list_and_beside_it_are_refused(where):
     mode, rules = [("sparsegpt", {"nn.Linear": {}})], {"*q*": None}
     with pytest.raises(ValueError, match="rules are given both in the mode list and as an option; keep one"):
-        make({"rules": rules}, method=mode) if where == "config" else make(method=mode, rules=rules)
-
-
-def test_class_rules_do_not_go_with_a_finished_config():
-    with pytest.raises(TypeError, match="go with a mapping as config, not a SparsifyConfig"):
-        resolve_method([("sparsegpt", {"nn.Linear": {}})], SparsifyConfig())
+        resolve(mode, {"rules": rules}, {}) if where == "config" else resolve(mode, None, {"rules": rules})

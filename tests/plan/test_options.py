@@ -19,8 +19,7 @@ SPARSEGPT = METHODS["sparsegpt"]
 
 
 def make(config=None, method="sparsegpt", **more) -> SparsifyConfig:
-    found, config = resolve_method(method, config)
-    return SparsifyConfig.make(found, config, **more)
+    return SparsifyConfig.make(resolve_method(method)[0], config, **more)
 
 
 # what is accepted -----------------------------------------------------------------------------------------------------

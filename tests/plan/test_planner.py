@@ -55,11 +55,11 @@ def untied(**changes):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_goes_by_its_name(name):
-    assert resolve_method(name, None) == (METHODS[name], None)
+    assert resolve_method(name) == (METHODS[name], ())
 
 
 def test_modelopt_s_name_of_magnitude_is_an_alias():
-    assert resolve_method("sparse_magnitude", None)[0] is METHODS["magnitude"]
+    assert resolve_method("sparse_magnitude")[0] is METHODS["magnitude"]
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_modelopt_s_name_of_magnitude_is_an_alias():
 )
 def test_an_unknown_method_is_an_error_that_names_the_known_ones(name, message):
     with pytest.raises(ValueError, match=message):
-        resolve_method(name, None)
+        resolve_method(name)
 
 
 def test_a_method_of_the_wrong_type_is_refused():
     with pytest.raises(TypeError, match=r"method is a int: give a name \(magnitude, .*\) or a Method object"):
-        resolve_method(2, None)
+        resolve_method(2)
 
 
 class Own(mts.Method):
@@ -90,7 +90,7 @@ class Own(mts.Method):
 def test_a_method_of_the_user_must_need_something_that_there_is():
     message = "method 'own': needs='everything'; allowed are nothing, square_sums, gram"
     with pytest.raises(ValueError, match=message):
-        resolve_method(Own(), None)
+        resolve_method(Own())
 
 
 # what is pruned by default --------------------------------------------------------------------------------------------

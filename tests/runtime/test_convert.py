@@ -322,7 +322,8 @@ def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
 
 def test_load_still_checks_weights_against_masks(backend, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings(), place_for(backend)))
-    original = checkpoint.read_masks
-    monkeypatch.setattr(checkpoint, "read_masks", lambda *args: {name: ~mask for name, mask in original(*args).items()})
+    description, masks, *rest = checkpoint.masks_of(folder)
+    other = {name: ~mask for name, mask in masks.items()}
+    monkeypatch.setattr(checkpoint, "masks_of", lambda _: (description, other, *rest))
     with pytest.raises(ValueError, match="is not zero in 2048 places where its mask is False"):
         mts.load(folder, semi_structured=True)
