@@ -25,9 +25,9 @@ from modelopt_sparse.accuracy.tuning import (
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.reports.evaluate import kl_divergence
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.values import Distilled
 

@@ -34,13 +34,13 @@ from modelopt_sparse.calibration.sums import DeferredStats, SharedInput, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.hf import text_config_of
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
+from modelopt_sparse.reports.evaluate import kl_divergence
 from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
 from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report
