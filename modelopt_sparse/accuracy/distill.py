@@ -28,7 +28,7 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.evaluate import kl_divergence
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Distilled
 
 FULL_RATE = 1.0  # the KL divergence in nats, before it, from which on the whole learning rate is taken

@@ -25,8 +25,7 @@ from modelopt_sparse.calibration.waiting import DenseCall, NumberedCall, is_exac
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.fold import first_few
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.text import Progress, first_few
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from modelopt_sparse.plan.budget import (
     zeros_of,
 )
 from modelopt_sparse.plan.names import MODE_RULES, Rule, parse_rules, translated
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.values import check_number, check_options, is_whole, shown
 
 # quality --------------------------------------------------------------------------------------------------------------

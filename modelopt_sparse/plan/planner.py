@@ -29,7 +29,7 @@ from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.names import MODE_RULES, Rule, check_globs, class_rules, first_match, parse_mode
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 

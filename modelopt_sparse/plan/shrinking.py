@@ -41,7 +41,7 @@ from modelopt_sparse.plan.names import check_globs, first_match
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of
 from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
+from modelopt_sparse.reports.text import Printed, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 

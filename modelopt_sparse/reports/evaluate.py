@@ -24,8 +24,7 @@ from torch.autograd.function import once_differentiable
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 from modelopt_sparse.model.wrappers import in_eval_mode
-from modelopt_sparse.reports.fold import first_few, table
-from modelopt_sparse.reports.progress import Progress, only_errors
+from modelopt_sparse.reports.text import Progress, first_few, only_errors, table
 from modelopt_sparse.values import check_whole
 
 MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
-from modelopt_sparse.reports.fold import write_whole
+from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'

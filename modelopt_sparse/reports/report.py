@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse import __version__
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
-from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, paragraph, rows_of
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,

@@ -41,9 +41,8 @@ from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choi
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.evaluate import kl_divergence
-from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
-from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.text import Column, Printed, Progress, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.solving.solve import solve_layers
 

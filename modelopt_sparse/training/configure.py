@@ -32,7 +32,7 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparse_ift.transform import SparseIFT, names_by_level, sparse_ift

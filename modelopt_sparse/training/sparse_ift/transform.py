@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.hf import model_class
-from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.planner import (
