@@ -25,7 +25,7 @@ from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
 from modelopt_sparse.model.wrappers import in_eval_mode
 from modelopt_sparse.reports.text import Progress, first_few, only_errors, table
-from modelopt_sparse.values import check_whole
+from modelopt_sparse.values import check_whole, grouped
 
 MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
 BATCH_SIZE = 8  # prompts per forward
@@ -273,10 +273,7 @@ class TaskScores:
         """(task, metric, dense, sparse, recovery, shots and samples) as text, and the mean of each metric that several
         tasks have."""
         shown = [_row(score, f"{score.shots} shots, {score.samples:,} samples") for score in self.scores]
-        by_metric: dict[str, list[TaskScore]] = {}
-        for score in self.scores:
-            by_metric.setdefault(score.metric, []).append(score)
-        for metric, scores in by_metric.items():
+        for metric, scores in grouped(self.scores, lambda score: score.metric).items():
             if len(scores) > 1:
                 known = [each.reference for each in scores if each.reference is not None]
                 dense, sparse = mean(known) if len(known) == len(scores) else None, mean(each.score for each in scores)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from modelopt_sparse.values import shown
+from modelopt_sparse.values import grouped, shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this, nor than their words
@@ -224,9 +224,7 @@ def rows_of(
 
 def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), *, all_rows: bool = False) -> str:
     """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
-    names: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        names.setdefault(why, []).append(name)
+    names = grouped(reasons, reasons.__getitem__)
     if all_rows:
         return "\n".join(f"{word}: {', '.join(each)} ({why})" for why, each in names.items())
     every = (*among, *reasons)
@@ -267,9 +265,7 @@ def _boxes(places: set[Places]) -> list[tuple[frozenset[int], ...]]:
     rests: dict[int, set[Places]] = {}
     for first, *rest in sorted(places):
         rests.setdefault(first, set()).add(tuple(rest))
-    firsts: dict[frozenset[Places], list[int]] = {}
-    for first, rest in rests.items():
-        firsts.setdefault(frozenset(rest), []).append(first)
+    firsts = grouped(rests, lambda first: frozenset(rests[first]))
     return [(frozenset(each), *box) for rest, each in firsts.items() for box in _boxes(set(rest))]
 
 
