@@ -43,7 +43,7 @@ from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.text import Printed, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Shrunk
-from modelopt_sparse.values import is_whole
+from modelopt_sparse.values import grouped, is_whole
 
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
 EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
@@ -228,11 +228,9 @@ def sizes_for(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes
 
 def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
     """Name of a block -> the block, and its layers."""
-    layers: dict[str | None, list[Layer]] = {}
-    for plan in planned.layers:
-        layers.setdefault(plan.block, []).append(plan.layer)
+    by_block = grouped(planned.layers, lambda plan: plan.block)
     blocks = [pair for stack in planned.stacks for pair in zip(stack.names, stack.blocks)]
-    return {name: (block, layers.get(name, [])) for name, block in blocks}
+    return {name: (block, [plan.layer for plan in by_block.get(name, [])]) for name, block in blocks}
 
 
 def _refuse_experts(planned: Plan) -> None:
