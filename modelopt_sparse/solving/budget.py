@@ -45,6 +45,7 @@ from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Column, Printed, Progress, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.solving.solve import solve_layers
+from modelopt_sparse.values import grouped
 
 # solutions that are only tried ----------------------------------------------------------------------------------------
 
@@ -188,10 +189,7 @@ class Table:
     @cached_property
     def groups(self) -> list[list[LayerPlan]]:
         """Layers that choose together: the experts of a mixture that are modules in a list; else each by itself."""
-        groups: dict[str, list[LayerPlan]] = {}
-        for layer_plan in self.plan.layers:
-            groups.setdefault(layer_plan.layer.mixture or layer_plan.name, []).append(layer_plan)
-        return list(groups.values())
+        return list(grouped(self.plan.layers, lambda each: each.layer.mixture or each.name).values())
 
     @cached_property
     def choices(self) -> list[tuple[Pattern | None, ...]]:
