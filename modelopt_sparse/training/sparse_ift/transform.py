@@ -32,7 +32,7 @@ from modelopt_sparse.training.sparse_ift.members import (
     widened_layers,
 )
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.values import check_choice, check_number
+from modelopt_sparse.values import check_choice, check_number, grouped
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
@@ -255,11 +255,7 @@ def _with_rule(
 
 def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
     """Names of parameters for each level that occurs; those at level 0 stay dense."""
-    names: dict[float, list[str]] = {}
-    for name, level in levels.items():
-        if level > 0:
-            names.setdefault(level, []).append(name)
-    return names
+    return grouped((name for name, level in levels.items() if level > 0), levels.__getitem__)
 
 
 # wide -----------------------------------------------------------------------------------------------------------------
