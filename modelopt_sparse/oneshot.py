@@ -29,8 +29,8 @@ from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
-from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import PERMUTED
 from modelopt_sparse.solving.budget import BudgetCurve, allocated, budgeted, curve_of
 from modelopt_sparse.solving.solve import sparsify_block

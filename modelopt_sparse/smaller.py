@@ -61,8 +61,8 @@ from modelopt_sparse.plan.shrinking import (
     shrink_config,
     sizes_for,
 )
-from modelopt_sparse.reports.progress import Progress
 from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import check_choice, check_flag
 

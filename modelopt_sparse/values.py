@@ -1,10 +1,10 @@
-"""The values of options: a reader of YAML 1.2, and checks that name the option and say what is allowed."""
+"""The values of options: a reader of YAML 1.2, and checks that name the option and say what is allowed. `grouped`."""
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -17,6 +17,18 @@ def shown(value: object) -> str:
     """A value as messages show it: its repr, or the beginning of a long one."""
     text = SHORT.repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+Value = TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    """Key -> the values that have it, in their order; keys in the order of their first values."""
+    groups: dict[Key, list[Value]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 # checks ---------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 import modelopt_sparse as mts
-from modelopt_sparse.cli import commands, inputs
+from modelopt_sparse.cli import commands
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.plan.options import QUALITIES
 from modelopt_sparse.training.iso_flop import MEMBERS
@@ -65,7 +65,6 @@ def test_completion_needs_no_torch(typed, offered):
 def test_names_in_help_texts_are_the_real_ones():
     assert list(commands.METHODS) == list(METHODS)
     assert list(commands.QUALITIES) == list(QUALITIES)
-    assert list(commands.DTYPES) == list(inputs.DTYPES)
     assert commands.MEMBERS == MEMBERS
 
 

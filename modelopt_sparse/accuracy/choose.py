@@ -30,7 +30,7 @@ from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.resize import Depth, ExpertPool, Pool
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Shrunk
 
 SAMPLES = 8  # rows of data that blocks are chosen by

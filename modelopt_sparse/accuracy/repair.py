@@ -36,10 +36,10 @@ from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
 from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.evaluate import kl_divergence
+from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import BlockReport, Distilled
 
 # reconstruction -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, write_zeros
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.text import Progress
 
 Gradients = list[Tensor | None]  # of each weight; None: it has none
 Part = tuple[int, ...]  # numbers of units whose gradients are added up

@@ -24,8 +24,8 @@ from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, t
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.fold import first_few
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.text import Progress, first_few
+from modelopt_sparse.values import grouped
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,14 @@ class BlockTask:
 
     def by_input(self) -> list[list[LayerPlan]]:
         """The layers by the input that they share, in call order."""
-        groups: dict[str, list[LayerPlan]] = {}
-        for layer_plan in self.layer_plans:
-            groups.setdefault(self.input_of[layer_plan.name], []).append(layer_plan)
-        return list(groups.values())
+        return list(grouped(self.layer_plans, lambda each: self.input_of[each.name]).values())
 
     def stages(self, sequential: str) -> list[list[LayerPlan]]:
         """The layers that are solved before the inputs of the next ones are collected."""
         if sequential != "stage":
             return [self.layer_plans] if self.layer_plans else []
-        groups: dict[str, list[LayerPlan]] = {}
-        for layer_plan in self.layer_plans:
-            # experts in a list are collected together, for one may need the tokens of the others
-            groups.setdefault(layer_plan.layer.mixture or self.input_of[layer_plan.name], []).append(layer_plan)
-        return list(groups.values())
+        # experts in a list are collected together, for one may need the tokens of the others
+        return list(grouped(self.layer_plans, lambda each: each.layer.mixture or self.input_of[each.name]).values())
 
 
 def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitStack) -> list[BlockTask]:
@@ -110,9 +104,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
 def _in_call_order(plan: Plan, dense: "DenseRun") -> tuple[list[Stack | LayerPlan], dict[str | None, list[LayerPlan]]]:
     """(stacks, and layers outside of all blocks; block -> its layers), in the order of their first calls."""
     order, block_of = dense.inputs.order, dense.inputs.block_of
-    by_block: dict[str | None, list[LayerPlan]] = {}
-    for layer_plan in sorted(plan.layers, key=lambda layer_plan: order[layer_plan.name]):
-        by_block.setdefault(block_of[layer_plan.name], []).append(layer_plan)
+    by_block = grouped(sorted(plan.layers, key=lambda each: order[each.name]), lambda each: block_of[each.name])
     starts: list[tuple[int, Stack | LayerPlan]] = [(order[each.name], each) for each in by_block.get(None, [])]
     for stack in plan.stacks:
         if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
 from modelopt_sparse.plan.options import STEP_TOKENS, UNITS, SparsifyConfig
-from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.text import first_few
 
 # calls ----------------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from modelopt_sparse.model.adapters import Route, RoutedAdapter
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.values import grouped
 
 # Gram matrices --------------------------------------------------------------------------------------------------------
 # bfloat16 and float16 rows on a CUDA device are multiplied as they are, on tensor cores, with sums in float32. A copy
@@ -442,9 +443,7 @@ class Collector:
 
     def take(self) -> Groups:
         """The statistics up to now. Sums begin anew after that."""
-        members: dict[str, list[str]] = {}
-        for name, leader in self._leader_of.items():
-            members.setdefault(leader, []).append(name)
+        members = grouped(self._leader_of, self._leader_of.__getitem__)
         sums, self._sums = self._sums, {}
         return [(names, sums[leader].stats()) for leader, names in members.items() if leader in sums]
 

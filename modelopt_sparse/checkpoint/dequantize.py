@@ -22,7 +22,7 @@ from torch import nn
 
 from modelopt_sparse.checkpoint.folder import weight_files
 from modelopt_sparse.model.hf import FLOATS, forget_quantization, method_of, parts_of, quantization_of
-from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.text import first_few
 
 METHODS = ("fp8", "mxfp4")  # those that transformers dequantizes on any device and without other packages
 DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of the floating point dtypes of dense weights

@@ -45,8 +45,8 @@ from modelopt_sparse.model.masking import (
     remove_masks,
     set_mask,
 )
-from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
+from modelopt_sparse.reports.text import first_few
 from modelopt_sparse.reports.values import REPLACED
 from modelopt_sparse.runtime.convert import convert, loading_place
 

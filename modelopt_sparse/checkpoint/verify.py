@@ -19,8 +19,8 @@ from modelopt_sparse.model.layers import Layer, as_row, find_layers, usable
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Column, counted, first_few, paragraph, rows_of
 from modelopt_sparse.reports.report import Report, attached_report
+from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
 
 
 @dataclass(frozen=True)

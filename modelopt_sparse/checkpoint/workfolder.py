@@ -46,7 +46,7 @@ from modelopt_sparse.checkpoint.folder import (
     sync,
 )
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.reports.fold import first_few
+from modelopt_sparse.reports.text import first_few
 
 STARTED, BUDGET, REPORT, FINISHED = "started.json", "budget.json", "report.json", "finished.json"
 LOCK = "lock"

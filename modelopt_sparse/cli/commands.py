@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from modelopt_sparse.cli.inputs import NamedModel
 
-# the keys of METHODS, QUALITIES and DTYPES, MEMBERS and CRITERIA, whose modules import torch; a test holds them equal
+# the keys of METHODS, QUALITIES, MEMBERS and CRITERIA, whose modules import torch; a test holds them equal
 CRITERIA = ("gram", "norm", "minitron")
 EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
 METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
@@ -86,6 +86,12 @@ def _as_flags(message: str) -> str:
     return flags.sub(lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] is None else ''}", message)
 
 
+def _known_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name}: allowed are {', '.join(DTYPES)}")
+    return name
+
+
 # options of several commands ------------------------------------------------------------------------------------------
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
@@ -93,7 +99,7 @@ Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wr
 SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
 BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
 Device = Annotated[str | None, Option(help="Where to run, for example cuda. Default: the CPU.")]
-Dtype = Annotated[str, Option(help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
+Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
 Dequantize = Annotated[
     bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
 ]
@@ -106,6 +112,18 @@ Progress = Annotated[
 AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
 Json = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
+
+
+def _named_model(
+    model: Model,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> "NamedModel":
+    """What ``source`` stands for in commands: the model that MODEL names, and options of how it is loaded."""
+    from modelopt_sparse.cli.inputs import NamedModel
+
+    return NamedModel(model, dtype, revision, trust_remote_code)
 
 
 def _flags(
@@ -142,7 +160,7 @@ def _flags(
     ),
     device: Device = None,
 ) -> None:
-    """What ``**flags`` stand for in `sparsify` and `plan`: options of the API, which `settings_of` reads."""
+    """What ``**flags`` stand for in commands: options of the API, which `settings_of` reads."""
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -164,9 +182,11 @@ def _root(
 
 
 def command(body: Callable[..., None]) -> Callable[..., None]:
-    """Make ``body`` a command, which joins the processes of torchrun; its ``**flags`` stand for those of `_flags`."""
+    """Make ``body`` a command, which joins the processes of torchrun; its ``source`` and ``**flags`` stand for the
+    parameters of `_named_model` and `_flags`."""
+    own, of_model = inspect.signature(body).parameters, inspect.signature(_named_model).parameters
 
-    @functools.wraps(body)
+    @functools.wraps(body, assigned=("__name__", "__doc__"))  # not the annotations, which typer would evaluate
     def run(**arguments: Any) -> None:
         import transformers
 
@@ -174,27 +194,26 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
 
         transformers.utils.logging.disable_progress_bar()
         with launched_group():
+            if "source" in own:
+                arguments["source"] = _named_model(**{name: arguments.pop(name) for name in of_model})
             body(**arguments)
 
-    own = inspect.signature(body).parameters
-    parameters = {**(inspect.signature(_flags).parameters if "flags" in own else {}), **own}
-    parameters.pop("flags", None)
-    required_first = sorted(parameters.values(), key=lambda each: each.default is not each.empty)
+    groups = {"source": of_model, "flags": inspect.signature(_flags).parameters}
+    names = sorted(own, key=lambda name: name != "flags")
+    parameters = [each for name in names for each in groups.get(name, {name: own[name]}).values()]
+    required_first = sorted(parameters, key=lambda each: each.default is not each.empty)
     vars(run)["__signature__"] = inspect.Signature(required_first)  # what typer reads
     return app.command(body.__name__.strip("_").replace("_", "-"))(run)
 
 
 @command
 def sparsify(
-    model: Model,
+    source: "NamedModel",
     out: Annotated[Path, Option(help="Folder to write.")],
     eval_data: str | None = Option(
         None, "--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."
     ),
-    dtype: Dtype = "auto",
     dequantize: Dequantize = False,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
     stream: bool = Option(
         False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
     ),
@@ -208,7 +227,7 @@ def sparsify(
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
     from modelopt_sparse.checkpoint.folder import checked_place
-    from modelopt_sparse.cli.inputs import NamedModel, settings_of, tokens_in
+    from modelopt_sparse.cli.inputs import settings_of, tokens_in
     from modelopt_sparse.distributed import rank
 
     if stream and eval_data is not None:
@@ -217,13 +236,10 @@ def sparsify(
         raise ValueError("--spill goes with --stream")
     if rank() > 0 or (quiet and progress is None):
         progress = False
-    settings = settings_of(**flags, progress=progress)
     if not stream:  # a streaming run may go on with an earlier one, and checks the folder itself
-        checked_place(out, overwrite=overwrite, sources=[model])
+        checked_place(out, overwrite=overwrite, sources=[source.name])
     page = _page_beside(out, overwrite) if html else None
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    if "data" in settings:
-        settings["tokenizer"] = source.tokenizer
+    settings = settings_of(source, **flags, progress=progress)
     held_out = None if eval_data is None else tokens_in(eval_data, source.tokenizer)
     result = _sparsified(source, settings, out, held_out, dequantize, stream=stream, spill=spill, overwrite=overwrite)
     if result is None:
@@ -317,33 +333,27 @@ def _write_page(page: Path, report: "mts.Report", folder: Path) -> None:
 
 @command
 def plan(
-    model: Model,
+    source: "NamedModel",
     training_recipe: Path | None = Option(
         None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
     ),
     processes: int | None = Option(None, help="Also what each of so many takes and sends, where they stream MODEL."),
     nodes: int | None = Option(None, help="With --processes: on how many machines. Default: 1."),
-    dtype: Dtype = "auto",
     dequantize: Dequantize = False,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
     all_rows: AllRows = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
-    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+    from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.plan.memory import SharedOut
 
-    settings = settings_of(**flags, check_device=False)  # the device may be another machine's
-    source = NamedModel(model, dtype, revision, trust_remote_code)
+    settings = settings_of(source, **flags, check_device=False)  # the device may be another machine's
     options = {**settings, "processes": processes, "nodes": nodes}
     if training_recipe is not None and (extra := [key for key, value in options.items() if value is not None]):
         raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
     if nodes is not None and processes is None:
         raise ValueError("--nodes goes with --processes")
-    if "data" in settings:
-        settings["tokenizer"] = source.tokenizer
     empty, quantized = source.empty(dequantize)
     shared: list[SharedOut] = []
     if training_recipe is not None:
@@ -365,23 +375,17 @@ def plan(
 
 @command
 def budget(
-    model: Model,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    source: "NamedModel",
     progress: Progress = None,
     all_rows: AllRows = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Show what budgets of MODEL would cost. KL over zeros, bytes or flops, and the choice of each layer for one."""
-    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+    from modelopt_sparse.cli.inputs import settings_of
 
-    settings = settings_of(**flags, progress=progress)
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    if "data" in settings:
-        settings["tokenizer"] = source.tokenizer
-    else:
+    settings = settings_of(source, **flags, progress=progress)
+    if "data" not in settings:
         raise ValueError("losses of layers are measured on calibration text: give --data FILE")
     curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
     typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
@@ -389,7 +393,7 @@ def budget(
 
 @command
 def shrink(
-    model: Model,
+    source: "NamedModel",
     out: Path | None = Option(None, help="Folder to write; not with --plan."),
     mlp: str | None = Option(None, help="MLP channels that go, of every block: 25%, or a number."),
     blocks: str | None = Option(None, help="How many blocks go, or which: 4, or [17, 18]."),
@@ -411,9 +415,6 @@ def shrink(
     ),
     device: Device = None,
     show_plan: bool = Option(False, "--plan", help="Show the sizes and what they cost, and stop. Reads no weights."),
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
     stream: bool = Option(
         False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
     ),
@@ -423,7 +424,7 @@ def shrink(
     as_json: Json = False,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
-    from modelopt_sparse.cli.inputs import NamedModel, settings_of
+    from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
     from modelopt_sparse.plan.shrinking import Asked
     from modelopt_sparse.values import read_yaml
@@ -436,21 +437,20 @@ def shrink(
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
-    settings = settings_of(options=options, device=device, batch_size=batch_size, progress=progress, **flags)
+    settings = settings_of(source, options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
     sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    of_run = {name: value for name, value in settings.items() if name not in ("data", "progress")}
+    of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
     planned = mts.plan_shrink(source.empty(False)[0], **sizes, **of_run)
     if show_plan:
         typer.echo(planned.to_json() if as_json else planned)
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
-    settings |= {**sizes, "tokenizer": source.tokenizer}
-    where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": dtype, **source.hub}
+    settings |= sizes
+    where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
     with _kept_blocks_are_said(out) if stream else nullcontext():
-        streamed = mts.shrink_checkpoint(model, out, **where, **settings) if stream else None
+        streamed = mts.shrink_checkpoint(source.name, out, **where, **settings) if stream else None
     result = streamed or _shrunk(source, settings, out, overwrite)
     if rank() == 0:
         typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
@@ -472,7 +472,7 @@ def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite
 
 @command
 def eval_(
-    model: Model,
+    source: "NamedModel",
     data: str | None = Option(
         None,
         metavar="FILE",
@@ -488,9 +488,6 @@ def eval_(
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     device: Device = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
@@ -499,9 +496,8 @@ def eval_(
 
     if data is None and tasks is None:
         raise ValueError("nothing to measure: give --data FILE, for perplexity, or --tasks A,B")
-    settings = settings_of(seq_len=seq_len, batch_size=batch_size, device=device, progress=progress)
-    source = NamedModel(model, dtype, revision, trust_remote_code, progress)
-    beside = None if reference is None else NamedModel(reference, dtype, None, trust_remote_code, progress)
+    settings = settings_of(source, seq_len=seq_len, batch_size=batch_size, device=device, progress=progress)
+    beside = None if reference is None else NamedModel(reference, source.dtype, None, **source.remote)
     tokens = None if data is None else tokens_in(data, source.tokenizer, special_tokens=special_tokens)
     place = "cpu" if device is None else device
     network, dense = source.load(place), None if beside is None else beside.load(place)
@@ -605,14 +601,12 @@ def speed(
     as_json: Json = False,
 ) -> None:
     """Time the layers in DIR, dense against 2:4, on this GPU. Shows which would run 2:4, and why others stay dense."""
-    from modelopt_sparse.cli.inputs import torch_dtype
-
     counts = tokens.split(",")
     if wrong := [count for count in counts if not count.strip().isdecimal()]:
         raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is not a number of tokens; write for example 1,64,2048")
     settings = {"tune": tuple(map(int, counts)), "timing": timing, "quantize": quantize, "cache": cache}
-    more = {"dtype": torch_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
-    result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, device_map=device, **more))
+    more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
+    result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
     typer.echo(result.to_json() if as_json else result)
 
 
@@ -653,13 +647,13 @@ def sparse_ift(
 
 @command
 def finalize(
-    source: Annotated[Path, Option("--input", help="A safetensors file with NaN in the place of pruned weights.")],
+    marked: Annotated[Path, Option("--input", help="A safetensors file with NaN in the place of pruned weights.")],
     destination: Annotated[Path, Option("--output", help="The file to write, with 0 for them.")],
 ) -> None:
     """Write 0 for NaN, which marks pruned weights in a file."""
     if not destination.parent.is_dir():
         raise ValueError(f"--output: there is no folder {str(destination.parent)!r}: make it first")
-    masks, count = mts.training.finalize(source, destination)
+    masks, count = mts.training.finalize(marked, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 
 

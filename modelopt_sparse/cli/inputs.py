@@ -27,19 +27,22 @@ from modelopt_sparse.values import read_yaml
 # errors of the input: one line and an exit code, no traceback
 WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # options that no YAML file can hold
 PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer", "processor", "masks")
 
 
 def settings_of(
-    *, config: Path | None = None, options: list[str] | None = None, check_device: bool = True, **flags: Any
+    source: "NamedModel",
+    *,
+    config: Path | None = None,
+    options: list[str] | None = None,
+    check_device: bool = True,
+    **flags: Any,
 ) -> dict[str, Any]:
     """The API's options, and ``method``: from the YAML file ``config``, then ``options`` (--set), then ``flags``.
 
-    A later one wins; flags that are None are not given. ``check_device``: whether the device must be on this machine.
-    Raises ValueError for input that cannot be used.
+    A later one wins; flags that are None are not given. With data they have the tokenizer of ``source``.
+    ``check_device``: whether the device must be on this machine. Raises ValueError for input that cannot be used.
     """
     settings: dict[str, Any] = {"method": None}
     if config is not None:
@@ -57,9 +60,13 @@ def settings_of(
         settings[key] = read_yaml(value, f"--set {option!r}")
     for key in settings.keys() & set(PYTHON_ONLY):
         raise ValueError(f"option {key!r} is a Python object; on the command line use --data FILE")
+    if flags.get("progress"):
+        transformers.utils.logging.enable_progress_bar()
     settings |= {key: value for key, value in flags.items() if value is not None}
     if settings.get("data", SELF) != SELF:
         settings["data"] = data_of(settings["data"], "train")
+    if "data" in settings:
+        settings["tokenizer"] = source.tokenizer
     if settings.get("device") is not None:
         settings["device"] = own_device(settings["device"])
         if check_device:
@@ -106,22 +113,10 @@ def read_evaluation(path: Path) -> tuple[mts.Evaluation | None, mts.TaskScores |
         raise ValueError(f"--evaluation {str(path)!r} is not what `eval --json` printed: {error}") from None
 
 
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of --dtype; None for auto. Raises ValueError for an unknown one."""
-    if name not in DTYPES:
-        raise ValueError(f"--dtype {name}: allowed are {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 class NamedModel:
     """The model that MODEL names, a folder or a hub name, and how to load it. Raises ValueError if there is none."""
 
-    def __init__(
-        self, name: str, dtype: str, revision: str | None, trust_remote_code: bool, progress: bool | None = None
-    ) -> None:
-        torch_dtype(dtype)
-        if progress:
-            transformers.utils.logging.enable_progress_bar()
+    def __init__(self, name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> None:
         self.name, self.dtype = name, dtype
         self.remote = {"trust_remote_code": trust_remote_code}
         self.hub = {"revision": revision, **self.remote}
@@ -146,7 +141,7 @@ class NamedModel:
         quantized = dequantization_of(network, where, self.dtype, dequantize=dequantize)
         if quantized is not None:
             return network.to(quantized.dtype), quantized
-        dtype = torch_dtype(self.dtype) or getattr(network.config, "dtype", None)
+        dtype = getattr(network.config, "dtype", None) if self.dtype == "auto" else getattr(torch, self.dtype)
         return network if dtype is None else network.to(dtype), None
 
     def load(self, device: str = "cpu", quantized: Quantized | None = None, *, masks: bool = False) -> nn.Module:

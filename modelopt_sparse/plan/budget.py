@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
-from modelopt_sparse.reports.fold import nearest
+from modelopt_sparse.reports.text import nearest
 
 # what the user asks for -----------------------------------------------------------------------------------------------
 

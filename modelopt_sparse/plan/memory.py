@@ -14,7 +14,7 @@ from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_tex
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.fold import Printed, paragraph, sizes_by_place, table
+from modelopt_sparse.reports.text import Printed, paragraph, sizes_by_place, table
 from modelopt_sparse.values import check_whole
 
 HOST = "host"  # the place that is the CPU's memory

@@ -29,7 +29,7 @@ from modelopt_sparse.plan.budget import (
     parse_timings,
     zeros_of,
 )
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.values import check_number, check_options, is_whole, shown
 
 # globs ----------------------------------------------------------------------------------------------------------------

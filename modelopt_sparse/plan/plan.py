@@ -16,8 +16,8 @@ from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import full_name, stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
-from modelopt_sparse.reports.fold import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
 from modelopt_sparse.reports.report import library_versions
+from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
 from modelopt_sparse.reports.values import Skipped
 
 # plan -----------------------------------------------------------------------------------------------------------------

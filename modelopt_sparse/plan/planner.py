@@ -28,7 +28,7 @@ from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 

@@ -39,7 +39,7 @@ from modelopt_sparse.plan.memory import estimated
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
 from modelopt_sparse.plan.plan import Plan, memory_table
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.fold import Printed, nearest, refuse_unknown
+from modelopt_sparse.reports.text import Printed, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 

@@ -7,18 +7,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import safetensors
-import torch
-import transformers
 from torch import Tensor, nn
 
 from modelopt_sparse import __version__
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
-from modelopt_sparse.reports.fold import Column, Printed, by_reason, counted, paragraph, rows_of
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
@@ -316,11 +313,5 @@ def attached_report(model: nn.Module) -> Report | None:
 
 
 def library_versions() -> dict[str, str]:
-    return {
-        "modelopt_sparse": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }
+    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")}
+    return {"modelopt_sparse": __version__, **libraries, "python": platform.python_version()}

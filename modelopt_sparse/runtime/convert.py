@@ -18,8 +18,8 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
-from modelopt_sparse.reports.fold import Printed, by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.reports.report import library_versions
+from modelopt_sparse.reports.text import Printed, by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
     BACKENDS,

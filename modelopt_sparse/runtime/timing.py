@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.reports.fold import write_whole
+from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.runtime.kernels import (
     SUMS,
     Algorithm,

@@ -39,18 +39,18 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.methods.kl import kl_divergence
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.hf import text_config_of
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.fold import Column, Printed, paragraph, rows_of, table
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports.evaluate import kl_divergence
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.text import Column, Printed, Progress, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.solving.solve import solve_layers
+from modelopt_sparse.values import grouped
 
 # zeros of unstructured layers, shared out -----------------------------------------------------------------------------
 # Allocations only move sparsity between layers: the model has as many zeros as was asked for, or a few more.
@@ -316,10 +316,7 @@ class Table:
     @cached_property
     def groups(self) -> list[list[LayerPlan]]:
         """Layers that choose together: the experts of a mixture that are modules in a list; else each by itself."""
-        groups: dict[str, list[LayerPlan]] = {}
-        for layer_plan in self.plan.layers:
-            groups.setdefault(layer_plan.layer.mixture or layer_plan.name, []).append(layer_plan)
-        return list(groups.values())
+        return list(grouped(self.plan.layers, lambda each: each.layer.mixture or each.name).values())
 
     @cached_property
     def choices(self) -> list[tuple[Pattern | None, ...]]:

@@ -28,8 +28,7 @@ from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedIn
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
-from modelopt_sparse.methods.refine import REFINE_DAMPING, refine
-from modelopt_sparse.methods.scores import GivenMask
+from modelopt_sparse.methods.scores import REFINE_DAMPING, GivenMask, refine
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig

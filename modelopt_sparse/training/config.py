@@ -32,7 +32,7 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.reports.fold import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.iso_flop import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.planner import DEFAULT

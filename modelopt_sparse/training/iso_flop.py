@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.hf import built, model_class
-from modelopt_sparse.reports.fold import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.members import (
@@ -31,7 +31,7 @@ from modelopt_sparse.training.planner import (
     zeros_by_name,
 )
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.values import check_choice, check_number
+from modelopt_sparse.values import check_choice, check_number, grouped
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
@@ -252,11 +252,7 @@ def _with_rule(
 
 def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
     """Names of parameters for each level that occurs; those at level 0 stay dense."""
-    names: dict[float, list[str]] = {}
-    for name, level in levels.items():
-        if level > 0:
-            names.setdefault(level, []).append(name)
-    return names
+    return grouped((name for name, level in levels.items() if level > 0), levels.__getitem__)
 
 
 # wide -----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
-from modelopt_sparse.reports.fold import first_few, nearest
+from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.values import check_whole
 
 KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,7 +9,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled, polish
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.methods.refine import refine
+from modelopt_sparse.methods.scores import refine
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.methods.refine import SHORTLIST, _shortlist, refine
+from modelopt_sparse.methods.scores import SHORTLIST, _shortlist, refine
 from tests.helpers import assert_bits, correlated_inputs
 
 PATTERNS = ["2:4", "4:8", "50% per row", "70% per matrix"]

@@ -3,8 +3,8 @@
 import pytest
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports import progress
-from modelopt_sparse.reports.progress import Progress
+from modelopt_sparse.reports import text
+from modelopt_sparse.reports.text import Progress
 from tests.helpers import tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -15,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(text.time, "monotonic", lambda: self.now)
 
 
 def test_a_line_every_minute_where_there_is_no_terminal(monkeypatch, capsys):
@@ -53,7 +53,7 @@ def test_a_total_that_is_not_known(monkeypatch, capsys):
 ])  # fmt: skip
 def test_where_what_is_shown(monkeypatch, capsys, show, terminal, bar, lines):
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(text.sys.stderr, "isatty", lambda: terminal, raising=False)
     with Progress("sparsify", "block", 2, show=show) as each:
         clock.now += 100
         each.update()
@@ -63,7 +63,7 @@ def test_where_what_is_shown(monkeypatch, capsys, show, terminal, bar, lines):
 
 
 def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
-    class Widget(progress.tqdm):
+    class Widget(text.tqdm):
         pass
 
     Widget.__module__ = "tqdm.notebook"
@@ -74,7 +74,7 @@ def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
             shown.append(not options["disable"])
             super().__init__(**{**options, "disable": True})
 
-    monkeypatch.setattr(progress, "tqdm", InNotebook)
+    monkeypatch.setattr(text, "tqdm", InNotebook)
     with Progress("sparsify", "block", 2):
         pass
     with Progress("sparsify", "block", 2, show=False):

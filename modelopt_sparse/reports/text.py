@@ -1,4 +1,4 @@
-"""Text for messages, plans and reports: suggestions, lists, tables, and tables that fold.
+"""Text for people: suggestions, lists, tables, tables that fold, files, and how far a run is.
 
 A table folds rows whose names differ only in numbers and whose cells are equal. `*` in a folded name stands for all
 numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, they are listed:
@@ -7,18 +7,24 @@ numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, 
 
 import difflib
 import json
+import logging
 import math
 import os
 import re
+import sys
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from modelopt_sparse.values import shown
+from tqdm.auto import tqdm
+
+from modelopt_sparse.values import grouped, shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this, nor than their words
@@ -219,9 +225,7 @@ def rows_of(
 
 def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), *, all_rows: bool = False) -> str:
     """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
-    names: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        names.setdefault(why, []).append(name)
+    names = grouped(reasons, reasons.__getitem__)
     if all_rows:
         return "\n".join(f"{word}: {', '.join(each)} ({why})" for why, each in names.items())
     every = (*among, *reasons)
@@ -262,9 +266,7 @@ def _boxes(places: set[Places]) -> list[tuple[frozenset[int], ...]]:
     rests: dict[int, set[Places]] = {}
     for first, *rest in sorted(places):
         rests.setdefault(first, set()).add(tuple(rest))
-    firsts: dict[frozenset[Places], list[int]] = {}
-    for first, rest in rests.items():
-        firsts.setdefault(frozenset(rest), []).append(first)
+    firsts = grouped(rests, lambda first: frozenset(rests[first]))
     return [(frozenset(each), *box) for rest, each in firsts.items() for box in _boxes(set(rest))]
 
 
@@ -316,3 +318,73 @@ def _spread(cells: Sequence[str]) -> str:
         ordered = sorted(numbers, key=lambda number: float(number.replace(",", "")))
         ranges.append(ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}")
     return "".join(part for pair in zip(text, [*ranges, ""], strict=True) for part in pair)
+
+
+# how far a run is -----------------------------------------------------------------------------------------------------
+
+
+EVERY = 60.0  # seconds between two lines
+
+
+@contextmanager
+def only_errors(name: str) -> Iterator[None]:
+    """A library's logger shows errors alone."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class Progress:
+    """A bar that stays while one part of a run goes on.
+
+    title, unit: what runs, and what is counted. total: how many there are, None if that is not known.
+    show: True shows the bar, False shows nothing; None shows it on a terminal and in a notebook, and elsewhere writes a
+      line to standard error every minute.
+    """
+
+    def __init__(self, title: str, unit: str, total: int | None = None, *, show: bool | None = None) -> None:
+        in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)  # where tqdm draws widgets
+        shown = show if show is not None else in_notebook or sys.stderr.isatty()
+        self._bar = tqdm(desc=title, unit=unit, total=total, disable=not shown)
+        self._writes_lines = show is None and not shown
+        self._title, self._unit, self._said = title, unit, ""
+        self._began = self._last_line = time.monotonic()
+        self.count, self.total = 0, total
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def begin(self, total: int | None) -> None:
+        """Count from the start again, up to another total."""
+        self.count, self.total = 0, total
+        self._bar.reset(total)
+
+    def say(self, *words: str) -> None:
+        """The words behind the bar from now on."""
+        self._said = ", ".join(filter(None, words))
+        self._bar.set_postfix_str(self._said)
+
+    def update(self, count: int = 1) -> None:
+        """Count further ones as done."""
+        self.count += count
+        self._bar.update(count)
+        now = time.monotonic()
+        if self._writes_lines and now - self._last_line >= EVERY:
+            self._last_line = now
+            sys.stderr.write(self.line(now - self._began) + "\n")
+            sys.stderr.flush()
+
+    def line(self, seconds: float) -> str:
+        """Title, count, time and words in one line. ``seconds``: since the beginning."""
+        of_total = "" if self.total is None else f" of {self.total}"
+        parts = [f"{self._title}: {self._unit} {self.count}{of_total}, {tqdm.format_interval(seconds)} gone"]
+        if self.total is not None and 0 < self.count <= self.total:
+            parts.append(f"{tqdm.format_interval(seconds / self.count * (self.total - self.count))} left")
+        return ", ".join([*parts, *filter(None, [self._said])])

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.checkpoint.verify import Verification, Verified
-from modelopt_sparse.reports.fold import NUMBER, Column, counted, fold, folded_names, paragraph, rows_of, table
+from modelopt_sparse.reports.text import NUMBER, Column, counted, fold, folded_names, paragraph, rows_of, table
 from tests.helpers import tiny_llama, token_batches
 
 LLAMA_8B: dict[str, Any] = {
