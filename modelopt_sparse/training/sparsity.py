@@ -388,7 +388,7 @@ class Reminder:
 def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     """The masks of all chosen parameters at step 0, by name, shaped like the parameters.
 
-    NaN in a weight marks a pruned place (docs/sparse-training.md). Raises ValueError for inf, and for meta tensors.
+    NaN in a weight marks a pruned place (docs/from-the-guides.md). Raises ValueError for inf, and for meta tensors.
     """
     masks = {}
     levels = levels_at(0, chosen)
