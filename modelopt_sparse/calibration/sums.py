@@ -49,7 +49,7 @@ def add_product(gram: Tensor | None, rows: Tensor) -> Tensor:
     square = (*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
     if gram is None:
         gram = rows.new_zeros(square, dtype=work)
-    if gram.dim() != rows.dim():  # one attention, called with one input for q, k and v and with several
+    if (gram.dim(), gram.dtype) != (rows.dim(), work):  # one attention, called with one input for q, k and v and others
         return gram + add_product(None, rows)
     add_upper(gram, rows, add, _strip(gram))
     return gram
@@ -204,11 +204,18 @@ class RunningSum:
         if self.routes is not None:
             self.routes.append(route)
 
-    def stats(self) -> "Stats | DeferredStats":
+    def anew(self) -> "RunningSum":
+        """A sum of nothing in the memory of this one, which is not needed any more."""
+        assert self.sums is not None
+        counts = None if self.counts is None else torch.zeros_like(self.counts)
+        return RunningSum(self.gram, self.sums.zero_(), 0, counts, None if self.routes is None else [])
+
+    def stats(self, *, whole: bool = True) -> "Stats | DeferredStats":
+        """Not ``whole``: without what `completed` adds."""
         assert self.sums is not None
         if self.routes is not None and self.counts is not None:
             return DeferredStats(self.counts, self.sums, [self.routes])
-        sums = completed(self.sums) if self.gram and self.counts is None else self.sums
+        sums = completed(self.sums) if whole and self.gram and self.counts is None else self.sums
         return _of_sums(self.tokens, sums, gram=self.gram, counts=self.counts)
 
 
@@ -406,6 +413,7 @@ class Collector:
         self.needs, self._share, self._all_tokens = needs, share, all_tokens
         self.sharing_changed = False  # layers shared an input in one call and not in another: the sums are wrong
         self._sums: dict[str, RunningSum] = {}
+        self._spare: dict[str, RunningSum] = {}
         self._leader_of: dict[str, str] = {}
         # the inputs in this call of the model, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
@@ -418,6 +426,8 @@ class Collector:
         if leader != layer.name:
             return
         adapter = layer.adapter
+        if leader not in self._sums and leader in self._spare:
+            self._sums[leader] = self._spare.pop(leader).anew()
         if not isinstance(adapter, RoutedAdapter):
             gram = not {"gram", ROWS}.isdisjoint(self.needs.values())
             total = self._sums.setdefault(leader, RunningSum(gram))
@@ -441,11 +451,13 @@ class Collector:
             self.sharing_changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
         self._call = {}
 
-    def take(self) -> Groups:
-        """The statistics up to now. Sums begin anew after that."""
+    def take(self, *, again: bool = False) -> Groups:
+        """The statistics up to now. Sums begin anew after that; ``again``: in the same memory, and what is taken lacks
+        what `completed` adds."""
         members = grouped(self._leader_of, self._leader_of.__getitem__)
         sums, self._sums = self._sums, {}
-        return [(names, sums[leader].stats()) for leader, names in members.items() if leader in sums]
+        self._spare = sums if again else {}
+        return [(names, sums[leader].stats(whole=not again)) for leader, names in members.items() if leader in sums]
 
 
 # several processes ----------------------------------------------------------------------------------------------------
@@ -594,14 +606,15 @@ class SumsOfAllProcesses:
         """The call before, if there was one, is over."""
         self._collector.end_call()
         if self._deterministic:
-            self._add(self._collector.take())
+            self._add(self._collector.take(again=True))
 
     def groups(self) -> Groups | None:
         """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if all
         calls have to be run once more: by layers that share no input if ``sharing_changed``."""
         self.next_call()
+        rest = self._collector.take()  # nothing where sums are exact, and their memory is free then
         if not self._deterministic:
-            self._add(self._collector.take())
+            self._add(rest)
         totals, merged, calls = self._sums.totals(), dict[Names, Stats](), self._calls
         for of_rank in self._processes.all_gather(EXCHANGE, self._stats):
             for names, stats in of_rank.items():
