@@ -18,7 +18,6 @@ from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import (
     input_device,
-    offloaded_after_errors,
     peak_bytes,
     refuse_offloaded,
     refuse_what_cannot_be_written,
@@ -86,7 +85,7 @@ def prune(
     if processes.size > 1 and storage.resident:  # of others all is compared when their files are opened
         facts = common_to_processes(model, plan, config)
         processes.check_same(facts, "give all of them the same model and the same options")
-    with _report(model, plan, config, processes) as report, calibrating(model), offloaded_after_errors(model):
+    with _report(model, plan, config, processes) as report, calibrating(model):
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.allocation != "uniform" or config.budget is not None or config.distill is not None
         wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
@@ -142,7 +141,7 @@ def budget_curve(
         plan = plan_for(inside, resolved, config)
         check_options(plan, config)
         _check(inside, plan, config, InMemory())
-        with calibrating(inside), offloaded_after_errors(inside):
+        with calibrating(inside):
             run = Run(inside, plan, config, InMemory(), processes, Report.begin((), (), {}))
             data = CalibrationData.load(run)
             curve = curve_of(replace(data, dense=run_dense(data)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device
+from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device, offload_again
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
@@ -104,7 +104,11 @@ class InMemory(Storage):
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
     with in_eval_mode(model), switched_off(model, "use_cache"), torch.no_grad():
-        yield
+        try:
+            yield
+        except BaseException:
+            offload_again(model)  # what accelerate had loaded for a forward
+            raise
 
 
 @contextmanager

@@ -356,16 +356,6 @@ def stored(module: nn.Module, name: str) -> Tensor:
     return hook.weights_map[name]
 
 
-@contextmanager
-def offloaded_after_errors(model: nn.Module) -> Iterator[None]:
-    """If a forward inside raises, offload the weights again that accelerate had loaded for it."""
-    try:
-        yield
-    except BaseException:
-        offload_again(model)
-        raise
-
-
 def offload_again(model: nn.Module) -> None:
     """Offload the weights that accelerate has loaded for forwards that did not come to their end."""
     for module in model.modules():

@@ -434,14 +434,13 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 
 def _weights_are_masked(module: SparseModule) -> bool:
     """Whether the weights that a forward reads are zero at pruned places, and no gradient of them is wanted."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
-        return False  # a graph that runs later has the mask inside
     with_gradients = torch.is_grad_enabled()
     for name in module.masked_names:
         weight, mask = module._parameters.get(name), module._buffers.get(name + SUFFIX)
         if weight is None or mask is None or (with_gradients and weight.requires_grad):
             return False
-        if not hold_zeros(weight, mask, module):
+        # a graph that runs later has the mask inside
+        if is_recorded(weight) or not hold_zeros(weight, mask, module):
             return False
     child = getattr(module, "out_proj", None) if issubclass(module.base, nn.MultiheadAttention) else None
     return not isinstance(child, SparseModule) or _weights_are_masked(child)

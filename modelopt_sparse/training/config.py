@@ -134,8 +134,6 @@ def _algorithm(section: Mapping[str, Any], where: str, **more: Any) -> SparsityA
     summaries = options.pop("add_summaries", False)
     check_flag(f"{where}: add_summaries", summaries)
     refuse_unknown(options, list(_options_of(cls)), f"{where}: {cls.__name__}: ")
-    if isinstance(options.get("sparsity"), int):
-        raise ValueError(f"{where}: sparsity is {shown(options['sparsity'])}, and must be a fraction such as 0.3")
     try:
         algorithm = cls(**options, **more)
     except (ValueError, TypeError) as error:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, PICKLES
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
@@ -506,11 +506,6 @@ def _read_back(model: nn.Module, folder: Path) -> None:
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 
-# endings of files that hold pickles, or Cerebras' HDF5 -> what reads them
-PICKLED, HDF5 = "torch.load(path, weights_only=True)", 'cerebras.pytorch.load(path)["model"]'
-READERS = {".pt": PICKLED, ".pth": PICKLED, ".bin": PICKLED, ".ckpt": PICKLED, ".mdl": HDF5}
-
-
 def to_sentinel(state: Mapping[str, Any], optimizer_state: Mapping[Any, Any] | None = None) -> dict[str, Any]:
     """A sparse model's state dict with NaN where its masks are False, and without the masks; nothing else changes.
 
@@ -550,8 +545,8 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
     """
     source, destination = Path(source), Path(destination)
     for path in (source, destination):
-        if reader := READERS.get(path.suffix):
-            raise ValueError(f"{str(path)!r} is no safetensors file: read it with {reader}, write it as safetensors")
+        if path.suffix in (*PICKLES, ".mdl"):  # .mdl: Cerebras' HDF5
+            raise ValueError(f"{str(path)!r} is no safetensors file: write its state dict as safetensors")
     if destination.exists():
         raise ValueError(f"{str(destination)!r} exists already: give the name of a new file")
     try:

@@ -131,7 +131,7 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"sparsity": 1}, "sparsity: sparsity is 1, and must be a fraction"),
+        ({"sparsity": 1}, "sparsity: sparsity=1.0: must be a number in"),
         (1, "1 is neither a level such as 0.9, a mapping, nor a list"),
         ({"algorithm": "rigel", "sparsity": 0.5}, "algorithm 'rigel' is not known, did you mean 'rigl'"),
         (
@@ -172,7 +172,7 @@ def test_what_is_refused(config, match):
     [
         ("model: {}\n", "holds no section 'sparsity', so nothing is trained sparse"),
         ("sparsity: [\n", "is not YAML"),
-        ("sparsity: 5\n", "sparsity is 5, and must be a fraction"),
+        ("sparsity: 5\n", "sparsity=5.0: must be a number in"),
         ("algorithm: rigl\nsparsity: 0.9\nseeed: 3\n", "RigL: option 'seeed' is not known"),
         ("sparsity: 0.9\nmodel: {}\nseed: 3\n", "Static: option 'model' is not known"),
         ("sparsity:\n  seed: 1\n  sparsity: 0.5\n  seed: 2\n", r"'seed' stands twice\s.*line 4, column 3"),

@@ -62,15 +62,9 @@ def test_finalize(run, tmp_path):
     assert "exists already" in done.err
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("model.mdl", r"is no safetensors file: .*cerebras.pytorch.load.path..\"model\".*write it as safetensors"),
-        ("model.pt", r"is no safetensors file: .*weights_only=True.*write it as safetensors"),
-    ],
-)
-def test_finalize_refuses_other_files(name, match, tmp_path):
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize("name", ["model.mdl", "model.pt"])
+def test_finalize_refuses_other_files(name, tmp_path):
+    with pytest.raises(ValueError, match=r"is no safetensors file: write its state dict as safetensors"):
         training.finalize(tmp_path / name, tmp_path / "out.safetensors")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         training.finalize(tmp_path / "none.safetensors", tmp_path / "out.safetensors")
