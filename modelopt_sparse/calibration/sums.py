@@ -250,6 +250,16 @@ def pooled(stats: Stats) -> Stats:
     return Stats(stats.tokens, stats.square_sums.sum(0), None if stats.gram is None else stats.gram.sum(0))
 
 
+def part_of(stats: "Stats | DeferredStats", experts: range) -> Stats:
+    """The sums of some experts, which follow each other; as views, if they are there."""
+    if isinstance(stats, DeferredStats):
+        return stats.part(experts)
+    assert stats.counts is not None
+    own = slice(experts.start, experts.stop)
+    gram = None if stats.gram is None else stats.gram[own]
+    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
+
+
 def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> Stats:
     """Statistics of experts in which those with fewer than ``minimum`` rows have what ``how`` says; counts stay true.
 
@@ -259,7 +269,7 @@ def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | 
     """
     for expert in few(stats, minimum):
         alone = range(expert, expert + 1)
-        fill(stats.part(alone), minimum, how, pool, everyone and everyone.part(alone))
+        fill(part_of(stats, alone), minimum, how, pool, everyone and part_of(everyone, alone))
     return stats
 
 

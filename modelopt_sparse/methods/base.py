@@ -45,13 +45,6 @@ class Stats:
         counts = None if self.counts is None or other.counts is None else self.counts + other.counts
         return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram, counts)
 
-    def part(self, experts: range) -> "Stats":
-        """The sums of some experts, which follow each other, as views."""
-        assert self.counts is not None
-        own = slice(experts.start, experts.stop)
-        gram = None if self.gram is None else self.gram[own]
-        return Stats(int(self.counts[own].sum()), self.square_sums[own], gram, self.counts[own])
-
     def with_dead_channels(self) -> "Stats":
         """The sums that weights are chosen by: dead channels, those that were zero in all rows, are filled in.
 

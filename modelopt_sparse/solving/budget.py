@@ -34,7 +34,7 @@ from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput
+from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods import scores as wanda
@@ -239,7 +239,7 @@ def _loss(
         experts = range(start, min(start + step, layer_plan.matrices))
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
         held = stats.sent_to(0, experts, processes) if isinstance(stats, DeferredStats) else stats
-        part = held.part(experts) if layer_plan.routed else held
+        part = part_of(held, experts) if layer_plan.routed else held
         assert isinstance(part, Stats)
         assert part.gram is not None
         error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)

@@ -24,7 +24,7 @@ from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.inputs import AtBlock, collect
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
-from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput
+from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
@@ -94,7 +94,7 @@ class Job:
     def of(cls, layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> "Job":
         """The weight is a copy: a method that writes to its input does not reach the model."""
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        states = States(stats and stats.part(experts)) if layer_plan.routed else states
+        states = States(stats and part_of(stats, experts)) if layer_plan.routed else states
         device = run.config.device if states.stats is None else states.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
         pattern, method = layer_plan.pattern_now, layer_plan.method
