@@ -22,8 +22,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-from transformers.utils import cached_file
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.calibration.run import OpenBlock, Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
@@ -40,12 +40,18 @@ from modelopt_sparse.reports.values import BlockReport, LayerReport
 
 ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time
+# the ends of files that may hold weights
+WEIGHT_FORMATS = (
+    *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
+    *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
+)
 
 # the source -----------------------------------------------------------------------------------------------------------
 
 
-def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
-    """The folder of a checkpoint. For a hub name its files are downloaded, and it is a folder in the hub's cache.
+def local_folder(source: str | Path, revision: str | None) -> Path:
+    """The folder of a checkpoint. For a hub name its files are downloaded, without weights of other formats, and it is
+    a folder in the hub's cache.
 
     Raises ValueError if ``source`` is neither a folder of a model nor a checkpoint on the hub.
     """
@@ -55,18 +61,11 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
         return Path(source)
     name = str(source)
     try:
-        config = cached_file(name, "config.json", revision=revision)
-        index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-        folder = Path(str(config)).parent
-        for file in [WEIGHTS] if index is None else weight_files(folder):
+        folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[f"*.{x}" for x in WEIGHT_FORMATS]))
+        for file in weight_files(folder):
             cached_file(name, file, revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
-    for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
-        try:
-            loader.from_pretrained(name, revision=revision, **remote)  # this downloads its files
-        except (OSError, ValueError, KeyError, ImportError):
-            continue
     return folder
 
 
