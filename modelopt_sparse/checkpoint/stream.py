@@ -126,7 +126,7 @@ def sparsify_checkpoint(
                 return Report.from_dict(work.report)
             return prune(storage.model, chosen, settings, storage, processes, calls)
 
-        started = _started_with(plan, settings, dtype, quantized)
+        started = started_with(plan, settings)
         job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
 
@@ -183,9 +183,8 @@ def shrink_checkpoint(
             shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
             return report
 
-        started = _started_with(plan, config, dtype, None)
         facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
-        started |= {f"option {name}": str(value) for name, value in facts.items()}
+        started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
 
@@ -194,7 +193,7 @@ def shrink_checkpoint(
 class _Job:
     """What is done to the checkpoint in ``folder``, whose blocks are called ``names``.
 
-    started: what the result depends on, but for the files of the source and the data. calls: those of the data.
+    started: what the result depends on, but for the source and the data. calls: those of the data.
     work_on: does the work on a model whose blocks are in a storage.
     """
 
@@ -212,8 +211,12 @@ class _Job:
 def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
     """Do the work from where an earlier run has left it, and put the folder in its place."""
     files, report = SourceFiles(job.folder, processes), None
-    processes.check_same(job.started, "give all of them the same source and the same options")
-    with _full_disk_named(target), opened(target, job.started, processes, overwrite=overwrite) as work:
+    notes, started = list[str](), {**job.started, "dtype": str(job.dtype)}
+    if job.quantized is not None:
+        notes.append(str(job.quantized))
+        started["quantized source"] = str(job.quantized)
+    processes.check_same(started, "give all of them the same source and the same options")
+    with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
         if work.done or work.finished:
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
@@ -223,7 +226,6 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
-                    notes = [] if job.quantized is None else [str(job.quantized)]
                     if storage.reused:
                         notes.append(f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run")
                     report.notes += [note for note in notes if note not in report.notes]
@@ -293,19 +295,6 @@ def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
         if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
             raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY} {verb}")
     return [*plan.named_blocks]
-
-
-# what a run is started with -------------------------------------------------------------------------------------------
-
-
-def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None) -> dict[str, Any]:
-    """All that the result depends on, but for the files, and the calibration data, which is known when it is read."""
-    facts = started_with(plan, config)
-    # the kind of device: each process has a GPU of its own
-    facts.update(dtype=str(dtype), device=str(config.device and config.device.type))
-    if quantized is not None:
-        facts["quantized source"] = str(quantized)
-    return facts
 
 
 # the end --------------------------------------------------------------------------------------------------------------
