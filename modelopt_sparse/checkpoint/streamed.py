@@ -134,11 +134,8 @@ class SourceFiles:
         """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            try:
-                self.check_all()
-            except Unreadable as reason:
-                raise reason from error
+        except (OSError, SafetensorError):
+            self.check_all()
             raise
 
 
