@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
+from modelopt_sparse.model.resize import tensors_of
 from modelopt_sparse.reports.fold import first_few
 from modelopt_sparse.reports.progress import only_errors
 from modelopt_sparse.reports.report import Report
@@ -184,17 +184,14 @@ def without_blocks(
 
 
 def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """A device map with the blocks ``names`` on disk and everything else on the CPU."""
-    devices = dict.fromkeys(names, "disk")
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if path in devices or path.startswith(tuple(f"{place}." for place in devices)):
-            continue
-        if not any(name.startswith(prefix) for name in names):
-            devices[path] = "cpu"
-        else:
-            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-            devices |= {f"{prefix}{key}": "cpu" for key, _ in own}
+    """A device map with the blocks ``names`` on disk and everything else on the CPU: modules, and of those that hold
+    blocks the tensors that are their own."""
+    devices, inside = dict.fromkeys(names, "disk"), tuple(f"{name}." for name in names)
+    for name in tensors_of(model):
+        path, _, _ = name.rpartition(".")
+        if not name.startswith(inside):
+            holds_blocks = not path or any(block.startswith(f"{path}.") for block in inside)
+            devices[name if holds_blocks else path] = "cpu"
     return devices
 
 
