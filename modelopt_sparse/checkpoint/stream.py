@@ -11,7 +11,7 @@ in memory (fused experts); its save_pretrained converts them back, block by bloc
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from modelopt_sparse.checkpoint.folder import (
 )
 from modelopt_sparse.checkpoint.save import report as report_in
 from modelopt_sparse.checkpoint.streamed import (
+    WEIGHT_FORMATS,
     SourceFiles,
     Streamed,
     concatenate,
@@ -57,11 +58,7 @@ from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, setting
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.smaller import criterion_of, shrink_to_one
 
-NOT_COPIED = re.compile(
-    r"\.(safetensors|bin|pth?|h5|keras|tflite|msgpack|npz|gguf|onnx(_data)?|ot|nemo|mar|pkl|pickle|ckpt)$"
-    r"|\.index\.json$|^sparsity\.",
-    re.IGNORECASE,
-)
+NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IN_MEMORY = "load the model and call"
 UNMEASURED = (
     "KL is not measured in streaming, where each call reads all weights: `modelopt-sparse eval` does so afterwards"
@@ -110,7 +107,7 @@ def sparsify_checkpoint(
             settings = replace(settings, deterministic=True)
         _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        folder = local_folder(source, revision, remote)
+        folder = local_folder(source, revision)
         if not settings.replace and (count := _masks_in(folder)):
             advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops them"
             raise ValueError(f"{str(folder)!r} holds {count} masks, which streaming does not read: {advice}")
@@ -129,7 +126,7 @@ def sparsify_checkpoint(
                 return Report.from_dict(work.report)
             return prune(storage.model, chosen, settings, storage, processes, calls)
 
-        started = _started_with(plan, settings, dtype, quantized)
+        started = started_with(plan, settings)
         job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
 
@@ -158,18 +155,16 @@ def shrink_checkpoint(
     """
     asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
     how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
-    if asked.budget is not None or how["blocks_by"] == "kl":
-        option = "blocks_by='kl'" if asked.budget is None else "budget"
-        raise ValueError(_whole_model(option, "give mlp=, blocks= or to=", "shrink"))
-    config = shrink_config(options)
-    _refuse_whole_model(config, "shrink")
+    config, instead = shrink_config(options), "give mlp=, blocks= or to="
+    budget, by_kl = asked.budget is not None, how["blocks_by"] == "kl"
+    _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
         if processes.size > 1:
             config = replace(config, deterministic=True)
         config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        folder = local_folder(source, revision, remote)
+        folder = local_folder(source, revision)
         if _masks_in(folder):
             raise ValueError(f"{str(folder)!r} is sparse: shrink the model that it was made of, and sparsify it then")
         empty: Any = checked(empty_model(folder, **remote))
@@ -188,9 +183,8 @@ def shrink_checkpoint(
             shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
             return report
 
-        started = _started_with(plan, config, dtype, None)
         facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
-        started |= {f"option {name}": str(value) for name, value in facts.items()}
+        started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
 
@@ -199,7 +193,7 @@ def shrink_checkpoint(
 class _Job:
     """What is done to the checkpoint in ``folder``, whose blocks are called ``names``.
 
-    started: what the result depends on, but for the files of the source and the data. calls: those of the data.
+    started: what the result depends on, but for the source and the data. calls: those of the data.
     work_on: does the work on a model whose blocks are in a storage.
     """
 
@@ -217,8 +211,12 @@ class _Job:
 def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
     """Do the work from where an earlier run has left it, and put the folder in its place."""
     files, report = SourceFiles(job.folder, processes), None
-    processes.check_same(job.started, "give all of them the same source and the same options")
-    with _full_disk_named(target), opened(target, job.started, processes, overwrite=overwrite) as work:
+    notes, started = list[str](), {**job.started, "dtype": str(job.dtype)}
+    if job.quantized is not None:
+        notes.append(str(job.quantized))
+        started["quantized source"] = str(job.quantized)
+    processes.check_same(started, "give all of them the same source and the same options")
+    with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
         if work.done or work.finished:
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
@@ -228,7 +226,6 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
-                    notes = [] if job.quantized is None else [str(job.quantized)]
                     if storage.reused:
                         notes.append(f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run")
                     report.notes += [note for note in notes if note not in report.notes]
@@ -265,7 +262,7 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
-def _refuse_whole_model(config: SparsifyConfig, verb: str) -> None:
+def _refuse_whole_model(config: SparsifyConfig, verb: str, more: Iterable[tuple[bool, str, str]] = ()) -> None:
     """Raise ValueError for options that need the whole model at once."""
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
@@ -274,14 +271,12 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str) -> None:
         (config.distill is not None, f"distill{quality}", "leave it out"),
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
+        *more,
     ]
     for is_set, option, instead in options:
         if is_set:
-            raise ValueError(_whole_model(option, instead, verb))
-
-
-def _whole_model(option: str, instead: str, verb: str) -> str:
-    return f"{option} runs the whole model, which streaming never holds: {instead}, or {IN_MEMORY} {verb}"
+            what = f"{option} runs the whole model, which streaming never holds"
+            raise ValueError(f"{what}: {instead}, or {IN_MEMORY} {verb}")
 
 
 def _masks_in(folder: Path) -> int:
@@ -300,19 +295,6 @@ def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
         if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
             raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY} {verb}")
     return [*plan.named_blocks]
-
-
-# what a run is started with -------------------------------------------------------------------------------------------
-
-
-def _started_with(plan: Plan, config: SparsifyConfig, dtype: Any, quantized: Quantized | None) -> dict[str, Any]:
-    """All that the result depends on, but for the files, and the calibration data, which is known when it is read."""
-    facts = started_with(plan, config)
-    # the kind of device: each process has a GPU of its own
-    facts.update(dtype=str(dtype), device=str(config.device and config.device.type))
-    if quantized is not None:
-        facts["quantized source"] = str(quantized)
-    return facts
 
 
 # the end --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-from transformers.utils import cached_file
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.calibration.run import Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
@@ -33,18 +32,25 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
+from modelopt_sparse.model.resize import tensors_of
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
 
 ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time
+# the ends of files that may hold weights
+WEIGHT_FORMATS = (
+    *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
+    *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
+)
 
 # the source -----------------------------------------------------------------------------------------------------------
 
 
-def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, Any]) -> Path:
-    """The folder of a checkpoint. For a hub name its files are downloaded, and it is a folder in the hub's cache.
+def local_folder(source: str | Path, revision: str | None) -> Path:
+    """The folder of a checkpoint. For a hub name its files are downloaded, without weights of other formats, and it is
+    a folder in the hub's cache.
 
     Raises ValueError if ``source`` is neither a folder of a model nor a checkpoint on the hub.
     """
@@ -54,18 +60,11 @@ def local_folder(source: str | Path, revision: str | None, remote: Mapping[str, 
         return Path(source)
     name = str(source)
     try:
-        config = cached_file(name, "config.json", revision=revision)
-        index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-        folder = Path(str(config)).parent
-        for file in [WEIGHTS] if index is None else weight_files(folder):
+        folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[f"*.{x}" for x in WEIGHT_FORMATS]))
+        for file in weight_files(folder):
             cached_file(name, file, revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
-    for loader in (AutoConfig, AutoTokenizer, AutoProcessor):
-        try:
-            loader.from_pretrained(name, revision=revision, **remote)  # this downloads its files
-        except (OSError, ValueError, KeyError, ImportError):
-            continue
     return folder
 
 
@@ -134,11 +133,8 @@ class SourceFiles:
         """If reading fails inside and a file of the source has changed, raise Unreadable in the place of the error."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            try:
-                self.check_all()
-            except Unreadable as reason:
-                raise reason from error
+        except (OSError, SafetensorError):
+            self.check_all()
             raise
 
 
@@ -187,17 +183,14 @@ def without_blocks(
 
 
 def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """A device map with the blocks ``names`` on disk and everything else on the CPU."""
-    devices = dict.fromkeys(names, "disk")
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if path in devices or path.startswith(tuple(f"{place}." for place in devices)):
-            continue
-        if not any(name.startswith(prefix) for name in names):
-            devices[path] = "cpu"
-        else:
-            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-            devices |= {f"{prefix}{key}": "cpu" for key, _ in own}
+    """A device map with the blocks ``names`` on disk and everything else on the CPU: modules, and of those that hold
+    blocks the tensors that are their own."""
+    devices, inside = dict.fromkeys(names, "disk"), tuple(f"{name}." for name in names)
+    for name in tensors_of(model):
+        path, _, _ = name.rpartition(".")
+        if not name.startswith(inside):
+            holds_blocks = not path or any(block.startswith(f"{path}.") for block in inside)
+            devices[name if holds_blocks else path] = "cpu"
     return devices
 
 

@@ -155,7 +155,7 @@ class NamedModel:
         return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
 
     def _folder(self) -> Path:
-        return local_folder(self.name, self.hub["revision"], self.remote)
+        return local_folder(self.name, self.hub["revision"])
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -40,7 +40,7 @@ class Limit:
 
     def ceiling(self, dense: int) -> int:
         """The most that layers may cost, which cost ``dense`` now; of zeros, the weights that may stay."""
-        amount = self.amount * (dense if self.of_dense else UNITS[self.unit])
+        amount = self.amount * (dense if self.of_dense else UNITS.get(self.unit, 1))
         return dense - math.ceil(amount) if self.unit == "zeros" else math.floor(amount)
 
 

@@ -229,7 +229,8 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
     for layer in plan.as_dict()["layers"]:
         options = "".join(f" {key}={value!r}" for key, value in layer["options"].items())
         facts[f"layer {layer['name']}"] = f"{layer['recipe']} {layer['pattern']}{options}"
-    facts.update(config.settings())
+    # the kind of device: each process may have a GPU of its own
+    facts.update(config.settings(), device=str(config.device and config.device.type))
     facts.update({f"mask {name}": _hash(mask) for name, mask in (config.masks or {}).items()})
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 

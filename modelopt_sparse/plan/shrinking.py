@@ -459,8 +459,7 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[Limit, int]:
         problem = "shrink takes one unit" if others else "calls of this model cannot be counted"
         raise ValueError(f"budget={budget!r}: {problem}: give params, such as '70% params'")
     whole = dense[UNITS[limit.unit]]
-    ceiling = math.floor(limit.amount * (whole if limit.of_dense else 1))
-    if ceiling >= whole:
+    if (ceiling := limit.ceiling(whole)) >= whole:
         raise ValueError(f"budget={budget!r}: the model has {whole:,} {limit.unit} already: give less")
     return limit, ceiling
 
