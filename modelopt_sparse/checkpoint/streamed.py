@@ -33,6 +33,7 @@ from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.model.resize import tensors_of
+from modelopt_sparse.plan.memory import own_parameters
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
@@ -232,7 +233,7 @@ class Streamed(Storage):
         self._work, self._files, self.spills = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = {block: _own_parameters(model, name, block) for name, block in zip(names, self._blocks)}
+        self._own = dict(zip(self._blocks, own_parameters(model, names).values()))
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None
@@ -415,13 +416,6 @@ class Streamed(Storage):
         owned = self._owned()
         stays = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p not in owned}
         return {name: value for name, value in self.model.state_dict().items() if name not in within or name in stays}
-
-
-def _own_parameters(model: nn.Module, path: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that only this block holds, each under the first of its names."""
-    inside = {f"{path}.{name}" for name, _ in block.named_parameters(remove_duplicate=False)}
-    outside = {p for name, p in model.named_parameters(remove_duplicate=False) if name not in inside}
-    return {f"{path}.{name}": p for name, p in block.named_parameters() if p not in outside}
 
 
 # activations in files -------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch import Tensor, nn
+from torch import nn
 
 from modelopt_sparse.model.adapters import UP, RoutedAdapter
 from modelopt_sparse.model.devices import input_device
@@ -106,10 +106,12 @@ def _streamed(
     window: int | None,
 ) -> dict[str, dict[str, int]]:
     """Place -> part -> bytes of a run of `sparsify_checkpoint`. ``activations``: bytes of a token."""
-    blocks = {name: block for stack in stacks for name, block in zip(stack.names, stack.blocks)}
-    if "" in blocks:
+    own = own_parameters(model, (name for stack in stacks for name in stack.names))
+    if "" in own:
         return {}
-    outside, largest = _outside_and_largest(model, blocks)
+    of_blocks = [sum(parameter.nbytes for parameter in of_block.values()) for of_block in own.values()]
+    largest = max(of_blocks)
+    outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - sum(of_blocks)
     masks = of_a_block["size"] if config.enforce else 0
     held, batch = {}, 0
     if window is not None:
@@ -325,17 +327,15 @@ def _largest(layers: Sequence[Mapping[str, int]], blocks: Sequence[str | None]) 
     return {part: max(each[part] for each in sums.values()) for part in layers[0]}
 
 
-def _outside_and_largest(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """(bytes outside of the blocks, bytes of the largest block); what several blocks share counts as outside."""
-    holders: dict[Tensor, set[str]] = {}
+def own_parameters(model: nn.Module, blocks: Iterable[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """Block -> the parameters that it alone holds, each under the first of its names."""
+    own: dict[str, dict[str, nn.Parameter]] = {block: {} for block in blocks}
+    holders: dict[nn.Parameter, dict[str, str]] = {}  # -> block, or "", -> the first name there
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        paths = accumulate(name.split("."), "{}.{}".format)
-        holders.setdefault(parameter, set()).add(next((path for path in paths if path in blocks), ""))
-    own = dict.fromkeys(blocks, 0)
-    outside = sum(buffer.nbytes for buffer in model.buffers())
-    for parameter, where in holders.items():
-        if len(where) == 1 and "" not in where:
-            own[where.pop()] += parameter.nbytes
-        else:
-            outside += parameter.nbytes
-    return outside, max(own.values())
+        block = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in own), "")
+        holders.setdefault(parameter, {}).setdefault(block, name)
+    for parameter, names in holders.items():
+        (block, name), *others = names.items()
+        if block and not others:
+            own[block][name] = parameter
+    return own
