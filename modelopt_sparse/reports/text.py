@@ -45,9 +45,9 @@ class Printed:
     def text(self, *, all_rows: bool = False) -> str:
         raise NotImplementedError
 
-    def as_dict(self: Any) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields by name, in plain values."""
-        return asdict(self)
+        return asdict(self)  # type: ignore[call-overload]  # all that are printed are dataclasses
 
     def __str__(self) -> str:
         return self.text()
