@@ -411,42 +411,66 @@ class InputFacts:
         return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead, sums)
 
 
+class Sharing:
+    """Which layers get the same input in every call of the model: the first to see it leads the others.
+
+    changed: layers shared an input in one call and not in another. wanted: False lets every layer lead itself.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.changed, self._wanted = False, wanted
+        self._leader_of: dict[str, str] = {}
+        # the inputs in this call, held so that no id is reused, and the layers that got them
+        self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
+
+    def leads(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether the layer leads those that see these inputs, which it is called with now."""
+        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
+        names.append(layer.name)
+        leader = names[0] if self._wanted else layer.name
+        self.changed |= self._leader_of.setdefault(layer.name, leader) != leader
+        return leader == layer.name
+
+    def end_call(self) -> None:
+        """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
+        for _, names in self._call.values():
+            counts = Counter(names)
+            self.changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+        self._call = {}
+
+    def members(self) -> dict[str, list[str]]:
+        """Leader -> the layers that it leads, itself among them."""
+        return grouped(self._leader_of, self._leader_of.__getitem__)
+
+
 class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
     needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
-    share: False lets every layer sum for itself. The first layer to see an input leads those that share it.
+    share: False lets every layer sum for itself; else sums are wrong where ``sharing.changed``.
     all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
     """
 
     def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
-        self.needs, self._share, self._all_tokens = needs, share, all_tokens
-        self.sharing_changed = False  # layers shared an input in one call and not in another: the sums are wrong
+        self.needs, self.sharing, self._all_tokens = needs, Sharing(wanted=share), all_tokens
         self._sums: dict[str, RunningSum] = {}
-        self._spare: dict[str, RunningSum] = {}
-        self._leader_of: dict[str, str] = {}
-        # the inputs in this call of the model, held so that no id is reused, and the layers that got them
-        self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
+        self._spare: dict[str, RunningSum] = {}  # whose memory is free
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
-        names.append(layer.name)
-        leader = names[0] if self._share else layer.name
-        self.sharing_changed |= self._leader_of.setdefault(layer.name, leader) != leader
-        if leader != layer.name:
+        if not self.sharing.leads(layer, inputs):
             return
-        adapter = layer.adapter
-        if leader not in self._sums and leader in self._spare:
-            self._sums[leader] = self._spare.pop(leader).anew()
+        name, adapter = layer.name, layer.adapter
+        if name not in self._sums and name in self._spare:
+            self._sums[name] = self._spare.pop(name).anew()
         if not isinstance(adapter, RoutedAdapter):
             gram = not {"gram", ROWS}.isdisjoint(self.needs.values())
-            total = self._sums.setdefault(leader, RunningSum(gram))
+            total = self._sums.setdefault(name, RunningSum(gram))
             for rows in adapter.rows(layer.owner, inputs, token_mask):
                 total.add(rows)
             return
-        if leader not in self._sums:
-            self._sums[leader] = RunningSum.of_experts(layer, inputs[0], self.needs[leader])
-        total = self._sums[leader]
+        if name not in self._sums:
+            self._sums[name] = RunningSum.of_experts(layer, inputs[0], self.needs[name])
+        total = self._sums[name]
         if total.routes is not None and token_mask is None:
             inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
         for expert in self._all_tokens:
@@ -454,20 +478,13 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
 
-    def end_call(self) -> None:
-        """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
-        for _, names in self._call.values():
-            counts = Counter(names)
-            self.sharing_changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
-        self._call = {}
-
     def take(self, *, again: bool = False) -> Groups:
         """The statistics up to now. Sums begin anew after that; ``again``: in the same memory, and what is taken lacks
         what `completed` adds."""
-        members = grouped(self._leader_of, self._leader_of.__getitem__)
         sums, self._sums = self._sums, {}
         self._spare = sums if again else {}
-        return [(names, sums[leader].stats(whole=not again)) for leader, names in members.items() if leader in sums]
+        members = self.sharing.members().items()
+        return [(names, sums[leader].stats(whole=not again)) for leader, names in members if leader in sums]
 
 
 # several processes ----------------------------------------------------------------------------------------------------
@@ -614,7 +631,7 @@ class SumsOfAllProcesses:
 
     def next_call(self, _: object = None) -> None:
         """The call before, if there was one, is over."""
-        self._collector.end_call()
+        self._collector.sharing.end_call()
         if self._deterministic:
             self._add(self._collector.take(again=True))
 
@@ -631,7 +648,7 @@ class SumsOfAllProcesses:
                 merged[names] = merged[names] + stats if names in merged else stats
         self._stats, self._calls = {}, []
         every = [name for names in merged for name in names]
-        changed = self._collector.sharing_changed or len(set(every)) < len(every)
+        changed = self._collector.sharing.changed or len(set(every)) < len(every)
         self.sharing_changed = any(self._processes.all_gather("whether layers share inputs", changed))
         if totals is None or self.sharing_changed:
             return None
