@@ -125,6 +125,7 @@ def test_what_is_known_of_experts_outlives_the_memory_of_their_sums():
     assert before.routes is not None
     assert before.counts is not None
     assert total.counts is not None
+    assert total.sums is not None
     assert (before.counts.tolist(), total.counts.tolist(), len(before.routes)) == ([0, 9], [9, 0], 1)
     assert torch.equal(total.sums, torch.stack([rows.T @ rows, torch.zeros(4, 4)]))
 
