@@ -1,7 +1,7 @@
 """One-shot pruning: `sparsify` and `export`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -103,8 +103,8 @@ def prune(
         with report.timed("dense predictions"):
             teacher = None if data is None or config.distill is None else Teacher.of(data)
         later = []
-        with report.timed("blocks"), ExitStack() as ending:
-            blocks = blocks_in_call_order(run, data, ending)
+        with report.timed("blocks"):
+            blocks = blocks_in_call_order(run, data)
             with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
                 for block in blocks:
                     bar.say(block.name, *run.so_far())

@@ -274,7 +274,7 @@ def _repair(cutting: "_Cut", data: CalibrationData) -> None:
                 cutting.block(block, name)
         return
     with ExitStack() as ending:
-        tasks = blocks_in_call_order(run, data, ending)
+        tasks = blocks_in_call_order(run, data)
         with Progress("reconstruct", "block", len(tasks), show=run.config.progress) as bar:
             for task in tasks:
                 bar.say(task.name, *run.so_far())

@@ -19,14 +19,14 @@ from modelopt_sparse.accuracy.refit import RoutedCall, gram_scores, largest, ref
 from modelopt_sparse.accuracy.repair import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
+from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
-from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, warn_of_few_tokens, without_data
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.adapters import real_rows
-from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.devices import flat_tensors, forward_replaced
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.resize import Depth, ExpertPool, Pool
 from modelopt_sparse.plan.plan import LayerPlan
@@ -72,14 +72,13 @@ class Judge:
 def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """While entered, these blocks put out what they are called with, wherever else they are called."""
 
-    def skip(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        # a block that is brought to a device gets there what it puts out elsewhere
-        hidden = flat_tensors((args, kwargs))[0].to(flat_tensors(output)[0].device)
+    def skip(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, hidden = forward(*args, **kwargs), flat_tensors((args, kwargs))[0]
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
-    with ExitStack() as hooks:
+    with ExitStack() as undo:
         for block in blocks:
-            hooks.enter_context(block.register_forward_hook(skip, with_kwargs=True))
+            undo.enter_context(forward_replaced(block, skip))
         yield
 
 
@@ -142,13 +141,21 @@ def blocks_by_influence(
     raise ValueError(f"{gone} blocks of {stack.name!r} cannot go one after the other: {OTHER_KIND}")
 
 
+def _see_first(seen: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Hold the first tensor that a module is called with."""
+    seen.append(flat_tensors((args, kwargs))[0])
+
+
 def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
     """1 - the mean cosine between the hidden states of a token before and after the block: ShortGPT's block influence
     (Men et al. 2024, arXiv 2403.03853, equation 1)."""
     own: dict[int, tuple[float, int]] = {}
     for index, call in enumerate(inputs.calls):
-        (after,) = inputs.outputs_of([inputs.block], index)
-        before = flat_tensors((call.args, call.kwargs))[0].to(after.device)
+        states: list[Tensor] = []
+        see = partial(_see_first, states)
+        with inputs.block.register_forward_pre_hook(see, with_kwargs=True):
+            (after,) = inputs.outputs_of([inputs.block], index)
+        before = states[-1].to(after.device)
         cosines = torch.cosine_similarity(before.double(), after.double(), dim=-1)
         mask = getattr(call.numbered.masks, inputs.data.sides[inputs.block])
         if mask is not None and mask.shape == cosines.shape:
@@ -254,17 +261,16 @@ def channels(
 def visit_blocks(data: CalibrationData, title: str, visit: Callable[[BlockTask, Inputs, Run], None]) -> None:
     """Call ``visit`` for block by block, which lets the calls go on, and changes nothing; its weights can be read."""
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
-    with ExitStack() as ending:
-        tasks = blocks_in_call_order(run, replace(data, run=run), ending)
-        with Progress(title, "block", len(tasks), show=run.config.progress) as bar:
-            for task in tasks:
-                bar.say(task.name, run.memory_in_use())
-                inputs = task.inputs()
-                if task.block is not None:
-                    run.storage.load(task.block)
-                with inputs.on_device():
-                    visit(task, inputs, run)
-                bar.update()
+    tasks = blocks_in_call_order(run, replace(data, run=run))
+    with Progress(title, "block", len(tasks), show=run.config.progress) as bar:
+        for task in tasks:
+            bar.say(task.name, run.memory_in_use())
+            inputs = task.inputs()
+            if task.block is not None:
+                run.storage.load(task.block)
+            with inputs.on_device():
+                visit(task, inputs, run)
+            bar.update()
 
 
 def any_channels(pool: Pool) -> Choice:

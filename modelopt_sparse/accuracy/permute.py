@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.fisher import users_first
 from modelopt_sparse.calibration.blocks import BlockTask
+from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.inputs import AtBlock, Inputs, sum_up
+from modelopt_sparse.calibration.inputs import sum_up
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import Collector
 from modelopt_sparse.distributed import Processes
@@ -61,7 +62,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     so.
     """
     folds = list(possible_folds(run.model, block.by_input()))
-    if not folds or not isinstance(inputs, AtBlock):
+    if not folds or not isinstance(inputs, AtBlock) or not inputs.once:
         return {}
     takers = list({fold.taker.name: fold.taker for fold in folds}.values())
     collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)

@@ -32,9 +32,9 @@ from modelopt_sparse.accuracy.tuning import (
     tune,
 )
 from modelopt_sparse.calibration.blocks import BlockTask
+from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
-from modelopt_sparse.calibration.inputs import AtBlock, Inputs
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
@@ -61,7 +61,7 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     that cannot be run by itself; the report says so."""
     options = run.config.reconstruct
     assert options is not None
-    if not isinstance(inputs, AtBlock):
+    if not isinstance(inputs, AtBlock) or not inputs.once:
         return []
     modules = {block.name: inputs.block} if block.layer_plans else {}
     if options.parts == "children":

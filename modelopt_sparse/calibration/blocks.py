@@ -1,14 +1,14 @@
 """What is made sparse together, and in which order: found out by running the dense model, before any weight changes.
 
 The dense run shows in which order layers are called and which of them get the same input, whether the data reaches all
-layers and is finite there, and whether calls of the model can wait at its blocks.
+layers and is finite there, and to which blocks each call comes.
 """
 
 import hashlib
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -16,12 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.calibration.answers import random_states, shared_states
+from modelopt_sparse.calibration.calls import Calls, Inputs, Walk, WalkedCall, Way, WholeModel
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_hooks, input_key
-from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
-from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
-from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.calibration.trial import (
+    CHANGES,
+    Problem,
+    Tried,
+    Watch,
+    is_repeatable,
+    rehearse,
+    truth_of,
+    warn_of_whole_runs,
+)
+from modelopt_sparse.model.devices import map_tensors
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import Progress, first_few
@@ -58,19 +68,20 @@ class BlockTask:
         return list(grouped(self.layer_plans, lambda each: each.layer.mixture or self.input_of[each.name]).values())
 
 
-def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitStack) -> list[BlockTask]:
+def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTask]:
     """Blocks with their layers, and each layer outside of the blocks, in the order of their first calls.
 
     Without ``data``, which no layer wants then, in the order of the model. With ``sequential="none"``, what is
-    collected through the whole model comes first, while all of it is dense. ``ending`` gets what ends calls that wait.
+    collected through the whole model comes first, while all of it is dense.
     """
     if data is None:
         return _without_data(run)
     dense = data.dense or run_dense(data)
     in_order, by_block = _in_call_order(run.plan, dense)
-    whole = dense.whole
+    home = {block: start for start in in_order if isinstance(start, Stack) for block in start.blocks}
+    home = {block: stack for block, stack in home.items() if stack not in dense.whole}
     if run.config.sequential == "none":
-        in_order.sort(key=lambda start: isinstance(start, Stack) and start not in whole)
+        in_order.sort(key=lambda start: isinstance(start, Stack) and start not in dense.whole)
 
     def task(stack: Stack, block: nn.Module, inputs: Callable[[], Inputs]) -> BlockTask:
         name = stack.names[stack.blocks.index(block)]
@@ -78,22 +89,19 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
         one_pass = run.config.experts != "all_tokens" and not dense.inputs.varying & {plan.name for plan in plans}
         return BlockTask(name or type(run.model).__name__, plans, dense.inputs.input_of, block, inputs, one_pass)
 
+    # blocks that no call comes to may have layers that need no data
+    named = {b for stack in home.values() for name, b in zip(stack.names, stack.blocks) if by_block.get(name)}
+    blocks = [block for block in dense.blocks if block in home]
+    blocks += [block for block in home if block in named and block not in blocks]
+    walk, whole_model = dense.walk(data, home, blocks), WholeModel(data)
     tasks: list[BlockTask] = []
-    whole_model = WholeModel(data)
-    for blockwise, group in groupby(in_order, lambda start: isinstance(start, Stack) and start not in whole):
-        starts_of_group = list(group)
+    for blockwise, group in groupby(in_order, lambda start: isinstance(start, Stack) and start not in dense.whole):
+        starts = list(group)
         if blockwise:
-            own = [start for start in starts_of_group if isinstance(start, Stack)]
-            home = {block: stack for stack in own for block in stack.blocks}
-            named = {block for stack in own for name, block in zip(stack.names, stack.blocks) if by_block.get(name)}
-            # blocks that no call comes to may have layers that need no data
-            blocks = [block for block in dense.blocks if block in home]
-            blocks += [block for block in home if block in named and block not in blocks]
-            segment = Segment(data, dense.calls, blocks, dense.outputs_may_stay, dense.outputs.outputs_change)
-            ending.callback(segment.close)
-            tasks += [task(home[block], block, partial(segment.at, home[block], block)) for block in blocks]
+            here = [block for block in blocks if home[block] in starts]
+            tasks += [task(home[block], block, partial(walk.at, home[block], block)) for block in here]
             continue
-        for start in starts_of_group:
+        for start in starts:
             if isinstance(start, Stack):
                 tasks += [task(start, block, lambda: whole_model) for block in start.blocks]
             else:
@@ -193,151 +201,120 @@ class _InputsOfCall:
 
 
 @dataclass
-class SeenBlocks:
-    """The calls of the dense model that were run, whole or their first row, and what their blocks put out.
-
-    exact: see `is_exact`. tried: the calls that waiting is tried with, in the order in which they go.
-    outputs_change: whether the model writes to what a block has put out.
-    """
-
-    exact: bool
-    calls: list[DenseCall] = field(default_factory=list)
-    tried: list[NumberedCall] = field(default_factory=list)
-    outputs_change: bool = False
-    _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
-
-    def begin(self, numbered: NumberedCall) -> None:
-        self.look_at_output()
-        self.calls.append(DenseCall(numbered, torch.get_rng_state(), {}, set()))
-
-    def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        if not self.calls:  # a forward_loop calls a part of the model
-            return
-        call = self.calls[-1]
-        call.again.update({block} & call.prints.keys())
-        call.prints[block] = print_of(output, exact=self.exact)
-        self.look_at_output()
-        self._output = [(x, version(x)) for x in flat_tensors(output)]
-
-    def look_at_output(self) -> None:
-        """See whether the model has written to the last output. Inference tensors count no writes."""
-        self.outputs_change |= any(x.is_inference() or version(x) != before for x, before in self._output)
-        self._output.clear()
-
-
-@dataclass
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
-    calls: all calls of the model in this process. blocks: in the order in which calls come to them.
-    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
+    again: what runs calls; calls: all calls of the model in this process, with their ways.
+    tried: the calls that running calls again is tried with.
+    blocks: in the order in which calls come to them. repeated: those to which some call comes more than once.
+    whole: stacks whose blocks are calibrated through runs of the whole model.
     """
 
     data: CalibrationData
     inputs: SeenInputs
-    outputs: SeenBlocks
-    calls: list[NumberedCall] = field(default_factory=list)
+    again: Calls
+    calls: list[WalkedCall] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
-    outputs_may_stay: bool = False
+    repeated: set[nn.Module] = field(default_factory=set)
     whole: set[Stack] = field(default_factory=set)
 
-    def begin(self, numbered: NumberedCall) -> None:
-        self.inputs.begin(numbered.number)
-        self.outputs.begin(numbered)
+    def walk(
+        self,
+        data: CalibrationData,
+        home: Mapping[nn.Module, Stack],
+        blocks: Sequence[nn.Module],
+        calls: Sequence[WalkedCall] | None = None,
+    ) -> Walk:
+        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning. ``home``: block -> its stack; the
+        blocks of other stacks always run."""
+        fresh = [WalkedCall(call.numbered, call.way) for call in (self.calls if calls is None else calls)]
+        whole = {block for block in data.run.plan.blocks if block not in home}
+        return Walk(Calls(data, home, fresh, whole, self.again.shapes), blocks, self.repeated)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
 
-    def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
-        """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
-        plan = data.run.plan
-        with ExitStack() as hooks:
-            for block in plan.blocks:
-                hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
-            data.run_model(begin, input_hooks(plan.layers, plan.blocks, data.sides, self.see), numbers)
-        self.inputs.begin(-1)  # the last call is over
-        self.outputs.look_at_output()
-
 
 def run_dense(data: CalibrationData) -> DenseRun:
-    """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; try, on a
-    row of some calls, whether calls can wait at its blocks.
+    """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; see to
+    which blocks each call comes, and try whether calls can be run again, block by block.
 
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
     run = data.run
-    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), SeenBlocks(is_exact(run)))
+    home = {block: stack for stack in run.plan.stacks for block in stack.blocks}
+    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data, home))
     if data.calls is None:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
-    _choose_tried(dense)
+    dense.inputs.begin(-1)  # the last call is over
     _agree(dense)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
-    dense.whole = _through_whole_model(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
+    dense.whole = _whole_stacks(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
     return dense
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
     """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
     and whether there is padding."""
-    call = numbered.call
-    leaves: list[Any] = []
-    for leaf in leaves_of((call.args, call.kwargs)):
-        constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
-        leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
-    return [len(call.args), list(call.kwargs), leaves, _all_real(numbered)]
+    return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
+
+
+def _structure(value: Any, inside: tuple[int, ...]) -> Any:
+    """All of a value but what tensors hold. ``inside``: the objects that it is in, which may hold each other."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if value is None or isinstance(value, (bool, int, float, str, Enum)):
+        return value
+    if id(value) in inside or isinstance(value, nn.Module):
+        return type(value)
+    inside = (*inside, id(value))
+    if isinstance(value, Mapping):
+        return type(value), [(key, _structure(entry, inside)) for key, entry in value.items()]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return type(value), [_structure(entry, inside) for entry in value]
+    return type(value), [(key, _structure(entry, inside)) for key, entry in getattr(value, "__dict__", {}).items()]
 
 
 def _all_real(numbered: NumberedCall) -> list[bool]:
     return [mask is None for mask in (numbered.masks.encoder, numbered.masks.decoder, numbered.masks.image)]
 
 
+KINDS = 4  # of calls that are tried at most
+
+
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
     data, run = dense.data, dense.data.run
-    dense.calls = [NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls)]
+    dense.calls = [WalkedCall(NumberedCall(number, call, data.masks_of(call))) for number, call in enumerate(calls)]
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
-    _run_some(dense, chosen)
+    truth = _run_some(dense, chosen)
     wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
     unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
-        _run_some(dense, [numbered for numbered in dense.calls if all(numbered is not each for each in chosen)])
+        _run_some(dense, [call for call in dense.calls if all(call is not each for each in chosen)])
+    beside = [call for call in dense.calls if all(call is not each for each in chosen)][:1]
+    if run.storage.resident:  # rows of calls are enough
+        rows = [_row_of(call.numbered, data) for call in (*chosen[:KINDS], *beside)]
+        dense.tried = truth_of(dense.again, rows)
+    else:  # each run of the model reads all weights
+        dense.tried = [*truth[:KINDS], *(Tried(_row_of(call.numbered, data), None) for call in beside)]
 
 
-def _one_of_each_kind(calls: Sequence[NumberedCall]) -> list[NumberedCall]:
+def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
     kinds: list[Any] = []
     chosen = []
-    for numbered in calls:
-        if (kind := kind_of(numbered)) not in kinds:
+    for call in calls:
+        if (kind := kind_of(call.numbered)) not in kinds:
             kinds.append(kind)
-            chosen.append(numbered)
+            chosen.append(call)
     return chosen
-
-
-def _choose_tried(dense: DenseRun) -> None:
-    """Choose what waiting is tried with, and run alone what it is compared with: a row of two calls of different kinds.
-    If all of three or more are of one kind, a row of the first call, between rows of two others.
-
-    A call comes out wrong if one that began before it, or after it, has left something in the model. Calls of one kind
-    do to each other what is done to them, so that one between two others speaks for all. No call is tried beside
-    itself: what waiting calls have in common they hold once, and a model that writes to it would seem to be at fault.
-    """
-    run, alone, beside = dense.data.run, _one_of_each_kind(dense.calls)[:2], []
-    if len(alone) == 1:
-        alone, beside = (dense.calls[:1], dense.calls[1:3]) if len(dense.calls) > 2 else (dense.calls, [])
-    if dense.data.calls is not None:  # else all calls were run
-        if run.config.device is None:  # on a device, what whole calls hold tells whether there is room for all
-            beside = [_row_of(numbered, dense.data) for numbered in beside]
-            if run.storage.resident:  # streamed, each run of the model reads all weights
-                alone = [_row_of(numbered, dense.data) for numbered in alone]
-        known = {id(call.numbered) for call in dense.outputs.calls}
-        _run_some(dense, [numbered for numbered in alone if id(numbered) not in known])
-    dense.outputs.tried = [*beside[:1], *alone, *beside[-1:]]
 
 
 def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
@@ -347,52 +324,72 @@ def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
     return alike[0] if alike and len(rows) > 1 else numbered
 
 
-def _run_some(dense: DenseRun, calls: Sequence[NumberedCall]) -> None:
-    chosen, show = {each.number: each for each in calls}, dense.data.run.config.progress
-    assert dense.data.calls is not None
-    own = [chosen[n].call if n in chosen else call for n, call in enumerate(dense.data.calls)]
-    with Progress("run the dense model", "batch", len(calls), show=show) as bar:
-
-        def begin(numbered: NumberedCall) -> None:
-            dense.begin(chosen[numbered.number])
+def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
+    """Run some calls whole; the inputs of layers are seen. Of a streamed model also what is compared later."""
+    data, run, again = dense.data, dense.data.run, dense.again
+    watch, made, hooks = Watch(run), [], input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see)
+    with (
+        Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
+        nullcontext() if run.storage.resident else watch.watching(again),
+        again.watching(),
+        hooks as padding,
+        forward_context(run),
+    ):
+        for call in chosen:
+            padding.masks = call.numbered.masks
+            dense.inputs.begin(call.numbered.number)
+            again.whole(call)
+            made += [Tried(call.numbered, visits) for _, visits in watch.take()]
             bar.update()
-
-        dense.watch(replace(dense.data, calls=own), begin, chosen)
+    return made
 
 
 def _run_loop(dense: DenseRun) -> None:
     """A forward_loop runs once, to its end. What it calls the model with is kept."""
-    data, run = dense.data, dense.data.run
+    data, run, again = dense.data, dense.data.run, dense.again
+    watch, kinds = Watch(run), list[Any]()
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
+        random, earlier = random_states(), again.calls[-1].numbered.random if again.calls else None
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-        dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
-        dense.begin(dense.calls[-1])
+        random = random if earlier is None else shared_states(random, earlier)
+        recorded = NumberedCall(numbered.number, call, data.masks_of(call), random)
+        kind = kind_of(recorded)
+        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(again.calls) == 1)
+        kinds.extend([kind] * watch.on)
+        again.follow(recorded)
+        dense.inputs.begin(numbered.number)
 
-    dense.watch(data, keep)
-    sha256 = digest_of(numbered.call for numbered in dense.calls)
+    with (
+        again.watching(),
+        watch.watching(again),
+        run.model.register_forward_hook(lambda *_: again.end_following(), always_call=True),
+    ):
+        data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
+    dense.calls = again.calls
+    dense.tried = [Tried(now.call.numbered, visits) for now, visits in watch.take()]
+    sha256 = digest_of(call.numbered.call for call in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
-    if not dense.calls:
-        raise ValueError("forward_loop did not call the model; it must run model(...) on the calibration data")
+    if not dense.inputs.order:
+        raise ValueError(
+            "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
+        )
 
 
 def _agree(dense: DenseRun) -> None:
     """What the data of all processes show together, as one process would see it that goes over the batches in their
     order."""
     seen, run = dense.inputs, dense.data.run
-    blocks = list(run.plan.blocks)
-    ways = [[blocks.index(block) for block in call.prints] for call in dense.outputs.calls]
     own: Any = (
         {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
         seen.input_of,
         {name: bool(value) for name, value in seen.finite.items()},
         seen.varying,
-        ways,
         run.report.calibration,
     )
-    places, inputs, finites, varying, ways, calibrations = zip(*run.processes.all_gather("the dense run", own))
+    places, inputs, finites, varying, calibrations = zip(*run.processes.all_gather("the dense run", own))
     firsts: dict[str, tuple[int, int]] = {}
     for of_rank in places:
         for name, place in of_rank.items():
@@ -401,7 +398,6 @@ def _agree(dense: DenseRun) -> None:
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
-    dense.blocks = [blocks[index] for index in _merged(way for of_rank in ways for way in of_rank)]
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
         together = "".join(calibration["sha256"] for calibration in calibrations)
@@ -446,74 +442,74 @@ def _check(seen: SeenInputs, run: Run) -> None:
             )
 
 
-# stacks at which calls cannot wait ------------------------------------------------------------------------------------
+# stacks that take whole runs ------------------------------------------------------------------------------------------
 
 
-def _through_whole_model(
+def _whole_stacks(
     dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
 ) -> set[Stack]:
     """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
-    run, whole = dense.data.run, set()
+    run, whole, repeatable = dense.data.run, set[Stack](), True
+
+    def agreed(problem: Problem | None) -> tuple[str, str] | None:
+        own = None if problem is None else (problem[0].name, problem[1])
+        of_ranks = run.processes.all_gather("whether calls can be run again", own)
+        return next((problem for problem in of_ranks if problem is not None), None)
+
+    if run.storage.resident:
+        repeatable = all(run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, dense.tried)))
+    if repeatable:
+        _learn_ways(dense)
     while waiting := [stack for stack in stacks if stack not in whole]:
-        own = _why_not(dense, waiting, by_block)
-        of_ranks = run.processes.all_gather("whether calls can wait", own)
-        problem = next((problem for problem in of_ranks if problem is not None), None)
+        problem = agreed(_why_whole(dense, waiting, by_block) if repeatable else (waiting[0], CHANGES))
         if problem is None:
             break
         name, why = problem
         (stack,) = [stack for stack in waiting if stack.name == name]
         whole.add(stack)
-        pruned = sum(bool(by_block.get(name)) for name in stack.names)
-        _say(
-            run,
-            f"stack {stack.name or type(run.model).__name__!r} is calibrated through the whole model, because {why}",
-            pruned,
-        )
-    config = run.config
-    if waiting and config.reconstruct is not None:
+        warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
+    if whole and repeatable and run.storage.resident:
+        still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, dense.tried))
+        if not all(still):
+            problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
+            raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
+    if waiting and run.config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
         if count < 2:
             raise ValueError(f"reconstruct needs two calibration batches, one to judge, not {count}: give smaller ones")
     return whole
 
 
-def _say(run: Run, why: str, pruned: int) -> None:
-    if not run.storage.resident:
-        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
-    text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"
-    asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
-    if any(asked.values()):
-        text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
-    warnings.warn(text, stacklevel=2)
-    run.report.notes.append(text)
+def _learn_ways(dense: DenseRun) -> None:
+    """See to which blocks each call comes, and in which order all calls of all processes come to them."""
+    run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
+    with dense.again.watching(), forward_context(run):
+        for call in dense.calls:
+            dense.again.learn_way(call)
+    own = list(dict.fromkeys(tuple(map(blocks.index, call.way.blocks)) for call in dense.calls if call.way is not None))
+    ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]
+    dense.blocks = [blocks[index] for index in _merged(ways)]
+    dense.repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
 
 
-def _why_not(
+def _why_whole(
     dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
-) -> tuple[str, str] | None:
-    """(name of a stack, why calls cannot wait at its blocks); None if they can at those of all stacks."""
+) -> Problem | None:
+    """(a stack, why its blocks take whole runs); None if none does."""
     home = {block: stack for stack in stacks for block in stack.blocks}
     for stack in stacks:
         for name, block in zip(stack.names, stack.blocks):
+            if block in dense.again.outside:
+                return stack, "its blocks are called outside of a call of the model"
             reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
             if reached and block not in dense.blocks:
-                return stack.name, "the forward of its blocks is called, not the blocks, so that no hook sees it"
-    for call in dense.outputs.calls:
-        if again := [block for block in call.again if block in home]:
-            return home[again[0]].name, "its blocks are called more than once in a call of the model"
-        places = [(dense.blocks.index(block), block) for block in call.prints if block in home]
-        for (place, _), (after, block) in pairwise(places):
-            if after < place:
-                return home[block].name, "its blocks are called in another order in some calls than in others"
+                return stack, "not its blocks are called, but what is inside of them"
+    places = {block: place for place, block in enumerate(dense.blocks)}
+    for call in dense.calls if dense.data.run.config.sequential == "none" else ():
+        for before, after in pairwise(block for block in (call.way or Way(())).blocks if block in home):
+            if places[after] <= places[before]:  # a block that is sparse by then would change what others get
+                return home[after], "calls come to its blocks more than once, or in another order in some of them"
     blocks = [block for block in dense.blocks if block in home]
-    run = dense.data.run
-    stay = run.config.device is not None and not run.storage.spills
-    alone = {id(call.numbered): call for call in dense.outputs.calls}
-    tried = [(numbered, alone.get(id(numbered))) for numbered in dense.outputs.tried]
-    problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=stay)
-    if problem is not None and stay:
-        problem, stay = try_waiting(run, tried, stacks, blocks, count=len(dense.calls), outputs_stay=False)
-    if problem is not None:  # an error of the data is raised here, and is no reason
-        dense.data.run_model(numbers=[each.number for each, known in tried if known is None])
-    dense.outputs_may_stay = stay
-    return None if problem is None else (problem[0].name, problem[1])
+    if not blocks:
+        return None
+    return rehearse(lambda calls: dense.walk(dense.data, home, blocks, calls), dense.tried, home)

@@ -5,7 +5,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import walk_tb
@@ -21,7 +21,6 @@ from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
     flat_tensors,
-    free_bytes,
     in_float32,
     input_device,
     is_out_of_memory,
@@ -264,11 +263,13 @@ def watched_outputs(
 
 @dataclass(frozen=True)
 class NumberedCall:
-    """Call ``number`` of the model in this process, and its padding."""
+    """Call ``number`` of the model in this process, and its padding. ``random``: the states of the random numbers that
+    it begins with; None: they follow from its number."""
 
     number: int
     call: Call
     masks: TokenMasks
+    random: list[Any] | None = None
 
 
 Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs
@@ -467,22 +468,3 @@ def forward_context(run: Run) -> Iterator[None]:
                 dtype = getattr(torch, config.autocast)
                 contexts.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
         yield
-
-
-def on_execution_device(run: Run, block: nn.Module, *, outputs_stay: bool) -> AbstractContextManager[None]:
-    """While entered, a block is on the execution device, if the user asked for one. ``outputs_stay``: so do its
-    outputs, which otherwise go back to where the block came from."""
-    device = run.config.device
-    return nullcontext() if device is None else onloaded(block, device, resident=True, stays=outputs_stay)
-
-
-def has_room(run: Run, nbytes: int) -> bool:
-    """Whether activations of so many bytes can be held on the execution device: where they take no more than half of
-    what is free there, and leave what the plan says that a block, its statistics and a solver take."""
-    device = run.config.device
-    if device is None:
-        return False
-    planned = run.plan.streamed.get(str(device), {})
-    beside = sum(size for what, size in planned.items() if what != "activations")
-    free = free_bytes(device)
-    return nbytes <= min(free // 2, free - beside)

@@ -1,26 +1,15 @@
-"""How the inputs of layers are collected: block by block, through the whole model, or not at all; and summed up, as
-their methods need them."""
+"""The statistics of layers' inputs: summed up over all calls, as the layers' methods need them."""
 
-from collections.abc import Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelopt_sparse.calibration.forward import (
-    Begin,
-    CalibrationData,
-    NumberedCall,
-    See,
-    forward_context,
-    has_room,
-    input_hooks,
-    on_execution_device,
-    watched_outputs,
-)
+from modelopt_sparse.calibration.calls import AtBlock, Inputs
+from modelopt_sparse.calibration.forward import See
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
     ENLARGED,
@@ -41,171 +30,10 @@ from modelopt_sparse.calibration.sums import (
     without_data,
     without_silent_experts,
 )
-from modelopt_sparse.calibration.waiting import WaitingCall, WaitingCalls, held_bytes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.adapters import RoutedAdapter
-from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
-
-
-class WholeModel:
-    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks. The same
-    methods as those of `AtBlock`."""
-
-    def __init__(self, data: CalibrationData | None) -> None:
-        self._data = data
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
-        assert self._data is not None
-        hooks = input_hooks(layer_plans, self._data.run.plan.blocks, self._data.sides, see)
-        self._data.run_model(begin, hooks)
-
-    def advance(self) -> None:
-        """The next run goes through the block as it is then."""
-
-
-@dataclass(eq=False)
-class Segment:
-    """Stacks that the same calls go through block by block, from when the first of them is asked for.
-
-    blocks: those of all the stacks, in the order in which calls come to them. outputs_may_stay: what a block puts out
-    may be left on the execution device for the next block. outputs_change: the model writes to what a block puts out.
-    """
-
-    data: CalibrationData
-    calls: Sequence[NumberedCall]
-    blocks: Sequence[nn.Module]
-    outputs_may_stay: bool
-    outputs_change: bool
-    _sparse: WaitingCalls | None = None
-    _dense: dict[Stack, WaitingCalls] = field(default_factory=dict)
-
-    def at(self, stack: Stack, block: nn.Module) -> "AtBlock":
-        run = self.data.run
-        if self._sparse is None:
-            self._sparse = self._started(self.blocks)
-        dense = None
-        if run.config.reconstruct is not None and run.config.reconstruct.target == "dense":
-            # a second set of calls, which goes through the dense blocks of a stack; what lies before it is sparse
-            if stack not in self._dense:
-                self._dense[stack] = self._started(stack.blocks)
-            dense = self._dense[stack].at(block)
-        last = self._is_last(stack, block)
-        stay = not last and self._outputs_stay(block)
-        return AtBlock(self, block, self._sparse.at(block), dense, stay, last)
-
-    def _is_last(self, stack: Stack, block: nn.Module) -> bool:
-        """Whether no other block of its stack comes after a block."""
-        return next(other for other in reversed(self.blocks) if other in stack.blocks) is block
-
-    def leave(self, block: nn.Module) -> None:
-        """The work on a block is done. After the last one of a stack its dense calls are not needed any more, after the
-        last one of all no call is."""
-        for stack in [stack for stack in self._dense if self._is_last(stack, block)]:
-            self._dense.pop(stack).close()
-        if block is self.blocks[-1]:
-            self.close()
-
-    def close(self) -> None:
-        for calls in (*self._dense.values(), *([] if self._sparse is None else [self._sparse])):
-            calls.close()
-        self._dense.clear()
-
-    def _started(self, blocks: Sequence[nn.Module]) -> WaitingCalls:
-        calls = WaitingCalls(self.data.run, self.calls, blocks)
-        try:
-            calls.start()
-        except BaseException:
-            calls.close()
-            raise
-        return calls
-
-    def _outputs_stay(self, block: nn.Module) -> bool:
-        """Whether the device has room for what the blocks of a stack put out."""
-        if not self.outputs_may_stay or self.data.run.storage.spills:
-            return False
-        assert self._sparse is not None
-        return has_room(self.data.run, held_bytes(self.data.run, self._sparse.at(block)))
-
-
-@dataclass(eq=False)
-class AtBlock:
-    """The ``calls`` that wait at one block.
-
-    dense: those that go through dense blocks alone, if these are what blocks are tuned against. outputs_stay: outputs
-    are held on the execution device. last_of_stack: calls come to no other block of its stack after this one.
-    """
-
-    segment: Segment
-    block: nn.Module
-    calls: list[WaitingCall]
-    dense: list[WaitingCall] | None
-    outputs_stay: bool
-    last_of_stack: bool
-
-    @property
-    def data(self) -> CalibrationData:
-        return self.segment.data
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """To be entered for all the work on a block: its weights go to the execution device and come back once."""
-        return on_execution_device(self.data.run, self.block, outputs_stay=self.outputs_stay)
-
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
-        """Run what reaches the layers on all calls; ``begin`` gets each, and ``see`` sees the inputs of the layers.
-        ``go_on``: the calls go on to the next block, as in `advance`."""
-        last = self.block is self.segment.blocks[-1]
-        with input_hooks(layer_plans, [self.block], self.data.sides, see) as padding, forward_context(self.data.run):
-            for call in self.calls:
-                padding.masks = call.numbered.masks
-                begin(call.numbered)
-                if go_on and not last:
-                    call.go_on(padding.on_block)
-                else:
-                    call.run_block()
-        if go_on:
-            self.segment.leave(self.block)
-
-    def advance(self) -> None:
-        """Let the calls go on through the block, as it is now, to the next one."""
-        if self.block is not self.segment.blocks[-1]:
-            with forward_context(self.data.run):
-                for call in self.calls:
-                    call.go_on()
-        self.segment.leave(self.block)
-
-    # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
-
-    def only(self, numbers: Container[int]) -> "AtBlock":
-        """The same with the calls of these numbers alone."""
-        return replace(self, calls=[call for call in self.calls if call.numbered.number in numbers])
-
-    def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
-        """The first output tensor of each module in a forward of the block on call ``index``."""
-        return watched_outputs(self.calls[index].run_block, modules)
-
-    def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
-        """For each module its outputs on all calls, to be asked for while the block is dense. Calls that go through
-        dense blocks go on to the next one."""
-        if self.dense is None and not modules:
-            return []
-        hold = self.data.run.storage.hold_activations
-        if self.dense is not None and self.segment.outputs_change and not self.data.run.storage.spills:
-            hold = torch.clone
-        goals: list[list[Tensor]] = [[] for _ in modules]
-        with forward_context(self.data.run):
-            for call in self.calls if self.dense is None else self.dense:
-                run = call.run_block if self.dense is None or self.last_of_stack else call.go_on
-                for goal, output in zip(goals, watched_outputs(run, modules, hold)):
-                    goal.append(output)
-        return goals
-
-
-Inputs = WholeModel | AtBlock  # of the layers of one block after the other
-
 
 # the statistics of layers' inputs -------------------------------------------------------------------------------------
 

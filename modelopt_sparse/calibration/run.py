@@ -3,7 +3,7 @@ model is in."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,10 @@ class Storage(ABC):
         """Make the weights of a block's ``module`` readable until another block is asked for."""
 
     @abstractmethod
+    def on_request(self) -> AbstractContextManager[None]:
+        """While entered, `load` alone makes weights readable, and not every call of a block."""
+
+    @abstractmethod
     def hold_activations(self, x: Tensor) -> Tensor:
         """The same values, wherever activations are held from one block to the next."""
 
@@ -80,6 +84,9 @@ class InMemory(Storage):
 
     def load(self, module: nn.Module) -> None:
         del module
+
+    def on_request(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hold_activations(self, x: Tensor) -> Tensor:
         return x

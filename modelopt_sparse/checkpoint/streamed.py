@@ -238,6 +238,7 @@ class Streamed(Storage):
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None
         self._handles: list[Any] = []
+        self._on_request = False
         self.reused = 0
         self.written = dict(enumerate(names))  # index of a block -> its name in the target
         owned = self._owned()
@@ -248,7 +249,7 @@ class Streamed(Storage):
     def __enter__(self) -> "Streamed":
         for block in self._blocks:
             # a copy of the block that shares its parameters loads this one
-            hook = lambda module, _, block=block: self.load(block)  # noqa: E731 - a partial would be copied
+            hook = lambda module, _, block=block: None if self._on_request else self.load(block)  # noqa: E731 - a partial would be copied
             self._handles.append(block.register_forward_pre_hook(hook, prepend=True))
         return self
 
@@ -265,6 +266,14 @@ class Streamed(Storage):
             self._drop_passing()
             self._fill(block)
             self._passing = block
+
+    @contextmanager
+    def on_request(self) -> Iterator[None]:
+        before, self._on_request = self._on_request, True
+        try:
+            yield
+        finally:
+            self._on_request = before
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[Callable[[], None] | None]:

@@ -5,6 +5,7 @@ No other file knows how accelerate leaves its hooks on a module. This file works
 """
 
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,23 +70,39 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+    """While entered, a module's forward is ``replacement(forward, *args, **kwargs)``, which gets the one of before (as
+    accelerate wraps it, if it does)."""
+    own, forward = vars(module).get("forward"), module.forward
+    vars(module)["forward"] = functools.wraps(forward)(functools.partial(replacement, forward))
+    try:
+        yield
+    finally:
+        if own is None:
+            vars(module).pop("forward")
+        else:
+            vars(module)["forward"] = own
+
+
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor in nested tuples, lists and mappings replaced by ``function(tensor)``.
+def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """``value`` with every tensor (or other object of this ``kind``) in nested tuples, lists and mappings replaced by
+    ``function(tensor)``.
 
     A torch.Size holds no tensors, although it is a tuple. A ModelOutput of transformers, known by its ``to_tuple``,
     keeps its class.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry) for entry in value))
+        return type(value)(*(map_tensors(function, entry, kind) for entry in value))
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(map_tensors(function, entry) for entry in value)
+        return type(value)(map_tensors(function, entry, kind) for entry in value)
     if isinstance(value, Mapping):
-        mapped = {key: map_tensors(function, entry) for key, entry in value.items()}
+        mapped = {key: map_tensors(function, entry, kind) for key, entry in value.items()}
         return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
     return value
 
@@ -126,11 +143,10 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: bool = False) -> Iterator[None]:
-    """While entered, every call of the block runs on ``device``.
+def onloaded(block: nn.Module, device: torch.device, *, resident: bool) -> Iterator[None]:
+    """While entered, every call of the block runs on ``device``; its outputs move to where the block came from.
 
     resident: the weights stay on ``device`` until the end; otherwise they move there and back for each call.
-    stays: outputs stay on ``device``; otherwise they move to the device that the block came from.
 
     Nothing happens to a block that is on ``device`` already, and to one that accelerate moves.
     """
@@ -147,7 +163,7 @@ def onloaded(block: nn.Module, device: torch.device, *, resident: bool, stays: b
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if not resident:
             module.to(home)
-        return output if stays else map_tensors(lambda x: x.to(home), output)
+        return map_tensors(lambda x: x.to(home), output)
 
     # the outputs move before other hooks see them: which block's output is whose input is told by identity
     with (

@@ -14,7 +14,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial
@@ -70,17 +69,16 @@ def dense_inputs(
     # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
     report, plan = Report(notes=[FEWER, BY_SIZE]), replace(data.run.plan, layers=tuple(layer_plans))
     run = replace(data.run, plan=plan, config=config, report=report)
-    with ExitStack() as ending:
-        for block in blocks_in_call_order(run, replace(data, run=run), ending):
-            inputs = block.inputs()
-            with inputs.on_device():
-                if not block.layer_plans:
-                    inputs.advance()
-                    continue
-                shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
-                if block.block is not None:
-                    run.storage.load(block.block)
-                yield block, shared_inputs, run
+    for block in blocks_in_call_order(run, replace(data, run=run)):
+        inputs = block.inputs()
+        with inputs.on_device():
+            if not block.layer_plans:
+                inputs.advance()
+                continue
+            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
+            if block.block is not None:
+                run.storage.load(block.block)
+            yield block, shared_inputs, run
 
 
 def allocated(data: CalibrationData) -> CalibrationData:

@@ -22,7 +22,8 @@ from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.repair import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
-from modelopt_sparse.calibration.inputs import AtBlock, collect
+from modelopt_sparse.calibration.calls import AtBlock
+from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish

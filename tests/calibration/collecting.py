@@ -22,6 +22,13 @@ def collected(model: nn.Module, within: list[str] = LAYERS, **options) -> dict[s
     return method.by_layer(dense)
 
 
+def thread_state() -> tuple:
+    """What torch keeps for the thread."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *modes
+
+
 def assert_same(found: dict[str, mts.Stats], expected: dict[str, mts.Stats]) -> None:
     assert found.keys() == expected.keys()
     for name in expected:

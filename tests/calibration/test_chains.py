@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.waiting import thread_state
+from tests.calibration.collecting import thread_state
 from tests.calibration.collecting import assert_calibrated, collected
 from tests.models.stacked import (
     STACKED,

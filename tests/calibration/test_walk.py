@@ -62,7 +62,7 @@ def test_autocast_in_the_loop_is_what_the_statistics_are_of():
                 model(batch)
 
     expected = brute_force(tiny_llama(), [None], LAYERS, call=lambda model, batch: loop(model))
-    with pytest.warns(UserWarning, match="blocks run one by one do not give the model's own output"):
+    with pytest.warns(UserWarning, match="a call that is run again computes something else"):
         found = collected(tiny_llama(), forward_loop=loop, sequential="none")
     assert_stats(found, expected)
 

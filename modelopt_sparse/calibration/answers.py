@@ -1,0 +1,218 @@
+"""What finished blocks answer with when a call of the model is run again: outputs that are kept, and tensors of which
+only the shape is known where they are not."""
+
+import random
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors
+
+# tensors that are not kept --------------------------------------------------------------------------------------------
+
+
+class Needed(BaseException):
+    """A call needs the values of a tensor that is not kept."""
+
+
+CHOOSING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)  # a known index tells their shape
+
+
+class Unknown(Tensor):
+    """A tensor of which only shape, strides, dtype and device are known. ``shape``: the same on meta.
+
+    What is computed from it is unknown as well. Whatever would let its values decide something, or write them to a
+    tensor that is known, calls ``need``, which raises `Needed`.
+    """
+
+    meta: Tensor
+    need: Callable[[], NoReturn]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, need: Callable[[], NoReturn]) -> "Unknown":
+        x = Tensor._make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)  # type: ignore[attr-defined]
+        x.meta, x.need = meta, need
+        return x
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, arguments = dict(kwargs or {}), func._schema.arguments
+        named = {**{of.name: x for of, x in zip(arguments, args)}, **kwargs}
+        unknown = [x for x in flat_tensors((args, kwargs)) if isinstance(x, Unknown)]
+        written = [named.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+        decides = torch.Tag.data_dependent_output in func.tags
+        if torch.Tag.dynamic_output_shape in func.tags:
+            decides |= func not in CHOOSING or not isinstance(args[0], Unknown) or len(unknown) > 1
+        if decides or any(not isinstance(x, Unknown) for x in flat_tensors(written)):
+            unknown[0].need()
+        device = torch.device(kwargs.get("device") or unknown[0].device)
+        try:  # drawing random numbers goes on in the generator, which meta has none of
+            where = device if torch.Tag.nondeterministic_seeded in func.tags else torch.device("meta")
+            return cls._computed(func, args, kwargs, where, device)
+        except NotImplementedError:
+            raise
+        except Exception:  # by an index with values, which tells the shape
+            return cls._computed(func, args, kwargs, device, device)
+
+    @classmethod
+    def _computed(
+        cls, func: Any, args: tuple, kwargs: dict[str, Any], where: torch.device, device: torch.device
+    ) -> Any:
+        """The output of an operation, computed on ``where``, with zeros for what is unknown unless that is meta."""
+        given: dict[int, Unknown] = {}
+
+        def value(x: Tensor) -> Tensor:
+            if not isinstance(x, Unknown):
+                return x.to(where)
+            filled = x.meta if where.type == "meta" else torch.zeros_like(x.meta, device=where)
+            given[id(filled)] = x
+            return filled
+
+        args, kwargs = map_tensors(value, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = where
+        need = next(iter(given.values())).need
+        output = func(*args, **kwargs)
+        if any(x is not None and not isinstance(x, Tensor) for x in leaves_of(output)):
+            need()
+        return map_tensors(lambda x: given[id(x)] if id(x) in given else cls(x.to("meta"), device, need), output)
+
+
+# outputs of blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of an output: what it looks like on meta, its device, which tensor of the block's arguments it is, if it
+    is one of them, and its value, if that is kept."""
+
+    meta: Tensor
+    device: torch.device
+    same: int | None
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The output of a block in one visit, and what the block has written into mappings among its arguments, with a
+    `Leaf` for each tensor; and the states of the random numbers after it."""
+
+    output: Any
+    written: list[dict[Any, Any]]
+    random: list[Any]
+
+    @classmethod
+    def of(
+        cls, output: Any, before: list[dict[Any, Any]], args: tuple, kwargs: dict[str, Any], home: torch.device | None
+    ) -> "Answer":
+        """Without values. ``before``: the mappings among the arguments as they were. ``home``: where the model will see
+        the output, if not where it is."""
+        places = {id(x): place for place, x in enumerate(flat_tensors((args, kwargs)))}
+        written = [
+            {key: value for key, value in now.items() if was.get(key, was) is not value}
+            for was, now in zip(before, mappings(args, kwargs))
+        ]
+
+        def leaf(x: Tensor) -> Leaf:
+            meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            return Leaf(meta, home or x.device, places.get(id(x)))
+
+        return cls(map_tensors(leaf, output), map_tensors(leaf, written), [])
+
+    def holding(
+        self, output: Any, args: tuple, kwargs: dict[str, Any], hold: Callable[[Tensor, bool], Tensor]
+    ) -> "Answer":
+        """The same with the values that ``hold`` gives, which gets each tensor, and whether it is the hidden state."""
+        written = [{key: now[key] for key in of_one} for of_one, now in zip(self.written, mappings(args, kwargs))]
+        hidden, values = next(iter(flat_tensors(output)), None), iter(flat_tensors((output, written)))
+
+        def with_value(leaf: Leaf) -> Leaf:
+            x = next(values)
+            return replace(leaf, value=hold(x, x is hidden))
+
+        output, written = map_tensors(with_value, (self.output, self.written), Leaf)
+        return replace(self, output=output, written=written)
+
+    def without_values(self) -> "Answer":
+        def without(leaf: Leaf) -> Leaf:
+            return replace(leaf, value=None)
+
+        output, written = map_tensors(without, (self.output, self.written), Leaf)
+        return replace(self, output=output, written=written)
+
+    def given(self, args: tuple, kwargs: dict[str, Any], need: Callable[[], NoReturn]) -> Any:
+        """The output for a block that is called with these arguments. What is not kept, and no argument, is unknown."""
+        inputs = flat_tensors((args, kwargs))
+
+        def tensor(leaf: Leaf) -> Tensor:
+            if leaf.value is not None:
+                return leaf.value.to(leaf.device, copy=True)  # the model may write to it
+            if leaf.same is not None and leaf.same < len(inputs):
+                return inputs[leaf.same]
+            return Unknown(leaf.meta, leaf.device, need)
+
+        output, written = map_tensors(tensor, (self.output, self.written), Leaf)
+        for mapping, new in zip(mappings(args, kwargs), written):
+            mapping.update(new)
+        return output
+
+
+def mappings(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
+    """Those among a block's arguments, which it may write to."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+
+
+def signature(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
+    leaves = []
+    for leaf in leaves_of((args, kwargs)):
+        constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+        leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
+    return len(args), tuple(kwargs), tuple(leaves)
+
+
+# random numbers -------------------------------------------------------------------------------------------------------
+
+
+def random_states() -> list[Any]:
+    """The states of torch's generators, Python's and NumPy's."""
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), on_cuda, random.getstate(), np.random.get_state()]  # noqa: NPY002 - models use it
+
+
+def draw_from(states: Sequence[Any]) -> None:
+    torch_state, on_cuda, of_python, of_numpy = states
+    torch.set_rng_state(torch_state)
+    if on_cuda:
+        torch.cuda.set_rng_state_all(on_cuda)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def seeded(seed: int) -> list[Any]:
+    """The states after seeding all of them; those of now stay."""
+    before = random_states()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    states = random_states()
+    draw_from(before)
+    return states
+
+
+def shared_states(states: list[Any], before: Sequence[Any]) -> list[Any]:
+    """The same states, with the objects of ``before`` for those that are equal, so that each is held once."""
+    torch_state, on_cuda, of_python, of_numpy = before
+    if torch.equal(states[0], torch_state):
+        states[0] = torch_state
+    if all(map(torch.equal, states[1], on_cuda)) and len(states[1]) == len(on_cuda):
+        states[1] = on_cuda
+    if states[2] == of_python:
+        states[2] = of_python
+    if np.array_equal(states[3][1], of_numpy[1]) and states[3][2:] == of_numpy[2:]:
+        states[3] = of_numpy
+    return states

@@ -1,0 +1,571 @@
+"""Calls of the model that are run again, each alone, until the block that is wanted has been seen.
+
+Whenever the inputs of a block are wanted, the model is called with each call's arguments and random numbers, from its
+beginning. Blocks that are finished for the call do not compute: they answer with their kept output. The model itself
+does all that lies between blocks, each time. When the call has come to the wanted block as often as it will, it is
+stopped.
+
+Of each stack only the last output of a call is kept. The others are `Unknown`: a call that looks at one of them, or
+gives it to a block that has to run, starts again through all blocks, and keeps every output from then on.
+"""
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.answers import (
+    Answer,
+    Needed,
+    Unknown,
+    draw_from,
+    mappings,
+    random_states,
+    seeded,
+    shared_states,
+    signature,
+)
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.forward import (
+    Begin,
+    CalibrationData,
+    NumberedCall,
+    See,
+    call_model,
+    forward_context,
+    input_hooks,
+    watched_outputs,
+)
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.model.devices import (
+    flat_tensors,
+    forward_replaced,
+    has_hook,
+    input_device,
+    leaves_of,
+    map_tensors,
+    offload_again,
+    onloaded,
+    version,
+)
+from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.plan.plan import LayerPlan
+
+CANDIDATES = 4  # newest tensors of one shape that another one is compared with
+
+
+class Stop(BaseException):
+    """Ends a call of the model that has done what it was run for."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The blocks that a call comes to, in order, each as often as the call comes to it. ``certain``: nothing that a
+    block puts out can change that."""
+
+    blocks: tuple[nn.Module, ...]
+    certain: bool = False
+
+
+@dataclass(eq=False)
+class WalkedCall:
+    """A call on its way through the blocks. ``answers``: of its first visits, those that are over for good."""
+
+    numbered: NumberedCall
+    way: Way | None = None
+    answers: list[Answer] = field(default_factory=list)
+    keeps_all: bool = False
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """The run of a call that is under way.
+
+    wanted: the block that it is run for, with gradients or without; None: it runs to its end.
+    finished: blocks whose outputs are kept. only_shapes: no block runs, all that they put out is unknown.
+    last: the place of the last visit of the wanted block, while the call goes its way.
+    begun: whether the wanted block has begun to run. over: what follows is not wanted.
+    guessed: something in this run is unknown. needed: its values were asked for.
+    """
+
+    call: WalkedCall
+    wanted: nn.Module | None = None
+    finished: Set[nn.Module] = frozenset()
+    only_shapes: bool = False
+    gradients: bool = False
+    last: int | None = None
+    visits: list[nn.Module] = field(default_factory=list)
+    begun: bool = False
+    over: bool = False
+    guessed: bool = False
+    needed: bool = False
+
+    def need(self) -> NoReturn:
+        self.needed = True
+        raise Needed
+
+
+Seen = Callable[[UnderWay, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
+
+
+class Calls:
+    """Calls of the model, which are run again and again while its blocks are watched.
+
+    calls: those of this process. done: blocks whose outputs are final, in the walk over the blocks.
+    outside: blocks that were called outside of a call of the model. seen: gets each visit of a block.
+    shapes: (block, signature of its arguments) -> its output without values, of all visits that have run.
+    """
+
+    def __init__(
+        self,
+        data: CalibrationData,
+        stacks: Mapping[nn.Module, Stack],
+        calls: Sequence[WalkedCall] = (),
+        whole: Container[nn.Module] = (),
+        shapes: dict[Any, Answer] | None = None,
+    ) -> None:
+        """``stacks``: block -> its stack. ``whole``: blocks that run in each call, and never answer."""
+        self.data, self.run, self.calls = data, data.run, [*calls]
+        self.done: frozenset[nn.Module] = frozenset()
+        self.outside: set[nn.Module] = set()
+        self.seen: Seen | None = None
+        self.shapes = {} if shapes is None else shapes
+        self._stacks, self._whole = stacks, whole
+        self._now: UnderWay | None = None
+        self._newest: dict[Any, deque[ref[Tensor]]] = {}
+        self._seed = torch.initial_seed()
+        self._hooked = has_hook(self.run.model)
+        moved = self.run.config.device is not None
+        self._home = {block: input_device(block) for block in stacks if moved and not has_hook(block)}
+
+    def forked(self) -> "Calls":
+        """The same calls with the answers that they have now; each of the two goes on by itself."""
+        other = copy.copy(self)
+        other.calls = [replace(call, answers=[*call.answers]) for call in self.calls]
+        return other
+
+    def coming_to(self, block: nn.Module) -> list[WalkedCall]:
+        return [call for call in self.calls if call.way is not None and block in call.way.blocks]
+
+    def follow(self, numbered: NumberedCall) -> None:
+        """A call that the user's own loop makes begins. Which way it goes is seen, until `end_following`."""
+        self.calls.append(WalkedCall(numbered))
+        self._now = UnderWay(self.calls[-1])
+
+    def end_following(self) -> None:
+        if self._now is not None:
+            self._now.call.way = Way(tuple(self._now.visits))
+        self._now = None
+
+    # running a call -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While entered, each block answers, runs or stops the call, as the call under way wants it."""
+        with ExitStack() as undo:
+            undo.enter_context(self.run.storage.on_request())
+            for block in self.run.plan.blocks:
+                undo.enter_context(forward_replaced(block, partial(self._visit, block)))
+            yield
+
+    def whole(self, call: WalkedCall) -> None:
+        """Run a call to its end, through all blocks as they are, which tells its way."""
+        call.answers, call.way = [], None
+        call.way = Way(tuple(self._run(UnderWay(call)).visits))
+
+    def learn_way(self, call: WalkedCall) -> None:
+        """See to which blocks a call comes: by the shapes of what blocks put out, if these tell it, else by a whole
+        run."""
+        try:
+            visits = self._run(UnderWay(call, only_shapes=True)).visits
+            call.way = Way(tuple(visits), certain=True)
+        except Needed:
+            if call.way is None:
+                self.whole(call)
+
+    def run_to(self, call: WalkedCall, block: nn.Module | None, finished: Set[nn.Module]) -> None:
+        """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
+        out is kept from now on."""
+        now = UnderWay(call, block, finished, gradients=torch.is_grad_enabled())
+        try:
+            self._run(now)
+        except Needed:
+            if call.keeps_all or now.begun:
+                problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out, and not"
+                raise RuntimeError(f"{problem} in the calls that were tried: give other batches") from None
+            call.answers, call.keeps_all = [], True
+            self.run_to(call, block, finished)
+
+    def _run(self, now: UnderWay) -> UnderWay:
+        """Raises `Needed` if the call asks for what was not kept."""
+        call, self._now, ended = now.call, now, False
+        if now.wanted is not None:
+            assert call.way is not None
+            now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
+        state, random, (own, put_back) = ModelState(self.run.model), random_states(), own_arguments(call.numbered.call)
+        try:
+            with ExitStack() as hooks:
+                if now.wanted is not None:  # after all other hooks, which see the output
+                    hooks.callback(now.wanted.register_forward_hook(self._after).remove)
+                hooks.enter_context(torch.no_grad())
+                draw_from(call.numbered.random or seeded(self._seed + call.numbered.number))
+                call_model(self.run, own, call.numbered.number)
+            ended = not now.over
+        except Stop:
+            pass
+        except Exception:
+            if now.guessed and not now.over:  # by what takes no tensor without values
+                raise Needed from None
+            if not now.over:
+                raise
+        finally:
+            self._now = None
+            draw_from(random)
+            put_back()
+            if not ended or now.only_shapes:
+                state.put_back()
+                if self._hooked:
+                    offload_again(self.run.model)
+        if now.needed:  # and the model has caught it
+            raise Needed
+        if ended and call.way is not None and not now.only_shapes:
+            self._refuse_late(call, now)
+        return now
+
+    def _refuse_late(self, call: WalkedCall, now: UnderWay) -> None:
+        """A call that has come to its end may have gone another way than before, but not back to a finished block."""
+        assert call.way is not None
+        more = Counter(now.visits) - Counter(call.way.blocks)
+        if late := [block for block in more if block in self.done]:
+            name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
+            problem = (
+                f"calibration batch {call.numbered.number} comes to block {name!r} once more, now that it is sparse"
+            )
+            raise ValueError(f"{problem}; its statistics are without that: leave this batch out")
+        call.way = replace(call.way, blocks=tuple(now.visits))
+
+    # a visit of a block ---------------------------------------------------------------------------------------------
+
+    def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a block does in the place of its ``forward``."""
+        now = self._now
+        if now is None:
+            self.outside.add(block)
+            return forward(*args, **kwargs)
+        if now.needed:
+            raise Needed
+        if now.over:
+            raise Stop  # the model has caught the first one
+        place = len(now.visits)
+        now.visits.append(block)
+        ran = place >= len(now.call.answers) and not now.only_shapes
+        step = self._computed if ran else self._answered
+        output = step(now, place, block, forward, args, kwargs)
+        if self.seen is not None:
+            self.seen(now, block, output, ran)
+        return output
+
+    def _answered(
+        self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        answers = now.call.answers
+        answer = self.shapes.get((block, signature(args, kwargs))) if now.only_shapes else answers[place]
+        if answer is None:
+            now.need()
+        if not now.only_shapes:
+            assert now.call.way is not None
+            if now.call.way.blocks[place] is not block:
+                batch = f"calibration batch {now.call.numbered.number}"
+                raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
+            draw_from(answer.random)  # as if the block had drawn its own
+        now.guessed = True
+        return answer.given(args, kwargs, now.need)
+
+    def _computed(
+        self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
+            now.need()
+        key, before = (block, signature(args, kwargs)), [dict(mapping) for mapping in mappings(args, kwargs)]
+        now.begun |= block is now.wanted
+        output = self._forward(now, block, forward, args, kwargs)
+        answer = Answer.of(output, before, args, kwargs, self._home.get(block))
+        self.shapes[key] = answer
+        if place == len(now.call.answers) and block in now.finished and block not in self._whole:
+            self._keep(now, block, answer.holding(output, args, kwargs, self._hold))
+        if now.last is not None:
+            assert now.call.way is not None
+            if now.call.way.blocks[place : place + 1] != (block,):
+                now.last = None  # another way than before: it is run to its end
+            now.over = place == now.last
+        return output
+
+    def _after(self, block: nn.Module, args: Any, output: Any) -> None:
+        if self._now is not None and self._now.over:
+            raise Stop
+
+    def _forward(self, now: UnderWay, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the block itself does, with its weights where it runs; the block that is wanted has them there."""
+        device = self.run.config.device
+        self.run.storage.load(block)
+        if block is now.wanted and now.gradients:
+            with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
+                return forward(*args, **kwargs)
+        if device is None or block is self.run.model or has_hook(block) or input_device(block) == device:
+            return forward(*args, **kwargs)
+        home = input_device(block)
+        block.to(device)
+        try:
+            args, kwargs = map_tensors(lambda x: x.to(device), (args, kwargs))
+            return map_tensors(lambda x: x.to(home), forward(*args, **kwargs))
+        finally:
+            block.to(home)
+
+    def _keep(self, now: UnderWay, block: nn.Module, answer: Answer) -> None:
+        """Keep a visit's output, in the place of the one before in its stack."""
+        call, stack = now.call, self._stacks[block]
+        before = [place for place in range(len(call.answers)) if self._stacks.get(now.visits[place]) is stack]
+        if before and not call.keeps_all:
+            call.answers[before[-1]] = call.answers[before[-1]].without_values()
+        states = random_states()
+        answer.random.extend(shared_states(states, call.answers[-1].random) if call.answers else states)
+        call.answers.append(answer)
+
+    @torch.inference_mode(False)
+    def _hold(self, x: Tensor, is_hidden: bool) -> Tensor:
+        """A copy of ``x``, where activations are held, that nothing writes to. What equals a tensor of another call
+        (masks, position biases) is held once."""
+        alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
+        for newest in () if is_hidden else alike:
+            if (y := newest()) is not None and y.device == x.device and torch.equal(x, y):
+                return y
+        held = copied(x.detach(), self.run)
+        if not is_hidden:
+            alike.append(ref(held))
+        return held
+
+
+def copied(x: Tensor, run: Run) -> Tensor:
+    """A copy of ``x`` where activations are held."""
+    held = run.storage.hold_activations(x)
+    return held.clone() if held.data_ptr() == x.data_ptr() else held
+
+
+def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
+    """The call with the same tensors, and with copies of whatever else it could write to, such as caches; and what
+    undoes writes to the tensors."""
+    tensors = flat_tensors((call.args, call.kwargs))
+    before = [(x, version(x), x.detach().clone()) for x in tensors]
+    held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]
+    try:
+        args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), {id(x): x for x in held})
+    except Exception:  # what cannot be copied, such as a lock, is handed on
+        args, kwargs = map_tensors(lambda x: x, (call.args, dict(call.kwargs)))
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for x, was, values in before:
+            if version(x) != was:
+                x.copy_(values)
+
+    return replace(call, args=args, kwargs=kwargs), put_back
+
+
+# what a call that was stopped leaves behind ---------------------------------------------------------------------------
+
+CUDA = torch.backends.cuda
+FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
+    (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
+    (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
+    (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
+    *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
+]
+OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_hf_hook"}  # never put back
+
+
+class ModelState:
+    """Attributes of a model's modules, what lists, sets and dicts among them hold, their buffers (not what these hold),
+    and torch's flags for the process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes = [
+            (own, {key: (value, _contents(value)) for key, value in own.items() if key not in OF_A_MODULE})
+            for own in map(vars, model.modules())
+        ]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        self._flags = [get() for get, _ in FLAGS]
+
+    def put_back(self) -> None:
+        for own, before in self._attributes:
+            for key in own.keys() - before.keys() - OF_A_MODULE:
+                del own[key]
+            for key, (value, contents) in before.items():
+                own[key] = value
+                if contents is not None:
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(contents)
+        for buffers, before in self._buffers:
+            buffers.update(before)
+        for (get, put), before in zip(FLAGS, self._flags):
+            if get() != before:
+                put(before)
+
+
+def _contents(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, set, dict) else None
+
+
+# the inputs of one block after the other ------------------------------------------------------------------------------
+
+
+class WholeModel:
+    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks. The same
+    methods as those of `AtBlock`."""
+
+    def __init__(self, data: CalibrationData | None) -> None:
+        self._data = data
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
+        assert self._data is not None
+        hooks = input_hooks(layer_plans, self._data.run.plan.blocks, self._data.sides, see)
+        self._data.run_model(begin, hooks)
+
+    def advance(self) -> None:
+        """The next run goes through the block as it is then."""
+
+
+@dataclass(eq=False)
+class Walk:
+    """The ``calls`` on their way through ``blocks``, in the order in which these are made sparse.
+
+    repeated: blocks to which some call comes more than once.
+    """
+
+    calls: Calls
+    blocks: Sequence[nn.Module]
+    repeated: Container[nn.Module]
+    _dense: dict[Stack, Calls] = field(default_factory=dict)
+
+    def at(self, stack: Stack, block: nn.Module) -> "AtBlock":
+        calls, options = self.calls, self.calls.run.config.reconstruct
+        if options is not None and options.target == "dense" and stack not in self._dense:
+            # a second set of answers, of the dense blocks of a stack; what lies before it is sparse
+            self._dense[stack] = calls.forked()
+        dense = self._dense.get(stack)
+        return AtBlock(self, stack, block, calls.coming_to(block), dense, block not in self.repeated)
+
+    def leave(self, stack: Stack, block: nn.Module) -> None:
+        """The work on a block is done. The last block of all done, each call that may go other ways than it went when
+        it was dense is run to its end, so that none has come to a finished block unseen."""
+        if not any(other in stack.blocks for other in self.blocks[self.blocks.index(block) + 1 :]):
+            self._dense.pop(stack, None)
+        if block is not self.blocks[-1]:
+            return
+        with self.calls.watching(), forward_context(self.calls.run):
+            for call in self.calls.calls:
+                if call.way is not None and not call.way.certain:
+                    self.calls.run_to(call, None, self.calls.done)
+        for call in self.calls.calls:
+            call.answers.clear()
+
+
+@dataclass(eq=False)
+class AtBlock:
+    """The ``calls`` that come to one block.
+
+    dense: all calls on their way through dense blocks alone, if these are what blocks are tuned against. once: each
+    call comes to the block once.
+    """
+
+    walk: Walk
+    stack: Stack
+    block: nn.Module
+    calls: list[WalkedCall]
+    dense: Calls | None
+    once: bool
+
+    @property
+    def data(self) -> CalibrationData:
+        return self.walk.calls.data
+
+    @property
+    def run(self) -> Run:
+        return self.walk.calls.run
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """To be entered for all the work on a block: its weights go to the execution device and come back once."""
+        device = self.run.config.device
+        return nullcontext() if device is None else onloaded(self.block, device, resident=True)
+
+    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
+        """Run each call to the block; ``begin`` gets it first, and ``see`` sees the inputs of the layers. ``go_on``:
+        the block's output is kept, as in `advance`."""
+        again = self.walk.calls
+        hooks = input_hooks(layer_plans, [self.block], self.data.sides, see)
+        with again.watching(), hooks as padding, forward_context(self.run):
+            for call in self.calls:
+                padding.masks = call.numbered.masks
+                begin(call.numbered)
+                again.run_to(call, self.block, again.done | {self.block} if go_on else again.done)
+        if go_on:
+            again.done |= {self.block}
+            self.walk.leave(self.stack, self.block)
+
+    def advance(self) -> None:
+        """From now on the block answers with its output as it is now. A block that stays as it is, and at hand, runs
+        when the next one is wanted, which saves a run of what lies before it."""
+        again, config = self.walk.calls, self.run.config
+        again.done |= {self.block}
+        later = self.run.storage.resident and config.device is None and config.sequential != "none"
+        if not later and self.block is not self.walk.blocks[-1]:
+            with again.watching(), forward_context(self.run):
+                for call in self.calls:
+                    again.run_to(call, self.block, again.done)
+        self.walk.leave(self.stack, self.block)
+
+    # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
+
+    def only(self, numbers: Container[int]) -> "AtBlock":
+        """The same with the calls of these numbers alone."""
+        return replace(self, calls=[call for call in self.calls if call.numbered.number in numbers])
+
+    def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
+        """The first output tensor of each module in a run of call ``index`` to the block. Gradients are those of the
+        block alone."""
+        again = self.walk.calls
+        with again.watching():
+            return watched_outputs(lambda: again.run_to(self.calls[index], self.block, again.done), modules)
+
+    def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
+        """For each module its outputs on all calls, to be asked for while the block is dense."""
+        again, calls, goals = self.walk.calls, self.calls, [list[Tensor]() for _ in modules]
+        if self.dense is not None:
+            again, calls = self.dense, self.dense.coming_to(self.block)
+            again.done |= {self.block}
+        elif not modules:
+            return []
+        with again.watching(), forward_context(self.run):
+            for call in calls:
+                run = partial(again.run_to, call, self.block, again.done)
+                for goal, output in zip(goals, watched_outputs(run, modules, lambda x: copied(x, self.run))):
+                    goal.append(output)
+        return goals
+
+
+Inputs = WholeModel | AtBlock  # of the layers of one block after the other

@@ -1,0 +1,223 @@
+"""Whether calls of the model can be run again, block by block: tried with the dense model, before anything is changed.
+
+What a call computes when it is run again, with blocks that answer and a stop at the end, has to be what it computed as
+a whole: the inputs of the layers and the outputs of the blocks, to the bit. A model that keeps something from one call
+to the next, where nothing puts it back, is found out here. Its blocks are calibrated through whole runs.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_sparse.calibration.calls import Calls, UnderWay, Walk, WalkedCall
+from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
+from modelopt_sparse.calibration.run import Run, Unreadable
+from modelopt_sparse.model.devices import flat_tensors, version
+from modelopt_sparse.model.layers import Stack
+
+# what is compared -----------------------------------------------------------------------------------------------------
+
+Print = list[tuple]  # tells whether the tensors of two values are equal
+
+
+def print_of(value: Any, *, exact: bool) -> Print:
+    """Of each tensor its dtype, its shape and a hash of its bits; not ``exact``: sums of its numbers."""
+    prints = []
+    for x in flat_tensors(value):
+        x = x.detach()
+        if exact:
+            bits = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            numbers: tuple = (hashlib.blake2b(bits.data).digest(),)
+        else:
+            wide = (torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num()
+            numbers = (float(wide.abs().sum()), float(wide.square().sum()))
+        prints.append((x.dtype, x.shape, numbers))
+    return prints
+
+
+def is_exact(run: Run) -> bool:
+    """Whether equal calls give equal bits: on other devices than the CPU, atomic operations add in any order."""
+    devices = {parameter.device.type for parameter in run.model.parameters()}
+    return devices <= {"cpu", "meta"} and (run.config.device is None or run.config.device.type == "cpu")
+
+
+def same(one: Print, other: Print) -> bool:
+    """Whether two prints are those of equal tensors; if they are sums of numbers, up to a few roundings."""
+    if [of_tensor[:2] for of_tensor in one] != [of_tensor[:2] for of_tensor in other]:
+        return False
+    for (dtype, _, numbers), (_, _, others) in zip(one, other):
+        if isinstance(numbers[0], bytes):
+            if numbers != others:
+                return False
+            continue
+        roundings = 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0
+        if any(abs(a - b) > roundings * abs(b) for a, b in zip(numbers, others)):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Of one visit of a block: what its layers got, in order, and what it put out; None: it has answered."""
+
+    block: nn.Module
+    inputs: list[tuple[nn.Module, Print]]
+    output: Print | None
+
+    def is_like(self, other: "Visit") -> bool:
+        """Whether it is the same visit as ``other``, of a whole run."""
+        if self.block is not other.block or self.output is None or other.output is None:
+            return self.block is other.block
+        alike = [module for module, _ in self.inputs] == [module for module, _ in other.inputs]
+        alike = alike and all(same(one, two) for (_, one), (_, two) in zip(self.inputs, other.inputs))
+        return alike and same(self.output, other.output)
+
+
+@dataclass
+class Watch:
+    """Sees the visits of blocks in runs of calls, while `watching` is entered."""
+
+    run: Run
+    on: bool = True
+    runs: list[tuple[UnderWay, list[Visit]]] = field(default_factory=list)
+    _inputs: list[tuple[nn.Module, Print]] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, calls: Calls) -> Iterator[None]:
+        exact = is_exact(self.run)
+
+        def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self.on:
+                self._inputs.append((module, print_of((args, kwargs), exact=exact)))
+
+        def seen(now: UnderWay, block: nn.Module, output: Any, ran: bool) -> None:
+            if not self.on:
+                return
+            if not self.runs or self.runs[-1][0] is not now:
+                self.runs.append((now, []))
+            self.runs[-1][1].append(Visit(block, self._inputs, print_of(output, exact=exact) if ran else None))
+            self._inputs = []
+
+        with ExitStack() as hooks:
+            for module in {module for plan in self.run.plan.layers for module in plan.layer.hooked_modules}:
+                hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
+            calls.seen = seen
+            hooks.callback(setattr, calls, "seen", None)
+            yield
+
+    def take(self) -> list[tuple[UnderWay, list[Visit]]]:
+        """The runs since the last time."""
+        runs, self.runs, self._inputs = self.runs, [], []
+        return runs
+
+
+# the trial ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A call that is tried. ``truth``: its visits in a whole run, before any call was stopped; None: it only goes
+    beside the others, as one that could disturb them."""
+
+    numbered: NumberedCall
+    truth: list[Visit] | None
+
+
+Problem = tuple[Stack, str]  # a stack of which blocks cannot answer, and why
+CHANGES = "a call that is run again computes something else"
+OTHER = "blocks that answer in the place of computing do not give the model's own output"
+
+
+def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
+    """Run each of the calls whole."""
+    watch, made = Watch(calls.run), []
+    with watch.watching(calls), calls.watching(), forward_context(calls.run):
+        for numbered in tried:
+            calls.whole(WalkedCall(numbered))
+            runs = watch.take()
+            made.append(Tried(numbered, runs[0][1] if runs else []))
+    return made
+
+
+def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
+    """Whether the calls compute the same as before when they are run whole once more."""
+    again = truth_of(calls, [each.numbered for each in tried if each.truth is not None])
+    before = [each.truth for each in tried if each.truth is not None]
+    return all(
+        _alike(one.truth or [], other) and len(one.truth or []) == len(other) for one, other in zip(again, before)
+    )
+
+
+def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
+    return len(visits) <= len(truth) and all(one.is_like(other) for one, other in zip(visits, truth))
+
+
+def rehearse(
+    make: Callable[[Sequence[WalkedCall]], Walk], tried: Sequence[Tried], stacks: Mapping[nn.Module, Stack]
+) -> Problem | None:
+    """Do with the dense model all that the run will do with the calls that are ``tried``, and more than once -> why it
+    is not what whole runs do; None: it is. ``make``: a walk of calls. ``stacks``: those of the walk, by block."""
+    walk = make([WalkedCall(each.numbered) for each in tried])
+    calls, run = walk.calls, walk.calls.run
+    truth, watch = {id(each.numbered): each.truth for each in tried}, Watch(run)
+    stack = stacks[walk.blocks[0]]
+    buffers = [(x, version(x), x.detach().clone()) for x in run.model.buffers() if x.dtype != torch.bool]
+
+    def problem() -> str | None:
+        for now, visits in watch.take():
+            expected = truth[id(now.call.numbered)]
+            if not now.only_shapes and expected is not None and not _alike(visits, expected):
+                return OTHER
+        return (
+            "a call that is stopped leaves a buffer changed"
+            if any(version(x) != was for x, was, _ in buffers)
+            else None
+        )
+
+    try:
+        with calls.watching(), forward_context(run):
+            for call in calls.calls:
+                calls.learn_way(call)
+        for block in walk.blocks:
+            stack = stacks[block]
+            run.storage.load(block)  # before it moves to the execution device
+            here = walk.at(stack, block)
+            with here.on_device(), watch.watching(calls):
+                for _ in range(2):
+                    here.collect((), _nothing, _nothing, go_on=False)
+                here.advance()
+            if (why := problem()) is not None:
+                return stack, why
+    except (PaddingError, Unreadable):
+        raise
+    except (ValueError, RuntimeError) as error:  # the model's own are `errors_name_batch`'s
+        return stack, f"calls cannot be run again ({error.__cause__ or error})"
+    finally:
+        with torch.no_grad():
+            for x, was, values in buffers:
+                if version(x) != was:
+                    x.copy_(values)
+    return None
+
+
+def _nothing(*_: object) -> None:
+    """Nobody asks for the inputs of layers."""
+
+
+def warn_of_whole_runs(run: Run, stack: Stack, why: str, pruned: int) -> None:
+    """Say what whole runs cost, in a warning and in the report; a streamed model is refused."""
+    why = f"stack {stack.name or type(run.model).__name__!r} is calibrated through the whole model, because {why}"
+    if not run.storage.resident:
+        raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
+    text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"
+    asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
+    if any(asked.values()):
+        text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
+    warnings.warn(text, stacklevel=2)
+    run.report.notes.append(text)
