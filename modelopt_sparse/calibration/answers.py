@@ -4,6 +4,7 @@ only the shape is known where they are not."""
 import random
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,23 +20,30 @@ class Needed(BaseException):
     """A call needs the values of a tensor that is not kept."""
 
 
+Source = tuple[int, int]  # the place of a visit in its call, and of a tensor in what the block put out
+
+
 CHOOSING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)  # a known index tells their shape
 
 
 class Unknown(Tensor):
-    """A tensor of which only shape, strides, dtype and device are known. ``shape``: the same on meta.
+    """A tensor of which only shape, strides, dtype and device are known. ``meta``: the same on meta. ``sources``: which
+    tensors of which outputs it is computed from.
 
     What is computed from it is unknown as well. Whatever would let its values decide something, or write them to a
     tensor that is known, calls ``need``, which raises `Needed`.
     """
 
     meta: Tensor
+    sources: set[Source]
     need: Callable[[], NoReturn]
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, need: Callable[[], NoReturn]) -> "Unknown":
+    def __new__(
+        cls, meta: Tensor, device: torch.device, sources: set[Source], need: Callable[[], NoReturn]
+    ) -> "Unknown":
         x = Tensor._make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)  # type: ignore[attr-defined]
-        x.meta, x.need = meta, need
+        x.meta, x.sources, x.need = meta, sources, need
         return x
 
     @classmethod
@@ -75,11 +83,19 @@ class Unknown(Tensor):
         args, kwargs = map_tensors(value, (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = where
-        need = next(iter(given.values())).need
+        first, *others = given.values()
         output = func(*args, **kwargs)
         if any(x is not None and not isinstance(x, Tensor) for x in leaves_of(output)):
-            need()
-        return map_tensors(lambda x: given[id(x)] if id(x) in given else cls(x.to("meta"), device, need), output)
+            first.need()
+        sources = set(first.sources)
+        if any(of.alias_info is not None for of in func._schema.returns):  # what is written to a view, its base holds
+            sources = first.sources
+        sources.update(*(x.sources for x in others))
+
+        def unknown(x: Tensor) -> Unknown:
+            return given[id(x)] if id(x) in given else cls(x.to("meta"), device, sources, first.need)
+
+        return map_tensors(unknown, output)
 
 
 # outputs of blocks ----------------------------------------------------------------------------------------------------
@@ -99,11 +115,12 @@ class Leaf:
 @dataclass(frozen=True)
 class Answer:
     """The output of a block in one visit, and what the block has written into mappings among its arguments, with a
-    `Leaf` for each tensor; and the states of the random numbers after it."""
+    `Leaf` for each tensor; and the states of the random numbers after it. ``holds``: whether some values are kept."""
 
     output: Any
     written: list[dict[Any, Any]]
     random: list[Any]
+    holds: bool = False
 
     @classmethod
     def of(
@@ -124,36 +141,47 @@ class Answer:
         return cls(map_tensors(leaf, output), map_tensors(leaf, written), [])
 
     def holding(
-        self, output: Any, args: tuple, kwargs: dict[str, Any], hold: Callable[[Tensor, bool], Tensor]
+        self,
+        output: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        hold: Callable[[Tensor], Tensor],
+        is_wanted: Callable[[int], bool],
     ) -> "Answer":
-        """The same with the values that ``hold`` gives, which gets each tensor, and whether it is the hidden state."""
+        """The same with values: what ``hold`` makes of those tensors whose numbers are wanted."""
         written = [{key: now[key] for key in of_one} for of_one, now in zip(self.written, mappings(args, kwargs))]
-        hidden, values = next(iter(flat_tensors(output)), None), iter(flat_tensors((output, written)))
+        values = enumerate(flat_tensors((output, written)))
 
         def with_value(leaf: Leaf) -> Leaf:
-            x = next(values)
-            return replace(leaf, value=hold(x, x is hidden))
+            number, x = next(values)
+            return replace(leaf, value=hold(x)) if is_wanted(number) else leaf
 
         output, written = map_tensors(with_value, (self.output, self.written), Leaf)
-        return replace(self, output=output, written=written)
+        return replace(self, output=output, written=written, holds=True)
 
-    def without_values(self) -> "Answer":
-        def without(leaf: Leaf) -> Leaf:
-            return replace(leaf, value=None)
+    def only(self, is_wanted: Callable[[int], bool]) -> "Answer":
+        """The same without the values of those tensors whose numbers are not wanted."""
+        numbers, kept = count(), list[bool]()
 
-        output, written = map_tensors(without, (self.output, self.written), Leaf)
-        return replace(self, output=output, written=written)
+        def some(leaf: Leaf) -> Leaf:
+            kept.append(is_wanted(next(numbers)) and leaf.value is not None)
+            return leaf if kept[-1] else replace(leaf, value=None)
 
-    def given(self, args: tuple, kwargs: dict[str, Any], need: Callable[[], NoReturn]) -> Any:
-        """The output for a block that is called with these arguments. What is not kept, and no argument, is unknown."""
-        inputs = flat_tensors((args, kwargs))
+        output, written = map_tensors(some, (self.output, self.written), Leaf)
+        return replace(self, output=output, written=written, holds=any(kept))
+
+    def given(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
+        """The output of the visit at a ``place`` of its call, for a block that is called with these arguments. What is
+        not kept, and no argument, is unknown."""
+        inputs, numbers = flat_tensors((args, kwargs)), count()
 
         def tensor(leaf: Leaf) -> Tensor:
+            number = next(numbers)
             if leaf.value is not None:
                 return leaf.value.to(leaf.device, copy=True)  # the model may write to it
             if leaf.same is not None and leaf.same < len(inputs):
                 return inputs[leaf.same]
-            return Unknown(leaf.meta, leaf.device, need)
+            return Unknown(leaf.meta, leaf.device, {(place, number)}, need)
 
         output, written = map_tensors(tensor, (self.output, self.written), Leaf)
         for mapping, new in zip(mappings(args, kwargs), written):

@@ -229,8 +229,10 @@ class DenseRun:
         """A walk of ``calls`` (None: all) through ``blocks``, from their beginning. ``home``: block -> its stack; the
         blocks of other stacks always run."""
         fresh = [WalkedCall(call.numbered, call.way) for call in (self.calls if calls is None else calls)]
-        whole = {block for block in data.run.plan.blocks if block not in home}
-        return Walk(Calls(data, home, fresh, whole, self.again.shapes), blocks, self.repeated)
+        again = Calls(data, home, fresh, set(data.run.plan.blocks) - home.keys(), self.again.shapes)
+        if data.run.config.sequential == "none":
+            again.keep_what_may_be_needed()
+        return Walk(again, blocks, self.repeated)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
@@ -304,7 +306,7 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
         rows = [_row_of(call.numbered, data) for call in (*chosen[:KINDS], *beside)]
         dense.tried = truth_of(dense.again, rows)
     else:  # each run of the model reads all weights
-        dense.tried = [*truth[:KINDS], *(Tried(_row_of(call.numbered, data), None) for call in beside)]
+        dense.tried = [*truth[:KINDS], *(Tried(WalkedCall(_row_of(call.numbered, data)), None) for call in beside)]
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -339,7 +341,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
             padding.masks = call.numbered.masks
             dense.inputs.begin(call.numbered.number)
             again.whole(call)
-            made += [Tried(call.numbered, visits) for _, visits in watch.take()]
+            made += [Tried(call, visits) for _, visits in watch.take()]
             bar.update()
     return made
 
@@ -369,7 +371,7 @@ def _run_loop(dense: DenseRun) -> None:
     ):
         data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
     dense.calls = again.calls
-    dense.tried = [Tried(now.call.numbered, visits) for now, visits in watch.take()]
+    dense.tried = [Tried(now.call, visits) for now, visits in watch.take()]
     sha256 = digest_of(call.numbered.call for call in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.inputs.order:
@@ -484,7 +486,7 @@ def _learn_ways(dense: DenseRun) -> None:
     """See to which blocks each call comes, and in which order all calls of all processes come to them."""
     run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
     with dense.again.watching(), forward_context(run):
-        for call in dense.calls:
+        for call in (*dense.calls, *(tried.call for tried in dense.tried)):
             dense.again.learn_way(call)
     own = list(dict.fromkeys(tuple(map(blocks.index, call.way.blocks)) for call in dense.calls if call.way is not None))
     ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]

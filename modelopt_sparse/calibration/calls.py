@@ -5,8 +5,10 @@ beginning. Blocks that are finished for the call do not compute: they answer wit
 does all that lies between blocks, each time. When the call has come to the wanted block as often as it will, it is
 stopped.
 
-Of each stack only the last output of a call is kept. The others are `Unknown`: a call that looks at one of them, or
-gives it to a block that has to run, starts again through all blocks, and keeps every output from then on.
+Before, each call is run once without values, where all that blocks put out is `Unknown`. That shows its way: to which
+blocks it comes, and which outputs these need, and nothing else is kept. If a call looks at values, its way is that of a
+whole run, and the last output of each stack is kept. If that is not enough, the call starts again through all blocks
+as they are, and keeps every output from then on.
 """
 
 import copy
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from modelopt_sparse.calibration.answers import (
     Answer,
     Needed,
+    Source,
     Unknown,
     draw_from,
     mappings,
@@ -67,11 +70,14 @@ class Stop(BaseException):
 
 @dataclass(frozen=True)
 class Way:
-    """The blocks that a call comes to, in order, each as often as the call comes to it. ``certain``: nothing that a
-    block puts out can change that."""
+    """The blocks that a call comes to, in order, each as often as the call comes to it.
+
+    needed: of what blocks put out, each tensor that is needed later -> the place of the last visit that needs it; None:
+    that is not known, and what blocks put out may also decide where the call goes.
+    """
 
     blocks: tuple[nn.Module, ...]
-    certain: bool = False
+    needed: Mapping[Source, int] | None = None
 
 
 @dataclass(eq=False)
@@ -102,6 +108,7 @@ class UnderWay:
     gradients: bool = False
     last: int | None = None
     visits: list[nn.Module] = field(default_factory=list)
+    needs: dict[Source, int] = field(default_factory=dict)
     begun: bool = False
     over: bool = False
     guessed: bool = False
@@ -139,6 +146,7 @@ class Calls:
         self.shapes = {} if shapes is None else shapes
         self._stacks, self._whole = stacks, whole
         self._now: UnderWay | None = None
+        self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
         self._seed = torch.initial_seed()
         self._hooked = has_hook(self.run.model)
@@ -149,7 +157,14 @@ class Calls:
         """The same calls with the answers that they have now; each of the two goes on by itself."""
         other = copy.copy(self)
         other.calls = [replace(call, answers=[*call.answers]) for call in self.calls]
+        other.keep_what_may_be_needed()
         return other
+
+    def keep_what_may_be_needed(self) -> None:
+        """From now on no call can start again: blocks that have answered are not what they were."""
+        self._starts_again = False
+        for call in self.calls:
+            call.keeps_all |= call.way is not None and call.way.needed is None
 
     def coming_to(self, block: nn.Module) -> list[WalkedCall]:
         return [call for call in self.calls if call.way is not None and block in call.way.blocks]
@@ -181,11 +196,11 @@ class Calls:
         call.way = Way(tuple(self._run(UnderWay(call)).visits))
 
     def learn_way(self, call: WalkedCall) -> None:
-        """See to which blocks a call comes: by the shapes of what blocks put out, if these tell it, else by a whole
-        run."""
+        """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
+        it; else the way alone, by a whole run."""
         try:
-            visits = self._run(UnderWay(call, only_shapes=True)).visits
-            call.way = Way(tuple(visits), certain=True)
+            now = self._run(UnderWay(call, only_shapes=True))
+            call.way = Way(tuple(now.visits), now.needs)
         except Needed:
             if call.way is None:
                 self.whole(call)
@@ -197,9 +212,9 @@ class Calls:
         try:
             self._run(now)
         except Needed:
-            if call.keeps_all or now.begun:
-                problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out, and not"
-                raise RuntimeError(f"{problem} in the calls that were tried: give other batches") from None
+            if call.keeps_all or now.begun or not self._starts_again:
+                problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out"
+                raise RuntimeError(f"{problem}, which the calls that were tried do not: leave it out") from None
             call.answers, call.keeps_all = [], True
             self.run_to(call, block, finished)
 
@@ -286,7 +301,9 @@ class Calls:
                 raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
             draw_from(answer.random)  # as if the block had drawn its own
         now.guessed = True
-        return answer.given(args, kwargs, now.need)
+        for x in flat_tensors((args, kwargs)) if now.only_shapes else ():
+            now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
+        return answer.given(args, kwargs, place, now.need)
 
     def _computed(
         self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
@@ -299,7 +316,7 @@ class Calls:
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         self.shapes[key] = answer
         if place == len(now.call.answers) and block in now.finished and block not in self._whole:
-            self._keep(now, block, answer.holding(output, args, kwargs, self._hold))
+            self._keep(now, answer, output, args, kwargs)
         if now.last is not None:
             assert now.call.way is not None
             if now.call.way.blocks[place : place + 1] != (block,):
@@ -329,27 +346,37 @@ class Calls:
         finally:
             block.to(home)
 
-    def _keep(self, now: UnderWay, block: nn.Module, answer: Answer) -> None:
-        """Keep a visit's output, in the place of the one before in its stack."""
-        call, stack = now.call, self._stacks[block]
-        before = [place for place in range(len(call.answers)) if self._stacks.get(now.visits[place]) is stack]
-        if before and not call.keeps_all:
-            call.answers[before[-1]] = call.answers[before[-1]].without_values()
+    def _keep(self, now: UnderWay, answer: Answer, output: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep of a visit's output, and of those before, what visits that come later need."""
+        call, place = now.call, len(now.call.answers)
+        assert call.way is not None
+        needed, newest = call.way.needed, {self._stacks.get(block): n for n, block in enumerate(now.visits)}
+
+        def is_wanted(n: int, number: int) -> bool:
+            if call.keeps_all:
+                return True
+            if needed is None:  # not known: the last output of each stack
+                return n in newest.values()
+            return needed.get((n, number), -1) > place
+
+        for n, earlier in enumerate(call.answers):
+            if earlier.holds:
+                call.answers[n] = earlier.only(partial(is_wanted, n))
+        answer = answer.holding(output, args, kwargs, self._hold, partial(is_wanted, place))
         states = random_states()
         answer.random.extend(shared_states(states, call.answers[-1].random) if call.answers else states)
         call.answers.append(answer)
 
     @torch.inference_mode(False)
-    def _hold(self, x: Tensor, is_hidden: bool) -> Tensor:
-        """A copy of ``x``, where activations are held, that nothing writes to. What equals a tensor of another call
-        (masks, position biases) is held once."""
+    def _hold(self, x: Tensor) -> Tensor:
+        """A copy of ``x``, where activations are held, that nothing writes to. What equals a tensor of another call, as
+        position biases do, is held once."""
         alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
-        for newest in () if is_hidden else alike:
+        for newest in alike:
             if (y := newest()) is not None and y.device == x.device and torch.equal(x, y):
                 return y
         held = copied(x.detach(), self.run)
-        if not is_hidden:
-            alike.append(ref(held))
+        alike.append(ref(held))
         return held
 
 
@@ -479,7 +506,7 @@ class Walk:
             return
         with self.calls.watching(), forward_context(self.calls.run):
             for call in self.calls.calls:
-                if call.way is not None and not call.way.certain:
+                if call.way is not None and call.way.needed is None:
                     self.calls.run_to(call, None, self.calls.done)
         for call in self.calls.calls:
             call.answers.clear()
