@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 
 # tensors that are not kept --------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Unknown(Tensor):
 @dataclass(frozen=True)
 class Leaf:
     """A tensor of an output: what it looks like on meta, its device, which tensor of the block's arguments it is, if it
-    is one of them, and its value, if that is kept."""
+    is one of them as it was given, and its value, if that is kept."""
 
     meta: Tensor
     device: torch.device
@@ -124,14 +124,15 @@ class Answer:
 
     @classmethod
     def of(
-        cls, output: Any, before: list[dict[Any, Any]], args: tuple, kwargs: dict[str, Any], home: torch.device | None
+        cls, output: Any, before: "Arguments", args: tuple, kwargs: dict[str, Any], home: torch.device | None
     ) -> "Answer":
-        """Without values. ``before``: the mappings among the arguments as they were. ``home``: where the model will see
-        the output, if not where it is."""
-        places = {id(x): place for place, x in enumerate(flat_tensors((args, kwargs)))}
+        """Without values. ``before``: the arguments before the visit. ``home``: where the model will see the output, if
+        not where it is."""
+        inputs = enumerate(zip(flat_tensors((args, kwargs)), before.versions))
+        places = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
             {key: value for key, value in now.items() if was.get(key, was) is not value}
-            for was, now in zip(before, mappings(args, kwargs))
+            for was, now in zip(before.mappings, mappings(args, kwargs))
         ]
 
         def leaf(x: Tensor) -> Leaf:
@@ -187,6 +188,14 @@ class Answer:
         for mapping, new in zip(mappings(args, kwargs), written):
             mapping.update(new)
         return output
+
+
+class Arguments:
+    """How often the tensors among a block's arguments have been written to, and what the mappings hold."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.versions = [version(x) for x in flat_tensors((args, kwargs))]
+        self.mappings = [dict(mapping) for mapping in mappings(args, kwargs)]
 
 
 def mappings(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:

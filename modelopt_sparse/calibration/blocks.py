@@ -253,7 +253,6 @@ def run_dense(data: CalibrationData) -> DenseRun:
         _run_loop(dense)
     else:
         _run_calls(dense, data.calls)
-    dense.inputs.begin(-1)  # the last call is over
     _agree(dense)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
@@ -343,6 +342,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
             again.whole(call)
             made += [Tried(call, visits) for _, visits in watch.take()]
             bar.update()
+    dense.inputs.begin(-1)  # the last call is over
     return made
 
 
@@ -370,6 +370,7 @@ def _run_loop(dense: DenseRun) -> None:
         run.model.register_forward_hook(lambda *_: again.end_following(), always_call=True),
     ):
         data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
+    dense.inputs.begin(-1)  # the last call is over
     dense.calls = again.calls
     dense.tried = [Tried(now.call, visits) for now, visits in watch.take()]
     sha256 = digest_of(call.numbered.call for call in dense.calls)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.answers import (
     Answer,
+    Arguments,
     Needed,
     Source,
     Unknown,
     draw_from,
-    mappings,
     random_states,
     seeded,
     shared_states,
@@ -310,7 +310,7 @@ class Calls:
     ) -> Any:
         if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
             now.need()
-        key, before = (block, signature(args, kwargs)), [dict(mapping) for mapping in mappings(args, kwargs)]
+        key, before = (block, signature(args, kwargs)), Arguments(args, kwargs)
         now.begun |= block is now.wanted
         output = self._forward(now, block, forward, args, kwargs)
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))

@@ -47,11 +47,9 @@ def test_a_forward_loop_that_never_calls_the_model():
     refused(
         mts.sparsify,
         tiny_llama(),
-        match="forward_loop did not call the model; it must run model",
+        match="forward_loop called no layer; it must run model",
         forward_loop=lambda model: None,
     )
-    run_inner = lambda model: model.model(token_batches()[0])  # noqa: E731 - not the model that was given
-    refused(mts.sparsify, tiny_llama(), match="forward_loop did not call the model", forward_loop=run_inner)
 
 
 @pytest.mark.parametrize(

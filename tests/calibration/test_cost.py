@@ -13,10 +13,10 @@ from tests.models.stacked import STACKED, Routed, Stacked, vectors
 
 
 @pytest.mark.parametrize(("sequential", "passes", "last"), [("block", 2, 1), ("stage", 5, 4), ("none", 1, 1)])
-def test_how_often_a_block_runs(sequential, passes, last):
-    """One of four batches in the dense run, and a row of it; that row twice in the check of waiting calls, and a row of
-    two other batches; then each batch once, or once for each stage, to collect, and once to go on. Nothing is behind
-    the last block. In "none" the pass that collects goes on."""
+def test_how_often_a_block_computes(sequential, passes, last):
+    """One of four batches in the dense run; a row of it and one of another batch twice as a whole, and in the rehearsal
+    twice to be seen and once to go on; then each batch once, or once for each stage, to collect, and once to go on.
+    Nothing is behind the last block. In "none" the pass that collects goes on."""
     model = tiny_llama(num_hidden_layers=3)
     rows = [0, 0, 0]
 
@@ -24,13 +24,13 @@ def test_how_often_a_block_runs(sequential, passes, last):
         rows[index] += len(output)
 
     for index, block in enumerate(model.model.layers):
-        block.register_forward_hook(lambda module, args, output, index=index: count(index, output))
+        block.mlp.register_forward_hook(lambda module, args, output, index=index: count(index, output))
     mts.sparsify(model, data_loader=token_batches(4, batch=5), sequential=sequential, progress=False)
-    tried = 5 + 1 + 4
-    assert rows == [tried + 20 * passes, tried + 20 * passes, tried - 1 + 20 * last]
+    tried = 5 + 2 * 2 + 2 * 2
+    assert rows == [tried + 2 + 20 * passes, tried + 2 + 20 * passes, tried + 20 * last]
 
 
-def test_waiting_is_tried_with_padding_where_the_data_has_some():
+def test_the_rehearsal_has_padding_where_the_data_has_some():
     """The row of a batch that is run for it is the first one with padding; a batch that cannot be cut is run whole."""
     model, seen = tiny_llama(), []
     mask = torch.ones(3, 16, dtype=torch.long)
@@ -43,14 +43,14 @@ def test_waiting_is_tried_with_padding_where_the_data_has_some():
 
 
 def test_later_stacks_are_reached_without_what_is_behind_them():
-    """What is behind the decoder runs in the dense run alone, for a batch of each kind, and a row of the one of the
-    first two whose tensors all have one shape."""
+    """What is behind the decoder computes in the dense run, for a batch of each kind, and in the rehearsal, for rows of
+    these and of another batch, twice."""
     architecture = ARCHITECTURES["t5"]
     model, calls = architecture.build(), []
     batches = architecture.batches("right")
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    model.lm_head.register_forward_hook(lambda *args: calls.append(type(args[-1]) is torch.Tensor))
     mts.sparsify(model, data_loader=batches * 2, progress=False)
-    assert len(calls) == len(batches) + 1
+    assert sum(calls) == len(batches) + 2 * (len(batches) + 1)
 
 
 def test_a_layer_that_only_a_later_batch_reaches_is_calibrated():
