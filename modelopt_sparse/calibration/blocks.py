@@ -22,8 +22,11 @@ from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.model.forwards import is_close, of_library
 from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.plan.planner import without_others
 from modelopt_sparse.reports.text import Progress, first_few
 from modelopt_sparse.values import grouped
 
@@ -66,7 +69,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
     """
     if data is None:
         return _without_data(run)
-    dense = data.dense or run_dense(data)
+    dense = data.dense
     in_order, by_block = _in_call_order(run.plan, dense)
     whole = dense.whole
     if run.config.sequential == "none":
@@ -230,7 +233,8 @@ class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
     calls: all calls of the model in this process. blocks: in the order in which calls come to them.
-    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
+    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait. others: names of layers with
+    forwards of their own -> whether these do something else with the weight; `_products` are those to compare with.
     """
 
     data: CalibrationData
@@ -240,6 +244,8 @@ class DenseRun:
     blocks: list[nn.Module] = field(default_factory=list)
     outputs_may_stay: bool = False
     whole: set[Stack] = field(default_factory=set)
+    others: dict[str, bool] = field(default_factory=dict)
+    _products: dict[str, Tensor | None] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
@@ -249,6 +255,13 @@ class DenseRun:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
+        if layer.own_forwards and layer.name not in self.others:
+            self._products[layer.name] = of_library(layer.owner, dense_class(layer.owner), *inputs)
+
+    def compare(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """After a module with a forward of its own, once."""
+        if name in self._products:
+            self.others[name] = not is_close(output, self._products.pop(name))
 
     def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
         """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
@@ -256,14 +269,19 @@ class DenseRun:
         with ExitStack() as hooks:
             for block in plan.blocks:
                 hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
+            for layer in (layer_plan.layer for layer_plan in plan.layers):
+                for module in layer.own_forwards:  # before other hooks, which may change the output
+                    compare = partial(self.compare, layer.name)
+                    hooks.enter_context(module.register_forward_hook(compare, prepend=True))
             data.run_model(begin, input_hooks(plan.layers, plan.blocks, data.sides, self.see), numbers)
         self.inputs.begin(-1)  # the last call is over
         self.outputs.look_at_output()
 
 
-def run_dense(data: CalibrationData) -> DenseRun:
+def run_dense(data: CalibrationData) -> CalibrationData:
     """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; try, on a
-    row of some calls, whether calls can wait at its blocks.
+    row of some calls, whether calls can wait at its blocks. The data comes back with what this has shown, and its plan
+    without layers whose forwards do something else with the weight.
 
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
@@ -275,10 +293,24 @@ def run_dense(data: CalibrationData) -> DenseRun:
         _run_calls(dense, data.calls)
     _choose_tried(dense)
     _agree(dense)
+    run = _without_others(dense)
+    dense.data = data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
     dense.whole = _through_whole_model(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
-    return dense
+    return replace(data, dense=dense)
+
+
+def _without_others(dense: DenseRun) -> Run:
+    """The run, with those layers dense whose forwards do something else with the weight, in any process."""
+    run = dense.data.run
+    own = {name for name, other in dense.others.items() if other}
+    names = set().union(*run.processes.all_gather("layers that compute something else", own))
+    if not names:
+        return run
+    plan = without_others(run.plan, names, run.model, run.config)
+    run.report.skipped = plan.skipped
+    return replace(run, plan=plan)
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:

@@ -27,6 +27,7 @@ from modelopt_sparse.model.adapters import (
     find_mixtures,
 )
 from modelopt_sparse.model.devices import full_name, stored, unwrapped
+from modelopt_sparse.model.forwards import has_own_forward, is_other_alone, why_other
 from modelopt_sparse.model.masking import dense_class, named_masks
 
 # layers ---------------------------------------------------------------------------------------------------------------
@@ -84,6 +85,24 @@ class Layer:
 
     def columns(self, weight: Tensor) -> int:
         return self.adapter.columns(self.owner, weight)
+
+    @property
+    def own_forwards(self) -> list[nn.Module]:
+        """Those of the modules that it is called in whose output is to show that they multiply with its weight alone:
+        they have forwards of their own."""
+        if self.adapter not in (LINEAR, HF_CONV1D, CONV, OUT_PROJ):
+            return []
+        return [module for module in self.hooked_modules if has_own_forward(module, dense_class(module))]
+
+    def is_other_alone(self) -> bool | None:
+        """Whether one of these modules, run alone, does something else; None: one of them cannot be run alone."""
+        alone = {is_other_alone(module, dense_class(module)) for module in self.own_forwards}
+        return True if True in alone else None if None in alone else False
+
+    @property
+    def why_other(self) -> str:
+        """Why it stays dense if they do."""
+        return why_other(dense_class(self.hooked_modules[0]))
 
 
 @dataclass(frozen=True)

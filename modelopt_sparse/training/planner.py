@@ -24,6 +24,7 @@ from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.forwards import OTHER
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
@@ -42,7 +43,7 @@ from modelopt_sparse.reports.report import attach_report, attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
-from modelopt_sparse.values import shown
+from modelopt_sparse.values import grouped, shown
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -217,7 +218,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
 
     "default" takes no weights of one dimension, none with "embedding", "norm" or "lm_head" in its name, as in the
     Cerebras Model Zoo, and none that `sparsify` leaves dense for its type or role: embeddings, heads, routers.
-    "blocks" takes what `sparsify` prunes, and nothing else.
+    "blocks" takes what `sparsify` prunes, and layers whose forwards do something else with the weight; nothing else.
     """
     layers, others = find_layers(model)
     prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
@@ -228,7 +229,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
         return default
     plan = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5), replace=True))
     planned = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
-    skipped = {weight.name: weight.reason for weight in plan.skipped}
+    skipped = {each.name: "" if OTHER in each.reason else each.reason for each in plan.skipped}
     return {
         name: "" if name in planned else reason or skipped.get(name.removesuffix(".weight"), "not in a block")
         for name, reason in default.items()
@@ -429,6 +430,10 @@ def _notes(
             f"{type(everything[0]).__name__} takes every parameter, {len(unusual)} among them that mostly stay dense "
             f"({kinds}; {first_few(unusual, 3)}): choose others by include='default' or include='blocks'"
         )
+    others = [weight for weight in chosen if weight.is_layer and weight.layer.is_other_alone()]
+    for why, own in grouped(others, lambda weight: weight.layer.why_other).items():
+        names = first_few([weight.name for weight in own])
+        notes.append(f"{names}: {why}: the masks hold in the stored weights, not in those")
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:
