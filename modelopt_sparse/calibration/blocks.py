@@ -6,8 +6,8 @@ layers and is finite there, and whether calls of the model can wait at its block
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -22,9 +22,7 @@ from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
-from modelopt_sparse.model.forwards import is_close, of_library
 from modelopt_sparse.model.layers import Layer, Stack
-from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.plan.planner import without_others
 from modelopt_sparse.reports.text import Progress, first_few
@@ -233,8 +231,7 @@ class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
     calls: all calls of the model in this process. blocks: in the order in which calls come to them.
-    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait. others: names of layers with
-    forwards of their own -> whether these do something else with the weight; `_products` are those to compare with.
+    outputs_may_stay: see `Segment`. whole: stacks at whose blocks calls cannot wait.
     """
 
     data: CalibrationData
@@ -244,8 +241,6 @@ class DenseRun:
     blocks: list[nn.Module] = field(default_factory=list)
     outputs_may_stay: bool = False
     whole: set[Stack] = field(default_factory=set)
-    others: dict[str, bool] = field(default_factory=dict)
-    _products: dict[str, Tensor | None] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
@@ -255,13 +250,6 @@ class DenseRun:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
-        if layer.own_forwards and layer.name not in self.others:
-            self._products[layer.name] = of_library(layer.owner, dense_class(layer.owner), *inputs)
-
-    def compare(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """After a module with a forward of its own, once."""
-        if name in self._products:
-            self.others[name] = not is_close(output, self._products.pop(name))
 
     def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
         """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
@@ -269,10 +257,6 @@ class DenseRun:
         with ExitStack() as hooks:
             for block in plan.blocks:
                 hooks.enter_context(block.register_forward_hook(self.outputs.after_block))
-            for layer in (layer_plan.layer for layer_plan in plan.layers):
-                for module in layer.own_forwards:  # before other hooks, which may change the output
-                    compare = partial(self.compare, layer.name)
-                    hooks.enter_context(module.register_forward_hook(compare, prepend=True))
             data.run_model(begin, input_hooks(plan.layers, plan.blocks, data.sides, self.see), numbers)
         self.inputs.begin(-1)  # the last call is over
         self.outputs.look_at_output()
@@ -287,27 +271,43 @@ def run_dense(data: CalibrationData) -> CalibrationData:
     """
     run = data.run
     dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), SeenBlocks(is_exact(run)))
-    if data.calls is None:
-        _run_loop(dense)
-    else:
-        _run_calls(dense, data.calls)
-    _choose_tried(dense)
+    with _compared(run.plan) as others:
+        if data.calls is None:
+            _run_loop(dense)
+        else:
+            _run_calls(dense, data.calls)
+        _choose_tried(dense)
     _agree(dense)
-    run = _without_others(dense)
-    dense.data = data = replace(data, run=run)
+    run = _without_others(run, others)
+    dense.data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
     dense.whole = _through_whole_model(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
-    return replace(data, dense=dense)
+    return replace(dense.data, dense=dense)
 
 
-def _without_others(dense: DenseRun) -> Run:
-    """The run, with those layers dense whose forwards do something else with the weight, in any process."""
-    run = dense.data.run
-    own = {name for name, other in dense.others.items() if other}
-    names = set().union(*run.processes.all_gather("layers that compute something else", own))
-    if not names:
-        return run
+@contextmanager
+def _compared(plan: Plan) -> Iterator[dict[str, bool | None]]:
+    """While entered, layers with forwards of their own are run alone on their first inputs -> by name, whether they do
+    something else with the weight; None: the inputs of the product alone are not enough for them."""
+    others: dict[str, bool | None] = {}
+
+    def compare(layer: Layer, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if layer.name not in others:
+            others[layer.name] = layer.is_other(*layer.adapter.inputs(module, args, kwargs))
+
+    with ExitStack() as hooks:
+        for layer in (layer_plan.layer for layer_plan in plan.layers):
+            for module in layer.own_forwards:
+                hook = partial(compare, layer)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield others
+
+
+def _without_others(run: Run, others: Mapping[str, bool | None]) -> Run:
+    """The run, with the layers dense that in some process were not seen to do what their classes say."""
+    of_ranks = run.processes.all_gather("what forwards do with weights", others)
+    names = {name for of_rank in of_ranks for name, other in of_rank.items() if other is not False}
     plan = without_others(run.plan, names, run.model, run.config)
     run.report.skipped = plan.skipped
     return replace(run, plan=plan)

@@ -137,7 +137,7 @@ def verify(
 def _notes(model: nn.Module, record: Report | None) -> tuple[str, ...]:
     """What is to be said of layers whose forwards do something else with the weight, as the report or a trial says."""
     others = {each.name: each.reason for each in (record.skipped if record else ()) if OTHER in each.reason}
-    others |= {layer.name: layer.why_other for layer in find_layers(model)[0] if layer.is_other_alone()}
+    others |= {layer.name: layer.why_other for layer in find_layers(model)[0] if layer.is_other()}
     return tuple(f"{first_few(names)}: {why}" for why, names in grouped(others, others.__getitem__).items())
 
 

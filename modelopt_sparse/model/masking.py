@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
 from modelopt_sparse.model.devices import full_name, has_hook, stored, unwrapped, without_hook
-from modelopt_sparse.model.forwards import is_other_alone, why_other
+from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 
 SUFFIX = "_mask"
 GradientObserver = Callable[[Tensor], None]
@@ -44,15 +44,6 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     Raises ValueError if there is no such parameter, if the mask is not bool or has another shape, or if the module
     cannot become sparse: its forward was replaced on the instance, or it has an attribute with the mask's name.
     """
-    put_mask(module, name, mask)
-    owner = _find_parameter(module, name)[0]
-    cls = dense_class(owner)
-    if is_other_alone(owner, cls):
-        warnings.warn(f"{name!r}: {why_other(cls)}: the mask holds in the stored weight, not in that one", stacklevel=2)
-
-
-def put_mask(module: nn.Module, name: str, mask: Tensor) -> None:
-    """`set_mask` without its warning, for weights whose plan has said it."""
     module = unwrapped(module)
     owner, param, weight = _find_parameter(module, name)
     _check_mask(name, mask, weight)
@@ -73,6 +64,8 @@ def put_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     if isinstance(parent, nn.MultiheadAttention):
         with without_hook(parent):
             _swap(parent)  # it reads out_proj.weight itself, and must read it masked
+    if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
+        warnings.warn(f"{cls.__name__}: {why_other(cls)}: masks hold in the stored weights, not in those", stacklevel=2)
 
 
 def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:

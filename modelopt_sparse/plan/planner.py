@@ -140,7 +140,7 @@ def _decide(
         return "no weights"
     if (glob := first_match(layer.name, config.exclude)) is not None:
         return f"excluded by {glob!r}"
-    rule = _rule_of(layer, config)
+    rule = next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
     if rule.options is None:
         return f"left dense by rule {rule.glob!r}"
     in_full = layer.name in (rule.glob, *(config.include or ()))
@@ -169,32 +169,27 @@ def _decide(
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
     if misfit and in_full:
         raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
-    if not misfit and layer.is_other_alone():
+    if not misfit and layer.is_other():
         return dense_by_forward(layer, config)
     return misfit or (layer_method, pattern, options, choices)
-
-
-def _rule_of(layer: Layer, config: SparsifyConfig) -> Rule:
-    return next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
 
 
 def dense_by_forward(layer: Layer, config: SparsifyConfig) -> str:
     """Why a layer whose forward does something else with the weight stays dense. Raises ValueError if it is named in
     full."""
-    masked = layer.parameter_name in (config.masks or ())
-    if masked or layer.name in (_rule_of(layer, config).glob, *(config.include or ())):
+    named = [*(config.include or ()), *(config.masks or ()), *(rule.glob for rule in config.rules)]
+    if layer.name in named or layer.parameter_name in named:
         raise ValueError(f"layer {layer.name!r}, which you name: {layer.why_other}; leave it out")
     return layer.why_other
 
 
 def without_others(plan: Plan, names: Collection[str], model: nn.Module, config: SparsifyConfig) -> Plan:
-    """The plan, with these layers dense because their forwards, as the dense run shows, do something else."""
+    """The plan, with these layers dense because their forwards do something else with the weight."""
     others = [each for each in plan.layers if each.name in names]
     dense = [Skipped(each.name, each.type, each.shape, dense_by_forward(each.layer, config)) for each in others]
-    plan = replace(plan, layers=tuple(each for each in plan.layers if each.name not in names))
-    plan = replace(plan, skipped=(*plan.skipped, *dense))
-    _check_planned(model, plan.layers, plan.skipped, config)
-    return plan
+    layers, skipped = tuple(each for each in plan.layers if each.name not in names), (*plan.skipped, *dense)
+    _check_planned(model, layers, skipped, config)
+    return replace(plan, layers=layers, skipped=skipped)
 
 
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
@@ -338,7 +333,7 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
         why = [choice.misfit(layer_plan.layer.columns(layer_plan.layer.parameter)) for layer_plan in planned]
         if misfits := [reason for reason in why if reason]:
             notes.append(f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}")
-    unknown = [each.name for each in planned if not each.calibrated and each.layer.is_other_alone() is None]
+    unknown = [each.name for each in planned if not each.calibrated and each.layer.is_other() is None]
     if unknown:
         notes.append(f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes")
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]

@@ -43,7 +43,7 @@ from modelopt_sparse.reports.report import attach_report, attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
-from modelopt_sparse.values import grouped, shown
+from modelopt_sparse.values import shown
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -430,10 +430,6 @@ def _notes(
             f"{type(everything[0]).__name__} takes every parameter, {len(unusual)} among them that mostly stay dense "
             f"({kinds}; {first_few(unusual, 3)}): choose others by include='default' or include='blocks'"
         )
-    others = [weight for weight in chosen if weight.is_layer and weight.layer.is_other_alone()]
-    for why, own in grouped(others, lambda weight: weight.layer.why_other).items():
-        names = first_few([weight.name for weight in own])
-        notes.append(f"{names}: {why}: the masks hold in the stored weights, not in those")
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
     open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:

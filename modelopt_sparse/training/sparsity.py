@@ -30,7 +30,7 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
 from modelopt_sparse.model.layers import model_inside, usable
-from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, put_mask, remove_masks
+from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -129,7 +129,7 @@ class Sparsity(ABC):
                 values = weight.layer.values
                 values.masked_fill_(values.isnan(), 0)  # some of these places may grow again
                 for name in weight.holders:
-                    put_mask(model, name, masks[weight.name])  # the plan has said what there is to say
+                    set_mask(model, name, masks[weight.name])
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
         self._model = model
         if any(weight.moves for weight in chosen):
