@@ -67,7 +67,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None, ending: ExitSta
     """
     if data is None:
         return _without_data(run)
-    dense = data.dense
+    dense = data.dense or run_dense(data).dense
     in_order, by_block = _in_call_order(run.plan, dense)
     whole = dense.whole
     if run.config.sequential == "none":
