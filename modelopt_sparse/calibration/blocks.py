@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_hooks, input_key
+from modelopt_sparse.calibration.forward import (
+    Begin,
+    CalibrationData,
+    NumberedCall,
+    input_hooks,
+    input_key,
+)
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
@@ -293,7 +299,8 @@ def kind_of(numbered: NumberedCall) -> list[Any]:
 
 
 def _all_real(numbered: NumberedCall) -> list[bool]:
-    return [mask is None for mask in (numbered.masks.encoder, numbered.masks.decoder, numbered.masks.image)]
+    told, model = numbered.masks.told, numbered.masks.model
+    return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
 
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
@@ -368,7 +375,7 @@ def _run_loop(dense: DenseRun) -> None:
     def keep(numbered: NumberedCall) -> None:
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-        dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
+        dense.calls.append(NumberedCall(numbered.number, call, numbered.masks))
         dense.begin(dense.calls[-1])
 
     dense.watch(data, keep)

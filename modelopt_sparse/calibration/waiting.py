@@ -31,6 +31,8 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     has_room,
     on_execution_device,
+    padding_hooks,
+    sides_of,
 )
 from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
 from modelopt_sparse.model.devices import (
@@ -133,6 +135,7 @@ class WaitingCalls:
             hooks.enter_context(block.register_forward_hook(self._after))
         of_user = flat_tensors([(call.numbered.call.args, call.numbered.call.kwargs) for call in self.calls])
         self._not_ours = {id(x) for x in (*run.model.parameters(), *run.model.buffers(), *of_user)}
+        hooks.enter_context(padding_hooks(run.model, sides_of(run), self._tell))
         with forward_context(run):
             for call, state in zip_longest(self.calls, random):
                 call.gr_context = copy_context()
@@ -189,6 +192,10 @@ class WaitingCalls:
             return self._hold(x, memory, share=x is not hidden and x.device.type in ADDRESSED, in_place=False)
 
         return map_tensors(hold, output)
+
+    def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (call := self._current()) is not None:
+            call.numbered.masks.tell(module, args, kwargs)
 
     def _current(self) -> WaitingCall | None:
         """The call of these that runs now; None outside of them."""
