@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import (
-    Begin,
-    CalibrationData,
-    NumberedCall,
-    input_hooks,
-    input_key,
-)
+from modelopt_sparse.calibration.forward import Begin, CalibrationData, NumberedCall, input_hooks, input_key
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting

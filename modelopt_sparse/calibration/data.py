@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.model.devices import (
-    dense_parts,
+    dense_rows,
     flat_tensors,
     input_device,
     leaves_of,
@@ -167,7 +167,7 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     """
     assert config.data is not None
     seq_len = config.seq_len or default_seq_len(model)
-    tokens = tokens_of(config.data, config.tokenizer, enough=DRAWN_FROM * config.num_samples * seq_len)
+    tokens = tokens_of(_enough(config, seq_len), config.tokenizer)
     if tokens.numel() == 0:
         raise ValueError("data holds no text: calibration needs at least one token")
     seq_len = min(seq_len, len(tokens))
@@ -181,6 +181,19 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     return [{"input_ids": batch} for batch in chosen.split(size)]
 
 
+def _enough(config: SparsifyConfig, seq_len: int) -> Any:
+    """The data; of a stream, which may have no end, its first documents."""
+    if not is_stream(config.data):
+        return config.data
+    documents, missing = [], DRAWN_FROM * config.num_samples * seq_len
+    for document in documents_of(config.data):
+        documents.append(document)
+        missing -= len(tokens_of([document], config.tokenizer))
+        if missing <= 0:
+            break
+    return documents
+
+
 def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
     """Which of so many rows are drawn without replacement, in their order."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed))
@@ -191,12 +204,10 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
     """The user's chats up to the last user turn and to where the template lets the model begin, as tokens [n]. Without
     those that reach into the last ``judges`` of the ``windows`` that they gave; none if the data holds other text."""
     seq_len = config.seq_len or default_seq_len(model)
-    documents, sizes = [], []
-    for document, ids in _tokenized(config.data, config.tokenizer, enough=DRAWN_FROM * config.num_samples * seq_len):
-        documents.append(document)
-        sizes.append(len(ids))
+    documents = list(documents_of(_enough(config, seq_len)))
     if any(isinstance(document, str) for document in documents):
         return []
+    sizes = [len(tokens_of([chat], config.tokenizer)) for chat in documents]
     drawn = _drawn(max(1, sum(sizes) // seq_len), config)[:windows]
     limit = int(drawn[-judges]) * seq_len if judges else sum(sizes)
     before = [chat for chat, end in zip(documents, accumulate(sizes)) if end <= limit] or documents
@@ -216,9 +227,9 @@ def digest_of(calls: Iterable[Call]) -> str:
     for leaf in (leaf for call in calls for leaf in leaves_of((call.args, call.kwargs))):
         for _, part in parts_within([leaf]):
             if isinstance(part, Tensor):
-                for x in dense_parts(part.detach()):
-                    digest.update(f"{x.dtype}{list(x.shape)}".encode())
-                    digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                x = dense_rows(part.detach())
+                digest.update(f"{x.dtype}{list(x.shape)}".encode())
+                digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
             elif part is not leaf and isinstance(part, PLAIN):
                 digest.update(repr(part).encode())
             elif not isinstance(part, PLAIN) and not parts_of(part):
@@ -237,40 +248,27 @@ KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data se
 TEXT, CHAT, IMAGE = ("text",), ("messages", "conversations"), ("image", "images", "img")  # names of columns
 
 
-def tokens_of(
-    data: Any, tokenizer: Any, *, split: str = "train", special_tokens: bool = False, enough: int | None = None
-) -> Tensor:
+def tokens_of(data: Any, tokenizer: Any, *, split: str = "train", special_tokens: bool = False) -> Tensor:
     """Texts and chats -> one 1-D tensor of token ids, with the end-of-text token between two texts.
 
     split: of a data set whose name says none. special_tokens: let the tokenizer put its own before the first text, as
-    papers do; chats have those of their template. enough: how many tokens are read of data without a length.
+    papers do; chats have those of their template.
     """
+    rows = documents_of(data, split)
     ids: list[int] = []
-    for _, more in _tokenized(data, tokenizer, split, special_tokens=special_tokens, enough=enough):
-        ids += more
+    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for number, row in enumerate(rows):
+        is_text = isinstance(row, str)
+        ids += between if is_text and ids else []
+        # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
+        options = {"add_special_tokens": special_tokens and is_text and number == 0, "verbose": False}
+        ids += tokenizer(row if is_text else _chat_text(row, tokenizer), **options)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
 
-def _tokenized(
-    data: Any, tokenizer: Any, split: str = "train", *, special_tokens: bool = False, enough: int | None = None
-) -> Iterator[tuple[Any, list[int]]]:
-    """(a text or chat, its tokens), see `tokens_of`."""
-    total, between = 0, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for number, row in enumerate(documents_of(data, split)):
-        is_text = isinstance(row, str)
-        # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
-        options = {"add_special_tokens": special_tokens and is_text and number == 0, "verbose": False}
-        ids = tokenizer(row if is_text else _chat_text(row, tokenizer), **options)["input_ids"]
-        ids = [*(between if is_text and total else []), *ids]
-        total += len(ids)
-        yield row, ids
-        if enough is not None and total >= enough and is_stream(data):
-            break
-
-
 def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
-    """The texts (str) and chats (lists of messages) of data, each as it is asked for, from data without a length.
-    Raises ValueError and TypeError for what is neither.
+    """The texts (str) and chats (lists of messages) of data; of a stream each as it is asked for. Raises ValueError and
+    TypeError for what is neither.
 
     A `.txt` file is one text, a `.jsonl` file has one in each line, a data set one in each row of its column `text`, or
     `messages`, or of its only column.
@@ -341,20 +339,20 @@ def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
     data, processor, size = config.data, config.processor, config.batch_size or IMAGES
     if isinstance(data, (str, Path)):
         data = opened(data)
-    if not is_dataset(data):
-        data = list(data)
-        if any(isinstance(row, str) or _is_chat(row) for row in data):
-            raise ValueError("data holds text, and processor= is for images: give tokenizer= in its place")
-    order = _drawn(len(data), config).tolist()
-    columns = getattr(data, "column_names", [])
+    columns = _columns(data) if is_dataset(data) else []
     chat = next((name for name in CHAT if name in columns), None)
+    images = data if chat or not columns else _column(data, IMAGE)
+    if is_stream(data) or not columns:
+        images = list(islice(images, DRAWN_FROM * config.num_samples if is_stream(data) else None))
+    if not columns and any(isinstance(row, str) or _is_chat(row) for row in images):
+        raise ValueError("data holds text, and processor= is for images: give tokenizer= in its place")
+    order = _drawn(len(images), config).tolist()
     if chat is None:
-        images = _column(data, IMAGE) if columns else data
         for begin in range(0, len(order), size):
             yield processor(images=[images[i] for i in order[begin : begin + size]], return_tensors="pt")
         return
     pictures = next((name for name in IMAGE if name in columns), None)
-    for row in (data[i] for i in order):
+    for row in (images[i] for i in order):
         shown = [] if pictures is None or row[pictures] is None else row[pictures]
         shown = shown if isinstance(shown, list) else [shown]
         text = processor.apply_chat_template(_without_nones(row[chat]), tokenize=False)

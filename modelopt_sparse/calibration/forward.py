@@ -21,6 +21,7 @@ from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous,
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
+    dense_rows,
     flat_tensors,
     free_bytes,
     in_float32,
@@ -60,12 +61,12 @@ class PaddingOfCall:
     error if they do not say so. A module that is no encoder-decoder has its own tokens on its decoder's side, and those
     that it attends to on the encoder's. ``image`` is for the image encoder beside or inside of a text model, which text
     padding says nothing about.
-    unread: arguments that seem to be masks of tokens, of which nothing says whether True is padding.
+    notes: get masks of tokens of which nothing says whether True is padding.
     """
 
     model: nn.Module | None = None
+    notes: list[str] = field(default_factory=list)
     told: dict[tuple[nn.Module, Side], Tensor | PaddingError | None] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -73,14 +74,16 @@ class PaddingOfCall:
         other modules may be given one for each pair of tokens."""
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
         of_tokens = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
-        unread = {name for name in of_tokens if not name.endswith((OWN, *PADDING, *IMAGES))}
-        self.unread |= {f"{name!r} of {type(module).__name__}" for name in unread}
         whole = module is self.model or isinstance(module, PreTrainedModel)
         try:
             for side, real in token_masks(module, named if whole else of_tokens).items():
                 self.told[module, side] = None if real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
+        for name in of_tokens if not self.told else ():
+            note = f"{name!r} of {type(module).__name__} does not say whether True is padding: all rows are counted, "
+            note += f"unless other arguments say more (call it {OWN} or padding_mask)"
+            self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
         """Which tokens are real at a place: what the innermost module around it has been told. Raises PaddingError."""
@@ -93,9 +96,9 @@ class PaddingOfCall:
 
 def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
     """The padding of one call of a module, from its arguments attention_mask and relatives."""
-    masks = (
-        dict.fromkeys(("encoder", "decoder"), _token_mask(named, OWN)) if OWN in named else _key_padding(model, named)
-    )
+    masks = _key_padding(model, named)
+    if OWN in named:
+        masks["encoder"] = masks["decoder"] = _token_mask(named, OWN)
     if is_encoder_decoder(model):
         masks.pop("decoder", None)
         labels = named.get("labels")
@@ -120,25 +123,23 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named.update(named.pop(parameter.name, {}))
-    found: dict[str, list[Any]] = {}
+    named = {name: value for name, value in named.items() if value is not None}
+    masks: dict[str, dict[int, Any]] = {}
     for name, mask in parts_within((args, kwargs)):
-        if name.endswith("mask") and mask is not None and all(mask is not other for other in found.get(name, ())):
-            found.setdefault(name, []).append(mask)
-    masks = {**found, **{name: [value] for name, value in named.items() if name in found}}
-    return {
-        **{name: value for name, value in named.items() if value is not None},
-        **{name: _joined(each) for name, each in masks.items()},
-    }
+        if name.endswith("mask") and mask is not None:
+            masks.setdefault(name, {})[id(mask)] = mask
+    direct = {name: {0: named[name]} for name in masks.keys() & named.keys()}
+    return named | {name: _joined([*each.values()]) for name, each in (masks | direct).items()}
 
 
 def _joined(masks: list[Any]) -> Any:
-    if not all(isinstance(mask, Tensor) for mask in masks):
-        return masks[0] if len(masks) == 1 else masks
-    # [batch, 1, 1, sequence] is made to be broadcast
-    masks = [x.flatten(1) if x.dim() > 2 and x.numel() == x.shape[0] * x.shape[-1] else x for x in masks]
-    rows = [torch.atleast_2d(mask) for mask in masks]
-    together = len(masks) > 1 and len({row.shape[1:] for row in rows}) == 1
-    return torch.cat(rows) if together else masks[0] if len(masks) == 1 else masks
+    several, rows = len(masks) > 1, []
+    for mask in masks:
+        if not isinstance(mask, Tensor) or not mask.dim() or mask.numel() > mask.shape[0] * mask.shape[-1]:
+            return masks if several else mask
+        # [batch, 1, 1, sequence] is made to be broadcast
+        rows.append(mask.reshape(-1, mask.shape[-1]) if several or mask.dim() > 2 else mask)
+    return rows[0] if not several else torch.cat(rows) if len({row.shape[1] for row in rows}) == 1 else masks
 
 
 def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
@@ -168,17 +169,13 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     if attentions and not any(module.batch_first for module in attentions):
         real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
-    sides: dict[Side, Tensor] = {}
-    for name in [name for name in real if name.startswith("memory")]:
-        sides["encoder"] = real.pop(name)
+    memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
     first, *others = real.values() or [None]
     if any(not torch.equal(first, other) for other in others):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
-    if first is not None:
-        sides["decoder"] = first
-        if not takes(model, "memory"):
-            sides["encoder"] = first
-    return sides
+    attended = [*memory, None if takes(model, "memory") else first]
+    sides: dict[Side, Tensor | None] = {"decoder": first, "encoder": attended[0]}
+    return {side: mask for side, mask in sides.items() if mask is not None}
 
 
 def sides_of(run: Run) -> dict[nn.Module, Around]:
@@ -236,8 +233,6 @@ class PaddingOfInputs:
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
     def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if any(module is block for module, _ in self._sides[block]):
-            self.masks.tell(block, args, kwargs)
         _, *others = (*args, *kwargs.values()) or (None,)
         self._from_encoder = [x for x in others if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
 
@@ -305,7 +300,7 @@ def input_hooks(
             # a user's loop may run the model in inference mode, whose tensors could not be added to later
             with torch.inference_mode(False), torch.no_grad():
                 for layer in layers[module]:
-                    inputs = layer.adapter.inputs(module, args, kwargs)
+                    inputs = tuple(map(dense_rows, layer.adapter.inputs(module, args, kwargs)))
                     see(layer, inputs, padding.token_mask(module, layer, inputs))
         finally:
             inside = False
@@ -321,25 +316,6 @@ def input_hooks(
         yield padding
 
 
-@contextmanager
-def padding_hooks(
-    model: nn.Module, sides: Mapping[nn.Module, Around], tell: Callable[[nn.Module, tuple, dict], None]
-) -> Iterator[None]:
-    """While entered, ``tell`` gets the arguments of all modules inside of the model that may be told of padding."""
-    with ExitStack() as hooks:
-        for module in {module for module, _ in sides[model]} - {model}:
-            hooks.enter_context(module.register_forward_pre_hook(tell, with_kwargs=True))
-        yield
-
-
-def note_unread(masks: Iterable[PaddingOfCall], notes: list[str]) -> None:
-    """Note which masks were not read in calls of the model that say nothing else of padding."""
-    for name in sorted(set().union(*(each.unread for each in masks if not each.told))):
-        note = f"all rows were counted: nothing says whether True is padding in {name}: call it {OWN} or padding_mask"
-        if note not in notes:
-            notes.append(note)
-
-
 def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
     """What makes two layers' inputs the same while both are alive: the same objects, with nothing written to them in
     between, that meet the weights in the same way."""
@@ -353,7 +329,7 @@ def watched_outputs(
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = hold(flat_tensors(output)[0])
+        outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -434,7 +410,7 @@ class CalibrationData:
 
     def masks_of(self, call: Call) -> PaddingOfCall:
         """Which tokens of a call are padding, as far as its arguments say so."""
-        masks = PaddingOfCall(self.run.model)
+        masks = PaddingOfCall(self.run.model, self.run.report.notes)
         if not self.run.config.count_padding:
             masks.tell(self.run.model, call.args, call.kwargs)
         return masks
@@ -448,16 +424,16 @@ class CalibrationData:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        number, masks = -1, [PaddingOfCall()]
+        number, masks = -1, PaddingOfCall()
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            nonlocal number
+            nonlocal number, masks
             number += calls is None
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
             numbered = NumberedCall(number, call, self.masks_of(call))
-            masks.append(numbered.masks)
+            masks = numbered.masks
             if padding is not None:
-                padding.masks = numbered.masks
+                padding.masks = masks
             begin(numbered)
 
         with ExitStack() as contexts:
@@ -468,8 +444,9 @@ class CalibrationData:
             padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
             contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
-            contexts.enter_context(padding_hooks(run.model, self.sides, lambda *call: masks[-1].tell(*call)))
-            contexts.callback(note_unread, masks, run.report.notes)
+            for module in {module for module, _ in self.sides[run.model]} - {run.model}:
+                hook = module.register_forward_pre_hook(lambda *call: masks.tell(*call), with_kwargs=True)
+                contexts.enter_context(hook)
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return

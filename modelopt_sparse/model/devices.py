@@ -135,30 +135,23 @@ def parts_within(value: Any, seen: dict[int, Any] | None = None) -> Iterator[tup
         yield from parts_within(part, seen)
 
 
-def dense_parts(x: Tensor) -> list[Tensor]:
-    """A tensor in plain ones: the indices and values of a sparse one, the tensors in a nested one."""
+def dense_rows(x: Tensor) -> Tensor:
+    """A sparse tensor as a dense one, and the rows of all tensors in a nested one; any other as it is."""
     if x.is_nested:
-        return list(x.unbind())
-    if x.layout == torch.strided:
-        return [x]
-    x = x.to_sparse_coo().coalesce()
-    return [x.indices(), x.values()]
+        return torch.cat(x.unbind())
+    return x if x.layout == torch.strided else x.to_dense()
 
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`map_tensors` of what a model is called with, also in objects, which are copied if they hold a tensor that
-    changes. Raises TypeError for one that cannot be copied."""
+    changes."""
 
-    def of_object(leaf: Any) -> Any:
-        inside = {id(x): x for _, x in parts_within(leaf) if isinstance(x, (Tensor, nn.Module))}
+    def mapped(leaf: Any) -> Any:
+        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (Tensor, nn.Module))}
         new = {key: function(x) if isinstance(x, Tensor) else x for key, x in inside.items()}
-        try:
-            return leaf if all(new[key] is x for key, x in inside.items()) else deepcopy(leaf, dict(new))
-        except TypeError as error:
-            problem = f"a calibration batch holds a {type(leaf).__name__} that cannot be copied ({error})"
-            raise TypeError(f"{problem}: give a collect_func that takes the tensors out of it") from error
+        return leaf if all(new[key] is x for key, x in inside.items()) else deepcopy(leaf, dict(new))
 
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else of_object(leaf), value)
+    return map_leaves(mapped, value)
 
 
 # devices --------------------------------------------------------------------------------------------------------------
