@@ -31,23 +31,6 @@ from modelopt_sparse.reports.text import first_few
 
 
 IMAGES = 8  # of a batch, if nobody says how many
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    list,
-    tuple,
-    dict,
-    type,
-    ref,
-)
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
@@ -92,7 +75,8 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
         assert config.data_loader is not None
         batches = config.data_loader
     take = config.collect_func or (lambda batch: batch)
-    calls = [_copied(_as_call(take(batch), config, model)) for batch in islice(batches, config.max_batches)]
+    as_calls = (_as_call(take(batch), config, model) for batch in islice(batches, config.max_batches))
+    calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
     if not config.tunes or config.data is not None:
@@ -123,8 +107,10 @@ def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
     return [Call(*map_tensors(lambda x, at=at: x[at : at + each], (call.args, call.kwargs))) for at in begins]
 
 
-def _copied(call: Call) -> Call:
-    return Call(*map_batch(lambda x: x.detach().clone().requires_grad_(x.requires_grad), (call.args, call.kwargs)))
+def _copied(x: Tensor) -> Tensor:
+    if x.is_nested and x.layout == torch.strided:
+        raise TypeError("a calibration batch holds a nested tensor that has no shape: make it with layout=torch.jagged")
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
@@ -142,10 +128,10 @@ def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
         return Call((batch,), {})
     if isinstance(batch, (tuple, list)) and batch:
         *args, last = batch
-        collected = config.collect_func is not None
-        if isinstance(last, Mapping) and not (collected and (not args or any(not takes(model, key) for key in last))):
+        free = config.collect_func is None
+        if isinstance(last, Mapping) and (free or (args and all(takes(model, key) for key in last))):
             return Call(tuple(args), dict(last))
-        return Call(tuple(batch), {}) if collected else _as_call(batch[0], config, model)
+        return _as_call(batch[0], config, model) if free else Call(tuple(batch), {})
     raise TypeError(f"a calibration batch is a {type(batch).__name__}: give tensors, tuples, mappings, or collect_func")
 
 
@@ -220,9 +206,12 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
     return prompts
 
 
+CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def digest_of(calls: Iterable[Call]) -> str:
-    """The SHA-256 of calibration data: of every tensor of these calls of the model, and of all that is in objects;
-    "unknown" if something there cannot be read."""
+    """The SHA-256 of calibration data: of every tensor of these calls of the model, and of constants in objects among
+    their arguments; "unknown" if an object holds something else."""
     digest = hashlib.sha256()
     for leaf in (leaf for call in calls for leaf in leaves_of((call.args, call.kwargs))):
         for _, part in parts_within([leaf]):
@@ -230,9 +219,9 @@ def digest_of(calls: Iterable[Call]) -> str:
                 x = dense_rows(part.detach())
                 digest.update(f"{x.dtype}{list(x.shape)}".encode())
                 digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            elif part is not leaf and isinstance(part, PLAIN):
-                digest.update(repr(part).encode())
-            elif not isinstance(part, PLAIN) and not parts_of(part):
+            elif isinstance(part, CONSTANTS):
+                digest.update(b"" if part is leaf else repr(part).encode())
+            elif not parts_of(part) and not isinstance(part, (list, tuple, dict, type, ref)):
                 return "unknown"
     return digest.hexdigest()
 

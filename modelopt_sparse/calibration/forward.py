@@ -80,9 +80,9 @@ class PaddingOfCall:
                 self.told[module, side] = None if real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
-        for name in of_tokens if not self.told else ():
-            note = f"{name!r} of {type(module).__name__} does not say whether True is padding: all rows are counted, "
-            note += f"unless other arguments say more (call it {OWN} or padding_mask)"
+        for name in () if self.told else of_tokens:
+            problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
+            note = f"{problem}: all rows are counted unless other masks say more (call it {OWN} or padding_mask)"
             self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
@@ -117,29 +117,26 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
     try:
         signature = inspect.signature(model.forward)
         named = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # compiled, or the call itself will say what is wrong with it
-        named = dict(kwargs)
-    else:
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named.update(named.pop(parameter.name, {}))
+    except (TypeError, ValueError):  # compiled, or the call itself will say what is wrong with it
+        named = dict(kwargs)
     named = {name: value for name, value in named.items() if value is not None}
     masks: dict[str, dict[int, Any]] = {}
-    for name, mask in parts_within((args, kwargs)):
-        if name.endswith("mask") and mask is not None:
+    for name, mask in parts_within(named):
+        if name.endswith("mask") and mask is not None and mask is named.get(name, mask):
             masks.setdefault(name, {})[id(mask)] = mask
-    direct = {name: {0: named[name]} for name in masks.keys() & named.keys()}
-    return named | {name: _joined([*each.values()]) for name, each in (masks | direct).items()}
+    return named | {name: _joined([*each.values()]) for name, each in masks.items()}
 
 
 def _joined(masks: list[Any]) -> Any:
-    several, rows = len(masks) > 1, []
-    for mask in masks:
-        if not isinstance(mask, Tensor) or not mask.dim() or mask.numel() > mask.shape[0] * mask.shape[-1]:
-            return masks if several else mask
-        # [batch, 1, 1, sequence] is made to be broadcast
-        rows.append(mask.reshape(-1, mask.shape[-1]) if several or mask.dim() > 2 else mask)
-    return rows[0] if not several else torch.cat(rows) if len({row.shape[1] for row in rows}) == 1 else masks
+    """``[batch, 1, 1, sequence]``, which is made to be broadcast, and several masks as one of two dimensions."""
+    rows = [x.reshape(-1, x.shape[-1]) for x in masks if isinstance(x, Tensor) and x.shape[1:-1].numel() == 1]
+    if len(masks) == 1:
+        return rows[0] if rows and masks[0].dim() > 2 else masks[0]
+    fit = len(rows) == len(masks) and len({x.shape[1] for x in rows}) == 1
+    return torch.cat(rows) if fit else masks
 
 
 def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
