@@ -66,7 +66,7 @@ class PaddingOfCall:
 
     model: nn.Module | None = None
     notes: list[str] = field(default_factory=list)
-    told: dict[tuple[nn.Module, Side], Tensor | PaddingError | None] = field(default_factory=dict)
+    told: dict[tuple[nn.Module | None, Side], Tensor | PaddingError | None] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -167,15 +167,14 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     if attentions and not any(module.batch_first for module in attentions):
         real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
     memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
-    first, *others = real.values() or [None]
-    if any(not torch.equal(first, other) for other in others):
+    own = [*real.values()]
+    if any(not torch.equal(own[0], other) for other in own[1:]):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
-    attended = [*memory, None if takes(model, "memory") else first]
-    sides: dict[Side, Tensor | None] = {"decoder": first, "encoder": attended[0]}
-    return {side: mask for side, mask in sides.items() if mask is not None}
+    sides: dict[Side, list[Tensor]] = {"decoder": own, "encoder": memory or ([] if takes(model, "memory") else own)}
+    return {side: found[0] for side, found in sides.items() if found}
 
 
-def sides_of(run: Run) -> dict[nn.Module, Around]:
+def sides_of(run: Run) -> Mapping[nn.Module, Around]:
     """Module -> the modules around it, and itself, that may be told of padding, and on which side of each it is; the
     model, whose output may be that of any of them, has all of them, the outermost first.
 
@@ -246,7 +245,7 @@ class PaddingOfInputs:
         return first
 
     def _of_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
-        around = self._sides[module]
+        around: Around = self._sides[module]
         if any(x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._from_encoder):
             around = [(each, "encoder") for each, _ in around]
         if (mask := self.masks.at(around)) is None:

@@ -116,10 +116,8 @@ def parts_of(value: Any) -> Mapping[Any, Any]:
     """What a container or an object holds, by name or place; nothing of tensors, modules and plain values."""
     if isinstance(value, (Tensor, nn.Module, torch.Size, type)):
         return {}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return value._asdict()
     if isinstance(value, (tuple, list)):
-        return dict(enumerate(value))
+        return dict(zip(getattr(value, "_fields", range(len(value))), value))
     if isinstance(value, Mapping):
         return value
     slots = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else {}
