@@ -170,8 +170,8 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     own = [*real.values()]
     if any(not torch.equal(own[0], other) for other in own[1:]):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
-    sides: dict[Side, list[Tensor]] = {"decoder": own, "encoder": memory or ([] if takes(model, "memory") else own)}
-    return {side: found[0] for side, found in sides.items() if found}
+    masks: dict[Side, list[Tensor]] = {"decoder": own, "encoder": memory or ([] if takes(model, "memory") else own)}
+    return {side: fitting[0] for side, fitting in masks.items() if fitting}
 
 
 def sides_of(run: Run) -> Mapping[nn.Module, Around]:
