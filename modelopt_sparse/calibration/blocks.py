@@ -325,7 +325,8 @@ def kind_of(numbered: NumberedCall) -> list[Any]:
 
 
 def _all_real(numbered: NumberedCall) -> list[bool]:
-    return [mask is None for mask in (numbered.masks.encoder, numbered.masks.decoder, numbered.masks.image)]
+    told, model = numbered.masks.told, numbered.masks.model
+    return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
 
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
@@ -400,7 +401,7 @@ def _run_loop(dense: DenseRun) -> None:
     def keep(numbered: NumberedCall) -> None:
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-        dense.calls.append(NumberedCall(numbered.number, call, data.masks_of(call)))
+        dense.calls.append(NumberedCall(numbered.number, call, numbered.masks))
         dense.begin(dense.calls[-1])
 
     dense.watch(data, keep)

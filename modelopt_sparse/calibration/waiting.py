@@ -31,9 +31,11 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     has_room,
     on_execution_device,
+    sides_of,
 )
 from modelopt_sparse.calibration.run import Run, Unreadable, switched_off
 from modelopt_sparse.model.devices import (
+    dense_rows,
     flat_tensors,
     has_hook,
     map_tensors,
@@ -133,6 +135,8 @@ class WaitingCalls:
             hooks.enter_context(block.register_forward_hook(self._after))
         of_user = flat_tensors([(call.numbered.call.args, call.numbered.call.kwargs) for call in self.calls])
         self._not_ours = {id(x) for x in (*run.model.parameters(), *run.model.buffers(), *of_user)}
+        for module in {module for module, _ in sides_of(run)[run.model]} - {run.model}:
+            hooks.enter_context(module.register_forward_pre_hook(self._tell, prepend=True, with_kwargs=True))
         with forward_context(run):
             for call, state in zip_longest(self.calls, random):
                 call.gr_context = copy_context()
@@ -189,6 +193,10 @@ class WaitingCalls:
             return self._hold(x, memory, share=x is not hidden and x.device.type in ADDRESSED, in_place=False)
 
         return map_tensors(hold, output)
+
+    def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (call := self._current()) is not None:
+            call.numbered.masks.tell(module, args, kwargs)
 
     def _current(self) -> WaitingCall | None:
         """The call of these that runs now; None outside of them."""
@@ -253,7 +261,7 @@ class DenseCall:
 def print_of(output: Any, *, exact: bool) -> Print:
     """Of each tensor in an output its dtype, its shape and the sum of its bits; not ``exact``: sums of its numbers."""
     prints = []
-    for x in flat_tensors(output):
+    for x in map(dense_rows, flat_tensors(output)):
         real = torch.view_as_real(x) if x.is_complex() else x
         if exact:
             bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]

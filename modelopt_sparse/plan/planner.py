@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.methods import ALIASES, METHODS
@@ -312,8 +313,8 @@ def _check_planned(
 
 
 def _memory(x: Tensor) -> int:
-    """Where the memory of a plain tensor begins; 0 if it has none, or if it is of another class."""
-    return x.untyped_storage().data_ptr() if type(x) is Tensor else 0
+    """Where the memory of a plain tensor begins; 0 if it has none, or if it is sparse or of another class."""
+    return x.untyped_storage().data_ptr() if type(x) is Tensor and x.layout == torch.strided else 0
 
 
 def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
