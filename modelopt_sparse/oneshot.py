@@ -91,12 +91,14 @@ def prune(
         wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
         with report.timed("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
+        with report.timed("dense run"):
+            data = None if data is None else run_dense(data)
         if data is not None and config.allocation != "uniform":
             with report.timed("allocation"):
-                data = allocated(replace(data, dense=run_dense(data)))
+                data = allocated(data)
         if data is not None and config.budget is not None:
             with report.timed("budget"):
-                data = budgeted(replace(data, dense=run_dense(data)))
+                data = budgeted(data)
         run = run if data is None else data.run
         with report.timed("metrics"):
             data = None if data is None else with_metrics(data)
@@ -144,7 +146,7 @@ def budget_curve(
         with calibrating(inside):
             run = Run(inside, plan, config, InMemory(), processes, Report.begin((), (), {}))
             data = CalibrationData.load(run)
-            curve = curve_of(replace(data, dense=run_dense(data)))
+            curve = curve_of(run_dense(data))
         processes.barrier()
     return curve
 

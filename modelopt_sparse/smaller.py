@@ -205,7 +205,7 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
     batches = BatchNumbers.of_calls(data)
     if batches.tuned_on < 1:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
-    data, before = replace(data, dense=run_dense(data)), costs(model)
+    data, before = run_dense(data), costs(model)
     if (recalled := run.storage.recall()) is not None:
         kept = recalled["kept"]
         sizes, how = sizes.chosen(kept), replace(how, fixed=kept.get("mlp", {}), experts=kept.get("experts", {}))

@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -29,6 +29,19 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
+
+
+class Stream(Iterable[Value]):
+    """What an iterator gives, as often as it is asked for. It is read no further than somebody asks."""
+
+    def __init__(self, values: Iterator[Value]) -> None:
+        self._rest, self._read = values, list[Value]()
+
+    def __iter__(self) -> Iterator[Value]:
+        yield from self._read
+        for value in self._rest:
+            self._read.append(value)
+            yield value
 
 
 # checks ---------------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
             (after,) = inputs.outputs_of([inputs.block], index)
         before = states[-1].to(after.device)
         cosines = torch.cosine_similarity(before.double(), after.double(), dim=-1)
-        mask = getattr(call.numbered.masks, inputs.data.sides[inputs.block])
+        mask = call.numbered.masks.at(inputs.data.sides[inputs.block])
         if mask is not None and mask.shape == cosines.shape:
             cosines = cosines[mask.to(cosines.device, torch.bool)]
         own[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()

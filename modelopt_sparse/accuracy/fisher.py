@@ -153,7 +153,8 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             step, row = numbered.call.step, numbered.call.row
             number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step
             # each batch has random numbers of its own, so that any number of processes draws the same labels
-            each = drawn_loss(logits, numbered.masks.decoder, (run.config.seed * 1_000_003 + number) % 2**63, row)
+            token_mask = numbered.masks.at(data.sides[run.model])
+            each = drawn_loss(logits, token_mask, (run.config.seed * 1_000_003 + number) % 2**63, row)
             tokens += len(each)
             each.sum().backward()
         sums.add(of_call.sums, grams=range(len(blocks)))

@@ -119,8 +119,7 @@ def reconstruct(
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
     """Which tokens of a block's outputs are real, on each batch; None: all."""
-    side = inputs.data.sides[inputs.block]
-    masks = [getattr(call.numbered.masks, side) for call in inputs.calls]
+    masks = [call.numbered.masks.at(inputs.data.sides[inputs.block]) for call in inputs.calls]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
             shapes = f"an output of shape {list(goal.shape)}, and the token mask has shape {list(mask.shape)}"
@@ -231,12 +230,12 @@ class Teacher:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
 
         with nullcontext() if self.head is None else self.head.register_forward_pre_hook(beside):
-            output, masks = self.data.output_of(index)
+            output, token_mask = self.data.output_of(index)
         logits = logits_of(output)
         assert logits is not None
         if self.head is None:
-            return answer.to(logits.device), logits, masks.decoder
-        return logits.detach()[: len(answer)], logits[len(answer) :], masks.decoder
+            return answer.to(logits.device), logits, token_mask
+        return logits.detach()[: len(answer)], logits[len(answer) :], token_mask
 
     def _check_itself(self, predicted: Tensor) -> None:
         """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""

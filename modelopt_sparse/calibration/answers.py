@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_leaves, map_tensors, version
 
 # tensors that are not kept --------------------------------------------------------------------------------------------
 
@@ -112,6 +112,10 @@ class Leaf:
     value: Tensor | None = None
 
 
+def of_leaves(function: Callable[[Leaf], Any]) -> Callable[[Any], Any]:
+    return lambda x: function(x) if isinstance(x, Leaf) else x
+
+
 @dataclass(frozen=True)
 class Answer:
     """The output of a block in one visit, and what the block has written into mappings among its arguments, with a
@@ -157,7 +161,7 @@ class Answer:
             number, x = next(values)
             return replace(leaf, value=hold(x)) if is_wanted(number) else leaf
 
-        output, written = map_tensors(with_value, (self.output, self.written), Leaf)
+        output, written = map_leaves(of_leaves(with_value), (self.output, self.written))
         return replace(self, output=output, written=written, holds=True)
 
     def only(self, is_wanted: Callable[[int], bool]) -> "Answer":
@@ -168,7 +172,7 @@ class Answer:
             kept.append(is_wanted(next(numbers)) and leaf.value is not None)
             return leaf if kept[-1] else replace(leaf, value=None)
 
-        output, written = map_tensors(some, (self.output, self.written), Leaf)
+        output, written = map_leaves(of_leaves(some), (self.output, self.written))
         return replace(self, output=output, written=written, holds=any(kept))
 
     def given(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
@@ -184,7 +188,7 @@ class Answer:
                 return inputs[leaf.same]
             return Unknown(leaf.meta, leaf.device, {(place, number)}, need)
 
-        output, written = map_tensors(tensor, (self.output, self.written), Leaf)
+        output, written = map_leaves(of_leaves(tensor), (self.output, self.written))
         for mapping, new in zip(mappings(args, kwargs), written):
             mapping.update(new)
         return output

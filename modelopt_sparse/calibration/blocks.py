@@ -5,9 +5,9 @@ layers and is finite there, and to which blocks each call comes.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import groupby, pairwise
@@ -34,6 +34,7 @@ from modelopt_sparse.calibration.trial import (
 from modelopt_sparse.model.devices import map_tensors
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.plan.planner import without_others
 from modelopt_sparse.reports.text import Progress, first_few
 from modelopt_sparse.values import grouped
 
@@ -76,7 +77,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
     """
     if data is None:
         return _without_data(run)
-    dense = data.dense or run_dense(data)
+    dense = data.dense or run_dense(data).dense
     in_order, by_block = _in_call_order(run.plan, dense)
     home = {block: start for start in in_order if isinstance(start, Stack) for block in start.blocks}
     home = {block: stack for block, stack in home.items() if stack not in dense.whole}
@@ -240,24 +241,55 @@ class DenseRun:
         self.inputs.see(layer, inputs, token_mask)
 
 
-def run_dense(data: CalibrationData) -> DenseRun:
+def run_dense(data: CalibrationData) -> CalibrationData:
     """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; see to
-    which blocks each call comes, and try whether calls can be run again, block by block.
+    which blocks each call comes, and try whether calls can be run again, block by block. The data comes back with what
+    this has shown, and its plan without layers whose forwards do something else with the weight.
 
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
     run = data.run
     home = {block: stack for stack in run.plan.stacks for block in stack.blocks}
     dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data, home))
-    if data.calls is None:
-        _run_loop(dense)
-    else:
-        _run_calls(dense, data.calls)
+    with _compared(run.plan) as others:
+        if data.calls is None:
+            _run_loop(dense)
+        else:
+            _run_calls(dense, data.calls)
     _agree(dense)
+    run = _without_others(run, others)
+    dense.data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
     dense.whole = _whole_stacks(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
-    return dense
+    return replace(dense.data, dense=dense)
+
+
+@contextmanager
+def _compared(plan: Plan) -> Iterator[dict[str, bool | None]]:
+    """While entered, layers with forwards of their own are run alone on their first inputs -> by name, whether they do
+    something else with the weight; None: the inputs of the product alone are not enough for them."""
+    others: dict[str, bool | None] = {}
+
+    def compare(layer: Layer, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if layer.name not in others:
+            others[layer.name] = layer.is_other(*layer.adapter.inputs(module, args, kwargs))
+
+    with ExitStack() as hooks:
+        for layer in (layer_plan.layer for layer_plan in plan.layers):
+            for module in layer.own_forwards:
+                hook = partial(compare, layer)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield others
+
+
+def _without_others(run: Run, others: Mapping[str, bool | None]) -> Run:
+    """The run, with the layers dense that in some process were not seen to do what their classes say."""
+    of_ranks = run.processes.all_gather("what forwards do with weights", others)
+    names = {name for of_rank in of_ranks for name, other in of_rank.items() if other is not False}
+    plan = without_others(run.plan, names, run.model, run.config)
+    run.report.skipped = plan.skipped
+    return replace(run, plan=plan)
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
@@ -283,7 +315,8 @@ def _structure(value: Any, inside: tuple[int, ...]) -> Any:
 
 
 def _all_real(numbered: NumberedCall) -> list[bool]:
-    return [mask is None for mask in (numbered.masks.encoder, numbered.masks.decoder, numbered.masks.image)]
+    told, model = numbered.masks.told, numbered.masks.model
+    return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
 
 
 KINDS = 4  # of calls that are tried at most
@@ -357,7 +390,7 @@ def _run_loop(dense: DenseRun) -> None:
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
         random = random if earlier is None else shared_states(random, earlier)
-        recorded = NumberedCall(numbered.number, call, data.masks_of(call), random)
+        recorded = NumberedCall(numbered.number, call, numbered.masks, random)
         kind = kind_of(recorded)
         watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(again.calls) == 1)
         kinds.extend([kind] * watch.on)

@@ -186,9 +186,16 @@ class Calls:
         """While entered, each block answers, runs or stops the call, as the call under way wants it."""
         with ExitStack() as undo:
             undo.enter_context(self.run.storage.on_request())
+            for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
+                undo.enter_context(module.register_forward_pre_hook(self._tell, with_kwargs=True))
             for block in self.run.plan.blocks:
                 undo.enter_context(forward_replaced(block, partial(self._visit, block)))
             yield
+
+    def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Padding that a module inside the model is told of, in the call under way."""
+        if self._now is not None and not self._now.only_shapes:
+            self._now.call.numbered.masks.tell(module, args, kwargs)
 
     def whole(self, call: WalkedCall) -> None:
         """Run a call to its end, through all blocks as they are, which tells its way."""

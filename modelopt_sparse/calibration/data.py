@@ -3,17 +3,27 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
-from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens
+from modelopt_sparse.model.devices import (
+    dense_rows,
+    flat_tensors,
+    input_device,
+    leaves_of,
+    map_batch,
+    map_tensors,
+    parts_of,
+    parts_within,
+)
+from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens, takes
 from modelopt_sparse.plan.options import STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.reports.text import first_few
 
@@ -21,6 +31,7 @@ from modelopt_sparse.reports.text import first_few
 
 
 IMAGES = 8  # of a batch, if nobody says how many
+DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
 
 
@@ -51,7 +62,11 @@ def judging(batches: int) -> int:
 
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are. Where something is
-    tuned, a batch of a data_loader is cut into steps."""
+    tuned, a batch of a data_loader is cut into steps.
+
+    Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
+    batches as well, they take twice the memory.
+    """
     if config.processor is not None:
         batches: Iterable[Any] = _processed(config)
     elif config.data is not None:
@@ -60,7 +75,8 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
         assert config.data_loader is not None
         batches = config.data_loader
     take = config.collect_func or (lambda batch: batch)
-    calls = [_as_call(take(batch), config) for batch in islice(batches, config.max_batches)]
+    as_calls = (_as_call(take(batch), config, model) for batch in islice(batches, config.max_batches))
+    calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
     if not config.tunes or config.data is not None:
@@ -81,8 +97,9 @@ def units(calls: Sequence[Call], first: int = 0) -> list[Call]:
 def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
     """A batch of nothing but tokens in parts of ``size(rows, length)`` rows; any other as it is, for which of its
     tensors have a row for each sample is not known."""
-    tensors = flat_tensors((call.args, call.kwargs))
-    if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
+    tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    plain = all(x.layout == torch.strided and not x.is_nested and x.dim() == 2 for x in tensors)
+    if not plain or any(x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return [call]
     rows, length = tensors[0].shape
     each = max(1, size(rows, length))
@@ -90,10 +107,17 @@ def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
     return [Call(*map_tensors(lambda x, at=at: x[at : at + each], (call.args, call.kwargs))) for at in begins]
 
 
-def _as_call(batch: Any, config: SparsifyConfig) -> Call:
+def _copied(x: Tensor) -> Tensor:
+    if x.is_nested and x.layout == torch.strided:
+        raise TypeError("a calibration batch holds a nested tensor that has no shape: make it with layout=torch.jagged")
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
     """ModelOpt's convention: a mapping is keywords, a tuple is positional with a last mapping as keywords.
 
-    Without ``collect_func`` a loader's (input, label) tuple or list gives its first element.
+    Of what ``collect_func`` returns a last mapping is keywords only if ``model.forward`` names all of its keys. Without
+    one a loader's (input, label) tuple or list gives its first element.
     """
     if isinstance(batch, Mapping):
         if batch and all(isinstance(value, (str, list)) for value in batch.values()) and not flat_tensors(batch):
@@ -103,12 +127,11 @@ def _as_call(batch: Any, config: SparsifyConfig) -> Call:
     if isinstance(batch, Tensor):
         return Call((batch,), {})
     if isinstance(batch, (tuple, list)) and batch:
-        if isinstance(batch[-1], Mapping):
-            return Call(tuple(batch[:-1]), dict(batch[-1]))
-        if config.collect_func is not None and isinstance(batch, tuple):
-            return Call(tuple(batch), {})
-        if config.collect_func is None:
-            return _as_call(batch[0], config)
+        *args, last = batch
+        free = config.collect_func is None
+        if isinstance(last, Mapping) and (free or (args and all(takes(model, key) for key in last))):
+            return Call(tuple(args), dict(last))
+        return _as_call(batch[0], config, model) if free else Call(tuple(batch), {})
     raise TypeError(f"a calibration batch is a {type(batch).__name__}: give tensors, tuples, mappings, or collect_func")
 
 
@@ -125,13 +148,15 @@ def source_of(config: SparsifyConfig) -> str:
 def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Tensor]]:
     """Text -> batches of ``num_samples`` windows of ``seq_len`` tokens, drawn without replacement by ``seed``.
 
-    Windows do not overlap, and no batch needs padding. What the tokens are: see `tokens_of`.
+    Windows do not overlap, and no batch needs padding. What the tokens are: see `tokens_of`. Of data without a length
+    they are drawn from its beginning, which holds DRAWN_FROM times as many.
     """
     assert config.data is not None
-    tokens = tokens_of(config.data, config.tokenizer)
+    seq_len = config.seq_len or default_seq_len(model)
+    tokens = tokens_of(_enough(config, seq_len), config.tokenizer)
     if tokens.numel() == 0:
         raise ValueError("data holds no text: calibration needs at least one token")
-    seq_len = min(config.seq_len or default_seq_len(model), len(tokens))
+    seq_len = min(seq_len, len(tokens))
     windows = tokens.unfold(0, seq_len, seq_len)
     refuse_unknown_tokens(model, tokens)
     if len(windows) < config.num_samples:
@@ -140,6 +165,19 @@ def text_windows(config: SparsifyConfig, model: nn.Module) -> list[dict[str, Ten
     chosen = windows[_drawn(len(windows), config)]
     size = config.windows_per_batch(len(chosen), seq_len, config.device or input_device(model))
     return [{"input_ids": batch} for batch in chosen.split(size)]
+
+
+def _enough(config: SparsifyConfig, seq_len: int) -> Any:
+    """The data; of a stream, which may have no end, its first documents."""
+    if not is_stream(config.data):
+        return config.data
+    documents, missing = [], DRAWN_FROM * config.num_samples * seq_len
+    for document in documents_of(config.data):
+        documents.append(document)
+        missing -= len(tokens_of([document], config.tokenizer))
+        if missing <= 0:
+            break
+    return documents
 
 
 def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
@@ -151,11 +189,11 @@ def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
 def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges: int) -> list[Tensor]:
     """The user's chats up to the last user turn and to where the template lets the model begin, as tokens [n]. Without
     those that reach into the last ``judges`` of the ``windows`` that they gave; none if the data holds other text."""
-    documents = documents_of(config.data)
+    seq_len = config.seq_len or default_seq_len(model)
+    documents = list(documents_of(_enough(config, seq_len)))
     if any(isinstance(document, str) for document in documents):
         return []
     sizes = [len(tokens_of([chat], config.tokenizer)) for chat in documents]
-    seq_len = config.seq_len or default_seq_len(model)
     drawn = _drawn(max(1, sum(sizes) // seq_len), config)[:windows]
     limit = int(drawn[-judges]) * seq_len if judges else sum(sizes)
     before = [chat for chat, end in zip(documents, accumulate(sizes)) if end <= limit] or documents
@@ -168,12 +206,23 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
     return prompts
 
 
+CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def digest_of(calls: Iterable[Call]) -> str:
-    """The SHA-256 of calibration data: of every tensor of these calls of the model."""
+    """The SHA-256 of calibration data: of every tensor of these calls of the model, and of constants in objects among
+    their arguments; "unknown" if an object holds something else."""
     digest = hashlib.sha256()
-    for x in (x for call in calls for x in flat_tensors((call.args, call.kwargs))):
-        digest.update(f"{x.dtype}{list(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for leaf in (leaf for call in calls for leaf in leaves_of((call.args, call.kwargs))):
+        for _, part in parts_within([leaf]):
+            if isinstance(part, Tensor):
+                x = dense_rows(part.detach())
+                digest.update(f"{x.dtype}{list(x.shape)}".encode())
+                digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            elif isinstance(part, CONSTANTS):
+                digest.update(b"" if part is leaf else repr(part).encode())
+            elif not parts_of(part) and not isinstance(part, (list, tuple, dict, type, ref)):
+                return "unknown"
     return digest.hexdigest()
 
 
@@ -206,8 +255,9 @@ def tokens_of(data: Any, tokenizer: Any, *, split: str = "train", special_tokens
     return torch.tensor(ids, dtype=torch.long)
 
 
-def documents_of(data: Any, split: str = "train") -> list[Any]:
-    """The texts (str) and chats (lists of messages) of data. Raises ValueError and TypeError for what is neither.
+def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
+    """The texts (str) and chats (lists of messages) of data; of a stream each as it is asked for. Raises ValueError and
+    TypeError for what is neither.
 
     A `.txt` file is one text, a `.jsonl` file has one in each line, a data set one in each row of its column `text`, or
     `messages`, or of its only column.
@@ -220,13 +270,21 @@ def documents_of(data: Any, split: str = "train") -> list[Any]:
         raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one, as data=data['train']")
     if isinstance(data, (bytes, bytearray)) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}: give a Path, a data set or its name, or a list of texts")
-    rows = list(_column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
-    rows = [row.get("text", row.get("messages")) if isinstance(row, Mapping) else row for row in rows]
-    for row in rows:
-        if not isinstance(row, str) and not _is_chat(row):
-            what = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
-            raise TypeError(f"{what}: give token tensors as data_loader, and images with processor=")
-    return rows
+    documents = map(_document, _column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
+    return documents if is_stream(data) else list(documents)
+
+
+def _document(row: Any) -> Any:
+    row = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
+    if not isinstance(row, str) and not _is_chat(row):
+        what = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
+        raise TypeError(f"{what}: give token tensors as data_loader, and images with processor=")
+    return row
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data comes row by row, of which nobody knows how many there are."""
+    return not isinstance(data, (str, Path, Sized))
 
 
 def opened(data: str | Path, split: str = "train") -> Any:
@@ -270,35 +328,39 @@ def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
     data, processor, size = config.data, config.processor, config.batch_size or IMAGES
     if isinstance(data, (str, Path)):
         data = opened(data)
-    if not is_dataset(data):
-        data = list(data)
-        if any(isinstance(row, str) or _is_chat(row) for row in data):
-            raise ValueError("data holds text, and processor= is for images: give tokenizer= in its place")
-    order = _drawn(len(data), config).tolist()
-    columns = getattr(data, "column_names", [])
+    columns = _columns(data) if is_dataset(data) else []
     chat = next((name for name in CHAT if name in columns), None)
+    images = data if chat or not columns else _column(data, IMAGE)
+    if is_stream(data) or not columns:
+        images = list(islice(images, DRAWN_FROM * config.num_samples if is_stream(data) else None))
+    if not columns and any(isinstance(row, str) or _is_chat(row) for row in images):
+        raise ValueError("data holds text, and processor= is for images: give tokenizer= in its place")
+    order = _drawn(len(images), config).tolist()
     if chat is None:
-        images = _column(data, IMAGE) if columns else data
         for begin in range(0, len(order), size):
             yield processor(images=[images[i] for i in order[begin : begin + size]], return_tensors="pt")
         return
     pictures = next((name for name in IMAGE if name in columns), None)
-    for row in (data[i] for i in order):
+    for row in (images[i] for i in order):
         shown = [] if pictures is None or row[pictures] is None else row[pictures]
         shown = shown if isinstance(shown, list) else [shown]
         text = processor.apply_chat_template(_without_nones(row[chat]), tokenize=False)
         yield processor(text=[text], **({"images": shown} if shown else {}), return_tensors="pt")
 
 
+def _columns(data: Any) -> list[str]:
+    """Names; a data set that is streamed may know them from its rows alone."""
+    return list(data.column_names or next(iter(data), {}))
+
+
 def _column(data: Any, names: Sequence[str]) -> Any:
     """The column of a data set that has one of these names, or its only one."""
-    for name in names:
-        if name in data.column_names:
-            return data[name]
-    if len(data.column_names) == 1:
-        return data[data.column_names[0]]
-    columns = first_few(list(data.column_names))
-    raise ValueError(f"the data set has no column {' or '.join(names)}: give one, data_set['name'], of {columns}")
+    columns = _columns(data)
+    wanted = [name for name in names if name in columns] or (columns if len(columns) == 1 else [])
+    if not wanted:
+        problem = f"the data set has no column {' or '.join(names)}"
+        raise ValueError(f"{problem}: give one, data_set['name'], of {first_few(columns)}")
+    return (row[wanted[0]] for row in data) if is_stream(data) else data[wanted[0]]
 
 
 def _in_file(path: Path) -> list[Any]:

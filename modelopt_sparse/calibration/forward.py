@@ -14,18 +14,22 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
+    dense_rows,
     flat_tensors,
     in_float32,
     input_device,
     is_out_of_memory,
+    map_batch,
     map_tensors,
     onloaded,
+    parts_within,
     version,
 )
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
@@ -35,93 +39,165 @@ from modelopt_sparse.plan.plan import LayerPlan
 # which tokens of a call are padding -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TokenMasks:
-    """Which tokens of one call are real (True), by the side of the model that they belong to; None = all of them.
-
-    A model that is no encoder-decoder has the same mask on both of these sides; ``image`` is for the image encoder
-    beside or inside of a text model, which text padding says nothing about.
-    """
-
-    encoder: Tensor | None = None
-    decoder: Tensor | None = None
-    image: Tensor | None = None
-
-
 INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
+OWN, DECODER, IMAGES = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
+PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
 
 
 class PaddingError(ValueError):
     """Which rows are padding cannot be told."""
 
 
-def token_masks(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> TokenMasks:
-    """The padding of one call of ``model``, from attention_mask and its relatives."""
-    named = _by_name(model, args, kwargs)
-    own = _token_mask(named, "attention_mask")
-    if own is None:
-        own = _key_padding(model, named)
-    image = None
-    for name in ("pixel_attention_mask", "pixel_mask"):
-        if isinstance(value := named.get(name), Tensor) and not value.all():
-            image = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
-    if not is_encoder_decoder(model):
-        return TokenMasks(own, own, image)
-    decoder = _token_mask(named, "decoder_attention_mask")
-    labels = named.get("labels")
-    if named.get("decoder_attention_mask") is None and isinstance(labels, Tensor) and labels.dim() == 2:
-        decoder = _any_padding(labels != -100)
-    return TokenMasks(own, decoder, image)
+Side = Literal["encoder", "decoder", "image"]
+Around = Sequence[tuple[nn.Module, Side]]  # the modules around a place, the innermost first, and the side it is on
+
+
+@dataclass(eq=False)
+class PaddingOfCall:
+    """The padding of one call of ``model``, of which its modules are told while the call runs.
+
+    told: (module, side) -> which tokens are real, as the arguments say that the module was called with; None: all; an
+    error if they do not say so. A module that is no encoder-decoder has its own tokens on its decoder's side, and those
+    that it attends to on the encoder's. ``image`` is for the image encoder beside or inside of a text model, which text
+    padding says nothing about.
+    notes: get masks of tokens of which nothing says whether True is padding.
+    """
+
+    model: nn.Module | None = None
+    notes: list[str] = field(default_factory=list)
+    told: dict[tuple[nn.Module | None, Side], Tensor | PaddingError | None] = field(default_factory=dict)
+
+    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
+    def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
+        other modules may be given one for each pair of tokens."""
+        named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
+        of_tokens = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
+        whole = module is self.model or isinstance(module, PreTrainedModel)
+        try:
+            for side, real in token_masks(module, named if whole else of_tokens).items():
+                self.told[module, side] = None if real.all() else real
+        except PaddingError as error:
+            self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
+        for name in () if self.told else of_tokens:
+            problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
+            note = f"{problem}: all rows are counted unless other masks say more (call it {OWN} or padding_mask)"
+            self.notes += [note] if note not in self.notes else []
+
+    def at(self, around: Around) -> Tensor | None:
+        """Which tokens are real at a place: what the innermost module around it has been told. Raises PaddingError."""
+        told = [self.told[place] for place in around if place in self.told]
+        mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
+        if isinstance(mask, PaddingError):
+            raise mask
+        return mask
+
+
+def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
+    """The padding of one call of a module, from its arguments attention_mask and relatives."""
+    masks = _key_padding(model, named)
+    if OWN in named:
+        masks["encoder"] = masks["decoder"] = _token_mask(named, OWN)
+    if is_encoder_decoder(model):
+        masks.pop("decoder", None)
+        labels = named.get("labels")
+        if DECODER in named:
+            masks["decoder"] = _token_mask(named, DECODER)
+        elif isinstance(labels, Tensor) and labels.dim() == 2:
+            masks["decoder"] = labels != -100
+    for value in (named[name] for name in IMAGES if isinstance(named.get(name), Tensor)):
+        masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
+    return masks
 
 
 def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one call by the names that ``model.forward`` gives them."""
+    """The arguments of one call by the names that ``model.forward`` gives them, and masks that lie deeper in them:
+    those of samples ``[sequence]``, or of parts of the batch, as one, or in a list if they have several lengths."""
     try:
         signature = inspect.signature(model.forward)
         named = signature.bind_partial(*args, **kwargs).arguments
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(parameter.name, {}))
     except (TypeError, ValueError):  # compiled, or the call itself will say what is wrong with it
-        return dict(kwargs)
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(named.pop(parameter.name, {}))
-    return named
+        named = dict(kwargs)
+    named = {name: value for name, value in named.items() if value is not None}
+    masks: dict[str, dict[int, Any]] = {}
+    for name, mask in parts_within(named):
+        if name.endswith("mask") and mask is not None and mask is named.get(name, mask):
+            masks.setdefault(name, {})[id(mask)] = mask
+    return named | {name: _joined([*each.values()]) for name, each in masks.items()}
 
 
-def _token_mask(named: Mapping[str, Any], name: str) -> Tensor | None:
-    if (mask := named.get(name)) is None:
-        return None
+def _joined(masks: list[Any]) -> Any:
+    """``[batch, 1, 1, sequence]``, which is made to be broadcast, and several masks as one of two dimensions."""
+    rows = [x.reshape(-1, x.shape[-1]) for x in masks if isinstance(x, Tensor) and x.shape[1:-1].numel() == 1]
+    if len(masks) == 1:
+        return rows[0] if rows and masks[0].dim() > 2 else masks[0]
+    fit = len(rows) == len(masks) and len({x.shape[1] for x in rows}) == 1
+    return torch.cat(rows) if fit else masks
+
+
+def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
+    """Whether a mask has a place for each token of one of the tensors, and does not say which token sees which."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    causal = mask.shape == mask.mT.shape and any(torch.equal(mask, part) for part in (mask.tril(), mask.triu(1)))
+    others = [x.shape[:2] for x in tensors if isinstance(x, Tensor) and x.dtype != torch.bool and x is not mask]
+    return not causal and (mask.shape in others or mask.mT.shape in others)
+
+
+def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
+    mask = named[name]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {what}: give it as a tensor [batch, sequence], or set count_padding=True")
-    return _any_padding(mask != 0)
+    return mask == 0 if (mask < 0).any() else mask != 0  # numbers below zero are added to scores
 
 
-def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
-    """torch's own convention: ``*key_padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
+def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
+    """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
     real = {
         name: ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()
-        if name.endswith("key_padding_mask") and isinstance(value, Tensor)
+        if name.endswith(PADDING) and isinstance(value, Tensor)
     }
-    if not real:
-        return None
-    first, *others = real.values()
-    if any(not torch.equal(first, other) for other in others):
-        raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     if attentions and not any(module.batch_first for module in attentions):
-        first = first.mT  # the model's tokens are [sequence, batch]
-    return _any_padding(first)
+        real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
+    memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
+    own = [*real.values()]
+    if any(not torch.equal(own[0], other) for other in own[1:]):
+        raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
+    masks: dict[Side, list[Tensor]] = {"decoder": own, "encoder": memory or ([] if takes(model, "memory") else own)}
+    return {side: fitting[0] for side, fitting in masks.items() if fitting}
 
 
-def _any_padding(real: Tensor) -> Tensor | None:
-    return None if bool(real.all()) else real
+def sides_of(run: Run) -> Mapping[nn.Module, Around]:
+    """Module -> the modules around it, and itself, that may be told of padding, and on which side of each it is; the
+    model, whose output may be that of any of them, has all of them, the outermost first.
+
+    These are all down to the blocks, without attention, which takes masks of what is attended to. A model of
+    transformers that takes attention_mask is told there: what it makes of it for its modules has other senses.
+    """
+    model, blocks = run.model, run.plan.blocks
+    sides: dict[nn.Module, list[tuple[nn.Module, Side]]] = {module: [] for module in model.modules()}
+    if run.config.count_padding:
+        return sides
+    inside = {module for block in blocks if block is not model for module in block.modules()}.difference(blocks)
+    for around in model.modules():
+        if around in inside or isinstance(around, nn.MultiheadAttention) or not any(True for _ in around.children()):
+            continue
+        for module, side in _sides(around).items():
+            sides[module].insert(0, (around, side))
+        if around is not model:
+            sides[model].append((around, "decoder"))
+        if isinstance(around, PreTrainedModel) and takes(around, OWN):
+            inside.update(around.modules())
+    return sides
 
 
-Side = Literal["encoder", "decoder", "image"]  # the fields of TokenMasks
-
-
-def sides_of(model: nn.Module) -> dict[nn.Module, Side]:
+def _sides(model: nn.Module) -> dict[nn.Module, Side]:
     """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model; all
     others to the decoder."""
     sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
@@ -145,9 +221,9 @@ class PaddingOfInputs:
     `on_block` has to see what a block is called with, `on_router` what a router puts out.
     """
 
-    def __init__(self, sides: Mapping[nn.Module, Side]) -> None:
+    def __init__(self, sides: Mapping[nn.Module, Around]) -> None:
         self._sides = sides
-        self.masks = TokenMasks()
+        self.masks = PaddingOfCall()
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
@@ -168,11 +244,10 @@ class PaddingOfInputs:
         return first
 
     def _of_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
-        side = self._sides[module]
+        around: Around = self._sides[module]
         if any(x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._from_encoder):
-            side = "encoder"
-        mask = getattr(self.masks, side)
-        if mask is None:
+            around = [(each, "encoder") for each, _ in around]
+        if (mask := self.masks.at(around)) is None:
             return None
         mask = mask.to(x.device)
         if layer.router is not None:
@@ -196,7 +271,7 @@ def _without_ones(shape: torch.Size) -> list[int]:
 
 @contextmanager
 def input_hooks(
-    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Side], see: See
+    layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Around], see: See
 ) -> Iterator[PaddingOfInputs]:
     """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers, in the model or in
     ``blocks`` by themselves.
@@ -220,7 +295,7 @@ def input_hooks(
             # a user's loop may run the model in inference mode, whose tensors could not be added to later
             with torch.inference_mode(False), torch.no_grad():
                 for layer in layers[module]:
-                    inputs = layer.adapter.inputs(module, args, kwargs)
+                    inputs = tuple(map(dense_rows, layer.adapter.inputs(module, args, kwargs)))
                     see(layer, inputs, padding.token_mask(module, layer, inputs))
         finally:
             inside = False
@@ -249,7 +324,7 @@ def watched_outputs(
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = hold(flat_tensors(output)[0])
+        outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -268,7 +343,7 @@ class NumberedCall:
 
     number: int
     call: Call
-    masks: TokenMasks
+    masks: PaddingOfCall
     random: list[Any] | None = None
 
 
@@ -327,13 +402,15 @@ class CalibrationData:
         return replace(self, calls=[self.calls[number] for number in numbers], own=0, dense=dense)
 
     @cached_property
-    def sides(self) -> dict[nn.Module, Side]:
-        return sides_of(self.run.model)
+    def sides(self) -> Mapping[nn.Module, Around]:
+        return sides_of(self.run)
 
-    def masks_of(self, call: Call) -> TokenMasks:
-        """Which tokens of a call are padding."""
-        count_padding = self.run.config.count_padding
-        return TokenMasks() if count_padding else token_masks(self.run.model, call.args, call.kwargs)
+    def masks_of(self, call: Call) -> PaddingOfCall:
+        """Which tokens of a call are padding, as far as its arguments say so."""
+        masks = PaddingOfCall(self.run.model, self.run.report.notes)
+        if not self.run.config.count_padding:
+            masks.tell(self.run.model, call.args, call.kwargs)
+        return masks
 
     def run_model(
         self,
@@ -344,15 +421,16 @@ class CalibrationData:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        number = -1
+        number, masks = -1, PaddingOfCall()
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            nonlocal number
+            nonlocal number, masks
             number += calls is None
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
             numbered = NumberedCall(number, call, self.masks_of(call))
+            masks = numbered.masks
             if padding is not None:
-                padding.masks = numbered.masks
+                padding.masks = masks
             begin(numbered)
 
         with ExitStack() as contexts:
@@ -363,6 +441,9 @@ class CalibrationData:
             padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
             contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
+            for module in {module for module, _ in self.sides[run.model]} - {run.model}:
+                hook = module.register_forward_pre_hook(lambda *call: masks.tell(*call), with_kwargs=True)
+                contexts.enter_context(hook)
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return
@@ -370,20 +451,21 @@ class CalibrationData:
             for number in range(len(calls)) if numbers is None else numbers:
                 call_model(run, calls[number], number)
 
-    def output_of(self, number: int) -> tuple[Any, TokenMasks]:
+    def output_of(self, number: int) -> tuple[Any, Tensor | None]:
         """What the model puts out in the call of this number, and which of the call's tokens are padding."""
         outputs: list[Any] = []
         seen: list[NumberedCall] = []
         with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
             self.run_model(seen.append, numbers=[number])
-        return outputs[0], seen[0].masks
+        return outputs[0], seen[0].masks.at(self.sides[self.run.model])
 
 
 def call_model(run: Run, call: Call, number: int) -> None:
     """Call ``number`` of the model in this process."""
     device = input_device(run.model)
     with errors_name_batch(run, call, number):
-        run.model(*map_tensors(lambda x: x.to(device), call.args), **map_tensors(lambda x: x.to(device), call.kwargs))
+        args, kwargs = map_batch(lambda x: x.to(device), (call.args, call.kwargs))
+        run.model(*args, **kwargs)
 
 
 @contextmanager

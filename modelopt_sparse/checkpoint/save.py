@@ -132,7 +132,7 @@ def _write_masks_and_report(model: nn.Module, folder: Path, aliases: Mapping[str
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without masks, zero at pruned places. Offloaded tensors are read from accelerate's copies.
 
-    Raises ValueError for a value that is no tensor, and for a tensor on the meta device.
+    Raises ValueError for a value that is no tensor, and for a tensor on the meta device, a sparse or a nested one.
     """
     masks = {id(mask) for _, mask in named_masks(model)}
     skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
@@ -145,6 +145,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} is a {type(value).__name__}: only tensors can be saved without pickle")
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values: load the model before saving it")
+        if value.layout != torch.strided or value.is_nested:
+            advice = "register it with persistent=False, or make it dense"
+            raise ValueError(f"{name!r} is a sparse or nested tensor: only dense ones can be saved: {advice}")
     return state
 
 

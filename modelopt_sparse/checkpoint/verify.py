@@ -14,6 +14,7 @@ from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.forwards import OTHER
 from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, usable
 from modelopt_sparse.model.masking import named_masks
@@ -21,6 +22,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
 from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
+from modelopt_sparse.values import grouped
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ class Verification:
 
     layers: the layers that were checked, each with ``name``, ``pattern``, ``zeros``, ``size`` and ``problem``.
     files: of a folder: whether its files were compared with the SHA-256 that they were saved with, as a sentence.
+    notes: sentences on layers, pruned or dense, whose zeros would not be those of the weight that their forwards use.
     """
 
     layers: tuple[Verified, ...]
     files: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -67,7 +71,8 @@ class Verification:
             Column("verdict", [layer.problem or "ok" for layer in self.layers], "range"),
         ]
         rows = rows_of("layer", [layer.name for layer in self.layers], columns, all_rows=all_rows)
-        return f"{paragraph(summary, all_rows=all_rows)}\n\n{rows}"
+        notes = (paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)
+        return "\n\n".join([paragraph(summary, all_rows=all_rows), rows, *notes])
 
 
 class PatternError(ValueError):
@@ -121,12 +126,19 @@ def verify(
     for name in [name for name in masks if name in every and name not in known]:
         row = as_row(model, first[id(every[name])])  # tied ones are read under their first name: files hold no other
         checked.append(replace(_look(row, read(row), masks[name], None), name=name))
-    verification = Verification(tuple(checked), files)
+    verification = Verification(tuple(checked), files, _notes(model, record))
     if any(layer.problem for layer in checked):
         if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
             advice = f"; {count} weights were written to since the last forward: mts.apply_masks(model) zeros them"
         raise PatternError(verification, advice)
     return verification
+
+
+def _notes(model: nn.Module, record: Report | None) -> tuple[str, ...]:
+    """What is to be said of layers whose forwards do something else with the weight, as the report or a trial says."""
+    others = {each.name: each.reason for each in (record.skipped if record else ()) if OTHER in each.reason}
+    others |= {layer.name: layer.why_other for layer in find_layers(model)[0] if layer.is_other()}
+    return tuple(f"{first_few(names)}: {why}" for why, names in grouped(others, others.__getitem__).items())
 
 
 def _count_masked(model: nn.Module, name: str, mask: Tensor) -> int:

@@ -10,6 +10,8 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +90,25 @@ def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iter
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
 
 
-def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """``value`` with every tensor (or other object of this ``kind``) in nested tuples, lists and mappings replaced by
-    ``function(tensor)``.
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor in nested tuples, lists and mappings replaced by ``function(tensor)``."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every leaf in nested tuples, lists and mappings replaced by ``function(leaf)``.
 
     A torch.Size holds no tensors, although it is a tuple. A ModelOutput of transformers, known by its ``to_tuple``,
     keeps its class.
     """
-    if isinstance(value, kind):
-        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry, kind) for entry in value))
+        return type(value)(*(map_leaves(function, entry) for entry in value))
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(map_tensors(function, entry, kind) for entry in value)
+        return type(value)(map_leaves(function, entry) for entry in value)
     if isinstance(value, Mapping):
-        mapped = {key: map_tensors(function, entry, kind) for key, entry in value.items()}
+        mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
         return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
-    return value
+    return function(value)
 
 
 def version(x: Tensor) -> int:
@@ -122,6 +126,46 @@ def leaves_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Size) or not isinstance(value, (Mapping, tuple, list)):
         return [value]
     return [leaf for entry in (value.values() if isinstance(value, Mapping) else value) for leaf in leaves_of(entry)]
+
+
+def parts_of(value: Any) -> Mapping[Any, Any]:
+    """What a container or an object holds, by name or place; nothing of tensors, modules and plain values."""
+    if isinstance(value, (Tensor, nn.Module, torch.Size, type)):
+        return {}
+    if isinstance(value, (tuple, list)):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value))
+    if isinstance(value, Mapping):
+        return value
+    slots = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else {}
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+def parts_within(value: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """(name or place, part) of all that containers and objects hold, and these again, each of them once."""
+    seen = {} if seen is None else seen
+    for name, part in parts_of(value).items() if id(value) not in seen else ():
+        seen[id(value)] = value  # no id is reused
+        yield str(name), part
+        yield from parts_within(part, seen)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """A sparse tensor as a dense one, and the rows of all tensors in a nested one; any other as it is."""
+    if x.is_nested:
+        return torch.cat(x.unbind())
+    return x if x.layout == torch.strided else x.to_dense()
+
+
+def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`map_tensors` of what a model is called with, also in objects, which are copied if they hold a tensor that
+    changes."""
+
+    def mapped(leaf: Any) -> Any:
+        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (Tensor, nn.Module))}
+        new = {key: function(x) if isinstance(x, Tensor) else x for key, x in inside.items()}
+        return leaf if all(new[key] is x for key, x in inside.items()) else deepcopy(leaf, dict(new))
+
+    return map_leaves(mapped, value)
 
 
 # devices --------------------------------------------------------------------------------------------------------------

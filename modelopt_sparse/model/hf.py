@@ -63,7 +63,8 @@ def default_batch_size(seq_len: int, device: torch.device) -> int:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    says_so = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return says_so and callable(getattr(model, "get_encoder", None))  # not what holds such a model and its config
 
 
 def writes_text(model: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from modelopt_sparse.model.adapters import (
     find_mixtures,
 )
 from modelopt_sparse.model.devices import full_name, stored, unwrapped
+from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 from modelopt_sparse.model.masking import dense_class, named_masks
 
 # layers ---------------------------------------------------------------------------------------------------------------
@@ -84,6 +85,22 @@ class Layer:
 
     def columns(self, weight: Tensor) -> int:
         return self.adapter.columns(self.owner, weight)
+
+    @property
+    def own_forwards(self) -> list[nn.Module]:
+        """Those of the modules that multiply with the weight whose forward is not the one of a library."""
+        modules = (self.owner, *self.tied_modules) if self.adapter in (LINEAR, HF_CONV1D, CONV) else ()
+        return [module for module in modules if has_own_forward(module, dense_class(module))]
+
+    def is_other(self, x: Tensor | None = None) -> bool | None:
+        """Whether one of these makes something else of an input than its class says; see `forwards.is_other`."""
+        tried = {is_other(module, dense_class(module), x) for module in self.own_forwards}
+        return True if True in tried else None if None in tried else False
+
+    @property
+    def why_other(self) -> str:
+        """Why it stays dense if one does."""
+        return why_other(dense_class(self.owner))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ how they are written, and what becomes of gradients.
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
 from modelopt_sparse.model.devices import full_name, has_hook, stored, unwrapped, without_hook
+from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 
 SUFFIX = "_mask"
 GradientObserver = Callable[[Tensor], None]
@@ -37,7 +39,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 
     ``mask`` is bool, shaped like the parameter, True = kept; it replaces an older one. Pruned weights become +0.0 in
     place, so the Parameter object and its optimizer stay valid. Call it on the whole model, so that `save_pretrained`
-    leaves the mask out of the folder.
+    leaves the mask out of the folder. Warns if the weight that the module's forward uses is another one.
 
     Raises ValueError if there is no such parameter, if the mask is not bool or has another shape, or if the module
     cannot become sparse: its forward was replaced on the instance, or it has an attribute with the mask's name.
@@ -62,6 +64,8 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     if isinstance(parent, nn.MultiheadAttention):
         with without_hook(parent):
             _swap(parent)  # it reads out_proj.weight itself, and must read it masked
+    if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
+        warnings.warn(f"{cls.__name__}: {why_other(cls)}: masks hold in the stored weights, not in those", stacklevel=2)
 
 
 def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:

@@ -30,7 +30,7 @@ from modelopt_sparse.plan.budget import (
     zeros_of,
 )
 from modelopt_sparse.reports.text import nearest, refuse_unknown
-from modelopt_sparse.values import check_number, check_options, is_whole, shown
+from modelopt_sparse.values import Stream, check_number, check_options, is_whole, shown
 
 # globs ----------------------------------------------------------------------------------------------------------------
 
@@ -614,7 +614,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "losses": lambda value: None if value is None else Path(value),
     "memory_limit": _bytes,
     "masks": _masks,
-    "data": lambda value: list(value) if isinstance(value, Iterator) else value,  # it may be read twice
+    "data": lambda value: Stream(value) if isinstance(value, Iterator) else value,  # it may be read twice
     "include": lambda value: _globs("include", value),
     "exclude": lambda value: _globs("exclude", value) or (),
     "autocast": lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,

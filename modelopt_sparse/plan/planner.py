@@ -1,11 +1,12 @@
 """Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.methods import ALIASES, METHODS
@@ -28,7 +29,7 @@ from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.text import nearest, refuse_unknown
+from modelopt_sparse.reports.text import first_few, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 
@@ -169,7 +170,27 @@ def _decide(
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
     if misfit and in_full:
         raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
+    if not misfit and layer.is_other():
+        return dense_by_forward(layer, config)
     return misfit or (layer_method, pattern, options, choices)
+
+
+def dense_by_forward(layer: Layer, config: SparsifyConfig) -> str:
+    """Why a layer whose forward does something else with the weight stays dense. Raises ValueError if it is named in
+    full."""
+    named = [*(config.include or ()), *(config.masks or ()), *(rule.glob for rule in config.rules)]
+    if layer.name in named or layer.parameter_name in named:
+        raise ValueError(f"layer {layer.name!r}, which you name: {layer.why_other}; leave it out")
+    return layer.why_other
+
+
+def without_others(plan: Plan, names: Collection[str], model: nn.Module, config: SparsifyConfig) -> Plan:
+    """The plan, with these layers dense because their forwards do something else with the weight."""
+    others = [each for each in plan.layers if each.name in names]
+    dense = [Skipped(each.name, each.type, each.shape, dense_by_forward(each.layer, config)) for each in others]
+    layers, skipped = tuple(each for each in plan.layers if each.name not in names), (*plan.skipped, *dense)
+    _check_planned(model, layers, skipped, config)
+    return replace(plan, layers=layers, skipped=skipped)
 
 
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
@@ -292,8 +313,8 @@ def _check_planned(
 
 
 def _memory(x: Tensor) -> int:
-    """Where the memory of a plain tensor begins; 0 if it has none, or if it is of another class."""
-    return x.untyped_storage().data_ptr() if type(x) is Tensor else 0
+    """Where the memory of a plain tensor begins; 0 if it has none, or if it is sparse or of another class."""
+    return x.untyped_storage().data_ptr() if type(x) is Tensor and x.layout == torch.strided else 0
 
 
 def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
@@ -313,6 +334,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
         why = [choice.misfit(layer_plan.layer.columns(layer_plan.layer.parameter)) for layer_plan in planned]
         if misfits := [reason for reason in why if reason]:
             notes.append(f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}")
+    unknown = [each.name for each in planned if not each.calibrated and each.layer.is_other() is None]
+    if unknown:
+        notes.append(f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes")
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
     if config.permute and experts:
         notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")

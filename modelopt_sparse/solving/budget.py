@@ -290,10 +290,10 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 
 def _predictions(data: CalibrationData, place: int) -> Tensor:
     """The logits of a call, ``[T, V]``, of real tokens alone."""
-    output, masks = data.output_of(place)
+    output, token_mask = data.output_of(place)
     logits = logits_of(output)
     assert logits is not None  # there were gradients, or losses of an earlier run
-    return of_real_tokens(logits, masks.decoder)
+    return of_real_tokens(logits, token_mask)
 
 
 # what layers may become -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.forwards import OTHER
 from modelopt_sparse.model.hf import holds_codes
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
 from modelopt_sparse.model.masking import (
@@ -217,7 +218,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
 
     "default" takes no weights of one dimension, none with "embedding", "norm" or "lm_head" in its name, as in the
     Cerebras Model Zoo, and none that `sparsify` leaves dense for its type or role: embeddings, heads, routers.
-    "blocks" takes what `sparsify` prunes, and nothing else.
+    "blocks" takes what `sparsify` prunes, and layers whose forwards do something else with the weight; nothing else.
     """
     layers, others = find_layers(model)
     prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
@@ -228,7 +229,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
         return default
     plan = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5), replace=True))
     planned = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
-    skipped = {weight.name: weight.reason for weight in plan.skipped}
+    skipped = {each.name: "" if OTHER in each.reason else each.reason for each in plan.skipped}
     return {
         name: "" if name in planned else reason or skipped.get(name.removesuffix(".weight"), "not in a block")
         for name, reason in default.items()

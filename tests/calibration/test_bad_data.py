@@ -38,9 +38,11 @@ def test_a_batch_of_a_wrong_type_is_named(batch):
     )
 
 
-def test_a_list_from_collect_func_is_no_arguments():
-    options = {"data_loader": token_batches(), "collect_func": lambda batch: [batch]}
-    refused(mts.sparsify, tiny_llama(), match="a calibration batch is a list", error=TypeError, **options)
+@pytest.mark.parametrize("batch", [[], (), 5, "text"], ids=repr)
+def test_what_collect_func_returns_is_no_arguments(batch):
+    options = {"data_loader": token_batches(), "collect_func": lambda _: batch}
+    match = f"a calibration batch is a {type(batch).__name__}"
+    refused(mts.sparsify, tiny_llama(), match=match, error=TypeError, **options)
 
 
 def test_a_forward_loop_that_never_calls_the_model():

@@ -1,6 +1,9 @@
 """Calibration data in every form."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding
 
 import modelopt_sparse as mts
+from modelopt_sparse.calibration.data import Call, digest_of
+from modelopt_sparse.model.devices import map_batch
 from tests.calibration.collecting import assert_same, collected
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import refused, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -90,3 +95,165 @@ def test_the_report_names_the_data():
     assert reports[0]["calls"] == 3
     assert reports[0] == reports[1]
     assert reports[0]["sha256"] != reports[2]["sha256"]
+
+
+# what a batch holds ---------------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """Takes its input out of whatever it is given."""
+
+    def __init__(self, take: Callable = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.take = take
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(2)])
+
+    def forward(self, batch) -> Tensor:
+        x = self.take(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@dataclass(slots=True)
+class Record:
+    x: Tensor
+    name: str = "a"
+
+
+def rows(batches: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (torch.rand(16, generator=generator).mul(3).exp() for _ in range(batches))
+    return [torch.randn(9, 16, generator=generator) * size for size in sizes]
+
+
+def of_dense(batches: list, take: Callable = lambda x: x, **options) -> dict[str, mts.Stats]:
+    return collected(Dense(take), ["blocks.0", "blocks.1"], data_loader=batches, sequential="none", **options)
+
+
+KINDS = {
+    "a mapping": (lambda x: {"features": {"x": x}}, lambda batch: batch["features"]["x"]),
+    "a tuple": (lambda x: (1, (x, "y")), lambda batch: batch[1][0]),
+    "a dataclass": (Record, lambda batch: batch.x),
+    "an object": (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+    "objects in a list": (
+        lambda x: [Record(part) for part in x],
+        lambda batch: torch.stack([each.x for each in batch]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["a tensor", "numpy", "collect_func", "a mapping", "a tuple", "a dataclass", "an object"]
+)
+def test_a_batch_is_what_it_was_when_it_was_given(kind):
+    """A loader may fill the same memory again for each batch."""
+    make, take = KINDS.get(kind, (lambda x: x, lambda x: x))
+    buffer = torch.empty(9, 16)
+    shared = torch.from_numpy(buffer.numpy()) if kind == "numpy" else buffer
+    given = make(shared)
+
+    def fill(x: Tensor) -> tuple:
+        buffer.copy_(x)
+        return (given,)
+
+    options = {"collect_func": fill} if kind == "collect_func" else {"collect_func": lambda batch: batch}
+    batches = rows() if kind == "collect_func" else (fill(x) for x in rows())
+    assert_same(of_dense(batches, take, **options), of_dense(rows()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fingerprint_is_of_what_objects_hold(kind):
+    make, take = KINDS[kind]
+    prints = []
+    for batches in (rows(), rows(), rows()[::-1]):
+        model = Dense(take)
+        data = [(make(x),) for x in batches]
+        mts.sparsify(model, "wanda", data_loader=data, collect_func=lambda batch: batch, progress=False)
+        prints.append(mts.report(model).calibration["sha256"])
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_what_a_constant_in_an_object_says_is_in_the_fingerprint():
+    prints = [digest_of([Call((Record(torch.ones(2), name),), {})]) for name in ("a", "a", "b")]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_fingerprint_of_what_cannot_be_read_is_unknown():
+    class Dense2(Dense):
+        def forward(self, batch, beside=None) -> Tensor:
+            return super().forward(batch)
+
+    model = Dense2()
+    data = [(x, Lock()) for x in rows()]
+    mts.sparsify(model, "wanda", data_loader=data, collect_func=lambda batch: batch, progress=False)
+    assert mts.report(model).calibration["sha256"] == "unknown"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_in_objects_move_as_well(kind):
+    """To another device in a run; here to another dtype. What the user holds stays as it is."""
+    make, take = KINDS[kind]
+    batch = make(torch.ones(3, 4))
+    moved = map_batch(lambda x: x.double(), batch)
+    assert type(moved) is type(batch)
+    assert take(moved).dtype == torch.float64
+    assert take(batch).dtype == torch.float32
+    assert take(map_batch(lambda x: x, batch)) is take(batch) or kind == "objects in a list"
+
+
+def jagged(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("quality", [None, "balanced"])
+@pytest.mark.parametrize(
+    "convert",
+    [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc, jagged],
+    ids=["COO", "CSR", "CSC", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensors)")
+def test_sparse_and_nested_batches(convert, quality):
+    """The statistics are those of the same rows in a plain tensor."""
+    if quality is not None:
+        model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+        data = [convert(x) for x in rows()]
+        mts.sparsify(model, pattern="2:4", quality=quality, data_loader=data, progress=False)
+        return
+    build = lambda: nn.Sequential(Dense().blocks[0])  # noqa: E731
+    found, expected = (collected(build(), [""], data_loader=[f(x) for x in rows()]) for f in (convert, lambda x: x))
+    assert {name: stats.tokens for name, stats in found.items()} == {name: s.tokens for name, s in expected.items()}
+    for name, stats in expected.items():
+        torch.testing.assert_close(found[name].gram, stats.gram)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_is_refused():
+    data = [torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.strided) for x in rows()]
+    refused(mts.sparsify, Dense(), match="make it with layout=torch.jagged", data_loader=data, error=TypeError)
+
+
+COLLECTED = {
+    "(batch,)": lambda batch: (batch,),
+    "[batch]": lambda batch: [batch],
+    "(batch, {})": lambda batch: (batch, {}),
+    "keywords last": lambda batch: (batch, {"factor": 1.0}),
+    "a list with keywords last": lambda batch: [batch, {"factor": 1.0}],
+    "positional, with a mapping last": lambda batch: (batch, 1.0, {"any": "thing"}),
+    "positional, a mapping alone": lambda batch: (batch, 1.0),
+    "by name": lambda batch: {"features": batch},
+}
+
+
+@pytest.mark.parametrize("form", COLLECTED)
+def test_what_collect_func_returns_is_what_the_model_gets(form):
+    """A last mapping is keywords where the model names all of its keys."""
+
+    class Features(Dense):
+        def forward(self, features, factor=1.0, notes=None) -> Tensor:
+            return super().forward(features["x"] * factor)
+
+    data = [{"x": x} for x in rows()]
+    options = {"data_loader": data, "collect_func": COLLECTED[form], "sequential": "none"}
+    assert_same(collected(Features(), ["blocks.0", "blocks.1"], **options), of_dense(rows()))

@@ -1,13 +1,19 @@
 """Padding: which rows count, and where that cannot be told."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
 from tests.helpers import refused, tiny_llama
-from tests.models.architectures import ARCHITECTURES, ragged
+from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
 from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed
 from tests.oracles.brute_force import assert_stats, brute_force
 
@@ -178,3 +184,230 @@ def test_keys_that_are_longer_than_the_queries_match_no_mask_of_theirs():
         match=r"layer 'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]",
         data_loader=[batch],
     )
+
+
+# masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------
+
+
+class Ids(nn.Module):
+    """Residual blocks on the embeddings of tokens, whose blocks look at nothing else than their own token. ``ids`` is
+    how the tokens are taken from the argument, ``given``: what the blocks are called with beside their input."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+        def forward(self, x: Tensor, attention_mask=None, padding_mask=None, mask=None) -> Tensor:
+            return x + self.down(self.up(x).relu())
+
+    def __init__(self, ids=lambda batch: batch, given=lambda ids: {}) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids, self.given = ids, given
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, batch) -> Tensor:
+        ids = self.ids(batch)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, **self.given(ids))
+        return x
+
+
+@dataclass
+class Record:
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+@dataclass
+class Output(ModelOutput):
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    input_ids: Tensor
+    padding_mask: Tensor
+
+
+def in_key(batch):
+    return batch["input_ids"]
+
+
+def in_attribute(batch):
+    return batch.input_ids
+
+
+def samples_of(batch):
+    return [{name: rows[i] for name, rows in batch.items()} for i in range(len(batch["input_ids"]))]
+
+
+def rows_of_samples(samples):
+    return torch.stack([sample["input_ids"] for sample in samples])
+
+
+ID_BLOCKS = ["blocks.0", "blocks.1"]
+DEEPER = {
+    "a mapping": (in_key, lambda batch: batch),
+    "a mapping in a mapping": (lambda batch: batch["net_input"]["input_ids"], lambda batch: {"net_input": batch}),
+    "a tuple": (lambda batch: batch[1]["input_ids"], lambda batch: (1, batch)),
+    "a named tuple": (in_attribute, lambda batch: Pair(batch["input_ids"], batch["attention_mask"] == 0)),
+    "a list of samples": (rows_of_samples, samples_of),
+    "parts of the batch": (
+        lambda parts: torch.cat([part["input_ids"] for part in parts]),
+        lambda batch: [{name: rows[part] for name, rows in batch.items()} for part in (slice(0, 1), slice(1, None))],
+    ),
+    "a dataclass": (in_attribute, lambda batch: Record(**batch)),
+    "a ModelOutput": (in_key, lambda batch: Output(**batch)),
+    "an object": (in_attribute, lambda batch: SimpleNamespace(**batch)),
+    "an object in a list": (lambda batch: batch[0].input_ids, lambda batch: [SimpleNamespace(**batch)]),
+}
+
+
+@pytest.mark.parametrize("source", ["data_loader", "forward_loop"])
+@pytest.mark.parametrize("form", DEEPER)
+def test_masks_that_lie_deeper_in_the_arguments(form, source):
+    ids, make = DEEPER[form]
+    batches = [make(batch) for batch in padded()]
+    expected = brute_force(
+        Ids(in_key), padded(), ID_BLOCKS, lambda batch, name: batch["attention_mask"] != 0, positional
+    )
+    options = {"data_loader": batches, "collect_func": lambda batch: (batch,)}
+    if source == "forward_loop":
+        options = {"forward_loop": lambda model: [model(batch) for batch in batches]}
+    assert_stats(collected(Ids(ids), ID_BLOCKS, sequential="none", **options), expected)
+
+
+def positional(model: nn.Module, batch) -> None:
+    model(batch)
+
+
+def test_masks_of_samples_of_several_lengths():
+    """How the model pads them is not known."""
+    ids = lambda samples: nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)  # noqa: E731
+    samples = [{"input_ids": torch.arange(1, n), "attention_mask": torch.ones(n - 1)} for n in (5, 8)]
+    options = {"data_loader": [(samples,)], "collect_func": lambda batch: batch}
+    refused(mts.sparsify, Ids(ids), match="attention_mask is a list: give it as a tensor", **options)
+    mts.sparsify(Ids(ids), count_padding=True, progress=False, **options)
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
+
+
+class Lightning(nn.Module):
+    """Holds a model of transformers, and makes its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = bert()
+        self.config = SimpleNamespace(is_encoder_decoder=True)  # of what it holds, as some wrappers have it
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
+
+
+class OfTorch(nn.Module):
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for parameter in self.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.2)  # layers start as copies of one
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if not self.encoder.layers[0].self_attn.batch_first:
+            x = x.transpose(0, 1)
+        return self.encoder(x, src_key_padding_mask=ids == 0)
+
+
+MADE_INSIDE = {
+    "of a model of transformers": (Lightning, ["model.encoder.layer.0", "model.encoder.layer.1"]),
+    "of nn.TransformerEncoder": (lambda: OfTorch(batch_first=True), ["encoder.layers.0", "encoder.layers.1"]),
+    "of blocks, True = padding": (lambda: Ids(given=lambda ids: {"padding_mask": ids == 0}), ID_BLOCKS),
+    "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
+    "of blocks, to broadcast": (
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0)[:, None, None]}),
+        ID_BLOCKS,
+    ),
+    "of blocks, added to scores": (
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4}),
+        ID_BLOCKS,
+    ),
+}
+
+
+def zero_padded() -> list[Tensor]:
+    return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
+
+
+@pytest.mark.parametrize("sequential", ["none", "block"])
+@pytest.mark.parametrize("form", MADE_INSIDE)
+def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
+    build, blocks = MADE_INSIDE[form]
+    found = collected(build().eval(), blocks, data_loader=zero_padded(), sequential=sequential)
+    assert {stats.tokens for stats in found.values()} == {int(sum((ids != 0).sum() for ids in zero_padded()))}
+    if sequential == "none":
+        assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, lambda ids, name: ids != 0))
+
+
+def test_tokens_before_the_batch_in_a_model_that_makes_its_mask():
+    blocks, model = ["encoder.layers.0", "encoder.layers.1"], OfTorch(batch_first=False).eval()
+    expected = brute_force(model, zero_padded(), blocks, lambda ids, name: (ids != 0).T)
+    assert_stats(collected(model, blocks, data_loader=zero_padded(), sequential="none"), expected)
+
+
+def test_two_towers_have_a_mask_each():
+    """Both calls of the one model inside are told of their own padding."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bert()
+
+        def forward(self, query, answer):
+            return self.model(**query).pooler_output @ self.model(**answer).pooler_output.T
+
+    with pytest.warns(UserWarning, match="called more than once"):
+        found = collected(Towers(), ["model.encoder.layer.0"], data_loader=[(*padded(), {})], include="*.layer.0.*")
+    real = sum(int(batch["attention_mask"].sum()) for batch in padded())
+    assert {stats.tokens for stats in found.values()} == {real}
+
+
+@pytest.mark.parametrize(
+    "mask", [lambda ids: ids == 0, lambda ids: (ids != 0)[:, None, None]], ids=["of two dimensions", "to broadcast"]
+)
+def test_a_mask_of_which_nothing_says_what_true_means_is_noted(mask):
+    model = Ids(given=lambda ids: {"mask": mask(ids)})
+    mts.sparsify(model, "wanda", data_loader=zero_padded(), progress=False)
+    (note,) = mts.report(model).notes
+    assert note.startswith("'mask' of Block does not say whether True is padding: all rows are counted")
+    assert {layer.tokens for layer in mts.report(model).layers} == {3 * 12 + 2 * 9}
+
+
+def test_a_mask_of_pairs_of_tokens_is_none_of_padding():
+    """12 texts of 12 tokens, so that the shapes agree."""
+    causal = torch.ones(12, 12).tril()
+    model = Ids(given=lambda ids: {"attention_mask": causal, "mask": causal == 0})
+    mts.sparsify(model, "wanda", data_loader=[torch.randint(1, 20, (12, 12)) for _ in range(2)], progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {2 * 144}
+    assert mts.report(model).notes == []
+
+
+def test_blocks_are_tuned_without_the_padding_that_they_are_told_of():
+    """What stands at padding changes nothing."""
+    tuned = []
+    for padding in (0.0, 50.0):
+        model = Ids(given=lambda ids: {"padding_mask": ids == 0})
+        model.embedding.weight.data[0] = padding
+        mts.sparsify(model, pattern="2:4", quality="balanced", data_loader=zero_padded(), progress=False)
+        tuned.append(dict(model.blocks.named_parameters()))
+    assert all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])

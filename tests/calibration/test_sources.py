@@ -1,5 +1,6 @@
 """Calibration data of every kind: data sets and their columns, names, folders, chats, images."""
 
+import itertools
 import json
 import sys
 
@@ -10,11 +11,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import documents_of, load_calls, tokens_of
+from modelopt_sparse.calibration.data import chat_prompts, documents_of, load_calls, tokens_of
 from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
 from tests.helpers import TESTBED, tiny_llama
 
-Dataset = pytest.importorskip("datasets", reason="the extra datasets is not installed").Dataset
+datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
+Dataset = datasets.Dataset
 Image = pytest.importorskip("PIL.Image", reason="the extra datasets is not installed")
 
 TEXTS = ["to be or not to be", "that is the question", "whether it is nobler"]
@@ -292,3 +294,73 @@ def test_the_report_names_the_source_of_its_data(tokenizer, tmp_path):
         mts.sparsify(model, "wanda", progress=False, **options)
         calibration = mts.report(model).calibration
         assert (calibration["source"], len(calibration["sha256"])) == (source, 64)
+
+
+# streams: data without a length ---------------------------------------------------------------------------------------
+
+
+def streamed(rows, column: str = "text", **others):
+    """As streamed JSON: the columns are not known before the first row."""
+    return datasets.IterableDataset.from_generator(lambda: ({column: row, **others} for row in rows()))
+
+
+class Texts:
+    def __init__(self, rows) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return self.rows()
+
+
+STREAMS = {
+    "a generator": lambda rows: rows(),
+    "an iterable": Texts,
+    "a data set": lambda rows: streamed(rows, url="u"),
+    "a data set of chats": lambda rows: streamed(rows, "messages", url="u"),
+    "a data set with one column": lambda rows: streamed(rows, "content"),
+}
+
+
+def windows_of(data, tokenizer, **options) -> list[Tensor]:
+    config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=3, seq_len=4, **options)
+    return [call.kwargs["input_ids"] for call in load_calls(config, torch.nn.Linear(1, 1))]
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_that_ends_is_read_as_a_list_is(chatting, kind):
+    rows = [CHAT] * 3 if kind == "a data set of chats" else TEXTS
+    expected = windows_of(rows, chatting)
+    assert all(map(torch.equal, windows_of(STREAMS[kind](lambda: iter(rows)), chatting), expected))
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_without_an_end_is_read_as_far_as_it_is_needed(chatting, kind):
+    """Windows are drawn from eight times as many tokens as they have."""
+    row, read = (CHAT if kind == "a data set of chats" else TEXTS[0]), []
+    data = STREAMS[kind](lambda: (read.append(1) or row for _ in itertools.count()))
+    expected = len(ids_of(chatting, row)) if isinstance(row, str) else len(tokens_of([row], chatting))
+    assert sum(map(len, windows_of(data, chatting))) == 3
+    assert len(read) <= -(-8 * 3 * 4 // expected) + 1  # a data set is asked for its first row
+
+
+def test_a_run_that_reads_chats_twice_reads_the_same(chatting):
+    """The model answers the chats that the windows were drawn from, and no others."""
+    config = SparsifyConfig(data=itertools.cycle([CHAT]), tokenizer=chatting, num_samples=3, seq_len=4, self_data=2)
+    load_calls(config, torch.nn.Linear(1, 1))
+    prompts = chat_prompts(config, torch.nn.Linear(1, 1), 3, 0)
+    assert len(prompts) == -(-8 * 3 * 4 // len(tokens_of([CHAT], chatting)))
+
+
+def test_the_column_of_a_stream_has_to_be_known(tokenizer):
+    rows = streamed(lambda: itertools.repeat("x"), "a", b="y")
+    with pytest.raises(ValueError, match=r"no column text or messages .* of a; b"):
+        windows_of(rows, tokenizer)
+
+
+def test_a_stream_of_images():
+    def processor(images, return_tensors):
+        return {"pixel_values": torch.tensor([image.getpixel((0, 0))[0] for image in images])}
+
+    for data in (itertools.cycle(pictures()), streamed(lambda: itertools.cycle(pictures()), "image", label=0)):
+        config = SparsifyConfig(data=data, processor=processor, num_samples=4, batch_size=2)
+        assert [len(call.kwargs["pixel_values"]) for call in load_calls(config, torch.nn.Linear(1, 1))] == [2, 2]

@@ -322,6 +322,33 @@ def test_what_has_no_values_cannot_be_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Graph(nn.Module):
+    """Multiplies with a sparse matrix that is no weight."""
+
+    def __init__(self, adjacency: torch.Tensor, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", adjacency, persistent=persistent)
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.sparse.mm(self.adjacency, self.up(x)).relu())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_buffers_are_planned_around_and_named_when_saved(tmp_path, layout):
+    model = Graph(torch.eye(9).to_sparse(layout=layout))
+    assert len(mts.make_plan(model, "magnitude", pattern="2:4").layers) == 2
+    mts.sparsify(model, "wanda", pattern="2:4", data_loader=[torch.randn(9, 16) for _ in range(2)], progress=False)
+    with pytest.raises(ValueError, match=r"'adjacency' is a sparse or nested tensor: .* persistent=False"):
+        mts.save(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    model = mts.sparsify(Graph(torch.eye(9).to_sparse(layout=layout), persistent=False), "magnitude", pattern="2:4")
+    mts.save(model, tmp_path / "out")
+    again = mts.restore(Graph(torch.eye(9).to_sparse(layout=layout), persistent=False), tmp_path / "out")
+    assert torch.equal(again.up.weight, model.up.weight)
+
+
 def test_state_that_is_no_tensor_cannot_be_saved(tmp_path):
     class Odd(nn.Linear):
         def get_extra_state(self):

@@ -24,7 +24,7 @@ class Scaled(nn.Linear):
 
     @property
     def scale(self) -> float:
-        return 1.0 + self.calls
+        return 1.0 + self.calls / 100  # the product is still the one of nn.Linear but for rounding
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

@@ -238,6 +238,8 @@ def test_two_threads_in_the_same_module_at_the_same_time_do_not_meet():
 
     class Meeting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
+            if x.dim() > 2:  # what `set_mask` makes up to see what this computes, in one thread
+                return super().forward(x)
             meet.wait()  # both are inside now
             found = super().forward(x)
             meet.wait()
@@ -279,6 +281,7 @@ def test_what_a_forward_keeps_on_itself_stays_with_the_module():
     assert "seen" in module._buffers
 
 
+@pytest.mark.filterwarnings("ignore:Untidy. its forward does something else with the weight:UserWarning")
 def test_attributes_set_deleted_or_set_before_an_error_are_what_the_dense_module_would_have():
     class Untidy(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -303,6 +306,7 @@ def test_attributes_set_deleted_or_set_before_an_error_are_what_the_dense_module
     assert isinstance(module.bias, nn.Parameter)
 
 
+@pytest.mark.filterwarnings("ignore:Normed. its forward does something else with the weight:UserWarning")
 def test_a_forward_that_replaces_its_weight_leaves_a_parameter():
     class Normed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
