@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from modelopt_sparse.calibration.forward import Begin, CalibrationData, Numbered
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
+from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -144,6 +146,8 @@ class SeenInputs:
     input_of: layer name -> the first layer of its block that got the same input.
     varying: layers that share an input with others at some times only.
     first_call: layer name -> the number of the first call of the model that reached it.
+    rows: layer name -> how many rows each of its matrices was multiplied with, on average; padding counts.
+    units: how many tokens the calls held, or samples, if a call does not begin with token ids.
     """
 
     def __init__(self, block_of: Mapping[str, str | None]) -> None:
@@ -151,6 +155,8 @@ class SeenInputs:
         self.input_of: dict[str, str] = {}
         self.varying: set[str] = set()
         self.first_call: dict[str, int] = {}
+        self.rows: dict[str, Fraction] = {}
+        self.units = 0
         self.finite: dict[str, Tensor] = {}
         self.block_of = block_of
         self._call = _InputsOfCall(0)
@@ -162,6 +168,7 @@ class SeenInputs:
         self._call = _InputsOfCall(number)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
         if not (inputs[0].numel() if token_mask is None else token_mask.any()):
             return  # no token is no data
         call, leader = self._call, self._leader(layer, inputs)
@@ -180,6 +187,23 @@ class SeenInputs:
             for other in leaders.keys() - {None}:
                 del leaders[other]
         return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
+
+
+def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
+    """The mean over the matrices of a layer. Convolutions have a row for each place of their output; of experts those
+    count that have weights here, as often as the router chose them."""
+    adapter, owner = layer.adapter, layer.owner
+    if isinstance(adapter, RoutedAdapter):
+        return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
+    shapes = tuple(x.to("meta") for x in inputs)
+    apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
+    return Fraction(sum(rows.shape[-2] for each in apart for rows in adapter.rows(owner, each, None)), len(apart))
+
+
+def _units_of(call: Call) -> int:
+    """The tokens of a call, or, if its first tensor holds no token ids, its samples."""
+    first = flat_tensors((call.args, call.kwargs))[0]
+    return first.numel() if first.dim() == 2 and not first.is_floating_point() else len(first)
 
 
 @dataclass
@@ -243,6 +267,7 @@ class DenseRun:
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
+        self.inputs.units += _units_of(numbered.call)
         self.outputs.begin(numbered)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
@@ -391,8 +416,10 @@ def _agree(dense: DenseRun) -> None:
         seen.varying,
         ways,
         run.report.calibration,
+        seen.rows,
+        seen.units,
     )
-    places, inputs, finites, varying, ways, calibrations = zip(*run.processes.all_gather("the dense run", own))
+    places, inputs, finites, varying, ways, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
     firsts: dict[str, tuple[int, int]] = {}
     for of_rank in places:
         for name, place in of_rank.items():
@@ -401,6 +428,8 @@ def _agree(dense: DenseRun) -> None:
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
+    seen.rows = {name: sum((own.get(name, Fraction()) for own in rows), Fraction()) for name in seen.order}
+    seen.units = sum(units)
     dense.blocks = [blocks[index] for index in _merged(way for of_rank in ways for way in of_rank)]
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own

@@ -53,10 +53,10 @@ def estimated(
         own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
     tokens = (config.num_samples + int(own)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
-    widens, experts = calibrated and config.widens(model), getattr(text, "num_experts_per_tok", None)
-    layers = [_of_layer(layer_plan, config, experts, widens=widens) for layer_plan in planned]
+    widens, said = calibrated and config.widens(model), experts_per_token(model)
+    layers = [_of_layer(layer_plan, config, said, widens=widens) for layer_plan in planned]
     if takers is not None:
-        layers = [_of_choice(layer, each, takers, experts or 1) for layer, each in zip(layers, planned)]
+        layers = [_of_choice(layer, each, takers, said) for layer, each in zip(layers, planned)]
         tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
@@ -147,6 +147,12 @@ def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None
     return None if fit >= layer_plan.shape[0] else fit
 
 
+def experts_per_token(model: nn.Module) -> int | None:
+    """How many experts of a mixture the config says that a token goes through; None: it does not say, and all of them
+    count here, for no run of the model has counted them."""
+    return getattr(text_config_of(model), "num_experts_per_tok", None)
+
+
 def activation_copies(config: SparsifyConfig) -> int:
     """How many copies of the calibration data's activations are held from block to block, at most: a call that waits
     holds embeddings and hidden states; what blocks are tuned against is the output of each block, or a second set of
@@ -211,7 +217,7 @@ class SharedOut(Printed):
         added = {"activations": 0, "routed_tokens_of_one_block": 0}  # to a process's share
         if held := plan.memory.get("routed_tokens_of_one_block", 0):
             few = [each for each in grams if each.at_once is not None]
-            rows, at_a_time = _rows_of_experts(few, held, getattr(text_config_of(model), "num_experts_per_tok", 0))
+            rows, at_a_time = _rows_of_experts(few, held, experts_per_token(model))
             sent["tokens"], added["routed_tokens_of_one_block"] = others * rows // processes**2, at_a_time
         each = {
             place: {part: -(-size // processes) + added[part] if part in added else size for part, size in x.items()}
@@ -238,7 +244,7 @@ class SharedOut(Printed):
 
 
 def _of_layer(
-    layer_plan: LayerPlan, config: SparsifyConfig, experts_per_token: int | None, *, widens: bool
+    layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *, widens: bool
 ) -> dict[str, int]:
     """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it."""
     *_, rows, columns = layer_plan.shape
@@ -250,9 +256,9 @@ def _of_layer(
         workspace = layer_plan.at_once * (statistics + solver)
         statistics = min(statistics, number * columns)
         if _needs(layer_plan) == "gram":
-            routed = (1 if layer.adapter is UP else experts_per_token or 0) * columns * value
+            routed = (1 if layer.adapter is UP else said or matrices) * columns * value
     # a token goes through all matrices, or through some of the experts
-    through = experts_per_token or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
+    through = said or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
     remaining = round(size * (1 - layer_plan.pattern.sparsity))
     moment = 2 if config.distill is not None and config.distill.moments == "bfloat16" else number
     return {
@@ -269,20 +275,21 @@ def _of_layer(
     }
 
 
-def _rows_of_experts(few: Sequence[LayerPlan], held: int, chosen: int) -> tuple[int, int]:
+def _rows_of_experts(few: Sequence[LayerPlan], held: int, said: int | None) -> tuple[int, int]:
     """Bytes of the rows of all experts of some layers, and of the experts of one that are solved at a time, where
-    ``held`` is what they take if those that experts share are held once. ``chosen``: experts for a token."""
-    columns = [chosen * each.shape[-1] for each in few]
+    ``held`` is what they take if those that experts share are held once."""
+    columns = [(said or each.matrices) * each.shape[-1] for each in few]
     once = sum(each.shape[-1] if each.layer.adapter is UP else own for each, own in zip(few, columns))
     at_a_time = max(own * (each.at_once or 0) / each.matrices for each, own in zip(few, columns))
     return held * sum(columns) // once, math.ceil(held * at_a_time / once)
 
 
 def _of_choice(
-    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], chosen: int
+    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], said: int | None
 ) -> dict[str, int]:
     """The same of a layer with what it takes to choose which channels or experts stay, and to refit these, in place of
-    what a method takes. ``chosen``: experts for a token."""
+    what a method takes."""
+    chosen = said or layer_plan.matrices
     layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
     if layer_plan.name not in takers:
         return layer

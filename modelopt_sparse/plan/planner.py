@@ -25,7 +25,7 @@ from modelopt_sparse.model.layers import (
 )
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.budget import parse_choices
-from modelopt_sparse.plan.memory import estimated, experts_at_once
+from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.text import nearest, refuse_unknown
@@ -304,6 +304,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     if config.budget is not None:
+        of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
+        if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
+            notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model to them")
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
     for layer_plan in planned:
@@ -314,6 +317,8 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
         if misfits := [reason for reason in why if reason]:
             notes.append(f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}")
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
+    if experts and experts_per_token(model) is None:
+        notes.append("memory is that of all experts: the config has no num_experts_per_tok, and a plan runs no router")
     if config.permute and experts:
         notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")
     return tuple(notes)
