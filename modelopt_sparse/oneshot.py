@@ -1,5 +1,6 @@
 """One-shot pruning: `sparsify` and `export`."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from modelopt_sparse.model.devices import (
 )
 from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.masking import remove_masks
+from modelopt_sparse.plan.memory import lacking, tight
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
@@ -190,6 +192,8 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
             "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
             "autocast='bfloat16' (or 'float16') to run the model's blocks under it"
         )
+    if (problem := lacking(plan.layers, config)) is not None:
+        raise ValueError(problem)
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
     if config.distill is not None:
         needing.append("distill")
@@ -205,6 +209,8 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
     """What only a model with values can be asked, still before any work."""
+    if (said := tight(plan.layers, plan.memory, plan.streamed, config)) is not None:
+        warnings.warn(said, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import nn
 
-from modelopt_sparse.model.adapters import UP, RoutedAdapter
-from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.adapters import CONV, UP, RoutedAdapter
+from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.text import Printed, paragraph, sizes_by_place, table
+from modelopt_sparse.reports.text import Printed, first_few, paragraph, sizes_by_place, table
 from modelopt_sparse.values import check_whole
 
 HOST = "host"  # the place that is the CPU's memory
@@ -151,6 +152,45 @@ def experts_per_token(model: nn.Module) -> int | None:
     """How many experts of a mixture the config says that a token goes through; None: it does not say, and all of them
     count here, for no run of the model has counted them."""
     return getattr(text_config_of(model), "num_experts_per_tok", None)
+
+
+def lacking(planned: Iterable[LayerPlan], config: SparsifyConfig) -> str | None:
+    """Which layers need more at once than there is on their device, whatever else is freed, and what to do."""
+    short = []
+    for layer_plan in planned:
+        place = config.device or input_device(layer_plan.layer.owner)
+        least, (most, _) = _least(layer_plan), bytes_of(place)
+        if least > most:
+            short.append(f"{layer_plan.name} takes {least:,} bytes at once, {place} has {most:,.0f}")
+    advice = "exclude such layers, or give them a method without Gram matrices: rules={'NAME': {'method': 'wanda'}}"
+    return f"more memory than there is for {len(short)} layers: {first_few(short)}: {advice}" if short else None
+
+
+def tight(
+    planned: Sequence[LayerPlan],
+    memory: Mapping[str, int],
+    streamed: Mapping[str, Mapping[str, int]],
+    config: SparsifyConfig,
+) -> str | None:
+    """Where a run may take more than is free now, and what to do."""
+    layer = planned[0].layer
+    place = HOST if (device := config.device or input_device(layer.owner)).type == "cpu" else str(device)
+    for name, parts in (streamed if streamed and layer.values.is_meta else {place: memory}).items():
+        _, free = bytes_of(torch.device("cpu" if name == HOST else name))
+        if (most := sum(parts.values())) > free:
+            sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
+            return f"this run {sizes}: free some, exclude the largest layers, or use a method without Gram matrices"
+    return None
+
+
+def _least(layer_plan: LayerPlan) -> int:
+    """Bytes that a layer takes at one moment, however small its pieces: the sums of its inputs, and beside those of a
+    matrix what `sparsegpt`, `alps` and polish make of them: the damped Gram matrix, and two more on the way to its
+    factor, or to the scaled one."""
+    statistics, _ = _of_a_matrix(layer_plan)
+    solver = layer_plan.choices or "polish" in layer_plan.steps or layer_plan.method.name in ("sparsegpt", "alps")
+    apart = layer_plan.layer.adapter is CONV or (layer_plan.routed and layer_plan.at_once is None)
+    return statistics * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
 
 
 def activation_copies(config: SparsifyConfig) -> int:

@@ -25,7 +25,7 @@ from modelopt_sparse.model.layers import (
 )
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.budget import parse_choices
-from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token
+from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token, lacking, tight
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.text import nearest, refuse_unknown
@@ -92,7 +92,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
-    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
+    room = filter(None, (lacking(planned, config), tight(planned, memory, streamed, config)))
+    notes = (*_notes(model, planned, config), *room)
+    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), notes, streamed)
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
