@@ -146,8 +146,6 @@ class SeenInputs:
     input_of: layer name -> the first layer of its block that got the same input.
     varying: layers that share an input with others at some times only.
     first_call: layer name -> the number of the first call of the model that reached it.
-    rows: layer name -> how many rows each of its matrices was multiplied with, on average; padding counts.
-    units: how many tokens the calls held, or samples, if a call does not begin with token ids.
     """
 
     def __init__(self, block_of: Mapping[str, str | None]) -> None:
@@ -155,8 +153,6 @@ class SeenInputs:
         self.input_of: dict[str, str] = {}
         self.varying: set[str] = set()
         self.first_call: dict[str, int] = {}
-        self.rows: dict[str, Fraction] = {}
-        self.units = 0
         self.finite: dict[str, Tensor] = {}
         self.block_of = block_of
         self._call = _InputsOfCall(0)
@@ -168,7 +164,6 @@ class SeenInputs:
         self._call = _InputsOfCall(number)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
         if not (inputs[0].numel() if token_mask is None else token_mask.any()):
             return  # no token is no data
         call, leader = self._call, self._leader(layer, inputs)
@@ -201,9 +196,10 @@ def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
 
 
 def _units_of(call: Call) -> int:
-    """The tokens of a call, or, if its first tensor holds no token ids, its samples."""
-    first = flat_tensors((call.args, call.kwargs))[0]
-    return first.numel() if first.dim() == 2 and not first.is_floating_point() else len(first)
+    """The tokens of a call, or, if its first tensor holds no token ids, its samples; of one without tensors 1."""
+    for x in flat_tensors((call.args, call.kwargs)):
+        return x.numel() if x.dim() == 2 and not x.is_floating_point() else [*x.shape, 1][0]
+    return 1
 
 
 @dataclass
@@ -222,12 +218,15 @@ class SeenBlocks:
 
     exact: see `is_exact`. tried: the calls that waiting is tried with, in the order in which they go.
     outputs_change: whether the model writes to what a block has put out.
+    rows: layer name -> how many rows each of its matrices was multiplied with, on average, padding included; once all
+      processes have agreed, for each token of the calls, or for each sample of calls that do not begin with token ids.
     """
 
     exact: bool
     calls: list[DenseCall] = field(default_factory=list)
     tried: list[NumberedCall] = field(default_factory=list)
     outputs_change: bool = False
+    rows: dict[str, Fraction] = field(default_factory=dict)
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
     def begin(self, numbered: NumberedCall) -> None:
@@ -267,13 +266,15 @@ class DenseRun:
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
-        self.inputs.units += _units_of(numbered.call)
         self.outputs.begin(numbered)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
+        rows = self.outputs.rows
+        if self.data.run.config.budget is not None:
+            rows[layer.name] = rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 
     def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
         """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
@@ -416,10 +417,12 @@ def _agree(dense: DenseRun) -> None:
         seen.varying,
         ways,
         run.report.calibration,
-        seen.rows,
-        seen.units,
+        dense.outputs.rows,
+        sum(_units_of(call.numbered.call) for call in dense.outputs.calls if dense.outputs.rows),
     )
-    places, inputs, finites, varying, ways, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
+    places, inputs, finites, varying, ways, calibrations, rows, units = zip(
+        *run.processes.all_gather("the dense run", own)
+    )
     firsts: dict[str, tuple[int, int]] = {}
     for of_rank in places:
         for name, place in of_rank.items():
@@ -428,8 +431,8 @@ def _agree(dense: DenseRun) -> None:
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
-    seen.rows = {name: sum((own.get(name, Fraction()) for own in rows), Fraction()) for name in seen.order}
-    seen.units = sum(units)
+    totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
+    dense.outputs.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
     dense.blocks = [blocks[index] for index in _merged(way for of_rank in ways for way in of_rank)]
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own

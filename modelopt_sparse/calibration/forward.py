@@ -317,6 +317,7 @@ class CalibrationData:
             sha256 = sha256 or digest_of(calls)
             _check_share(calls, sha256, run)
             calls = calls[processes.rank :: processes.size]
+        calls = [_for_gradients(call) for call in calls]
         return cls(run, calls, sha256, len(own))
 
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
@@ -406,6 +407,12 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         batch = f"calibration batch {batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
+
+
+def _for_gradients(call: Call) -> Call:
+    """The call without tensors of the user's inference mode, which cannot be saved for a backward pass."""
+    args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (call.args, dict(call.kwargs)))
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _own(calls: list[Call], run: Run) -> list[Call]:

@@ -1,6 +1,7 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -106,6 +107,13 @@ def save(
             # safetensors takes no two tensors of one memory
             unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
+            if callable(getattr(model, "save_config", None)):  # diffusers' classes
+                how = (
+                    "for that give mts.export(model).save_pretrained(folder), without masks; mts.restore reads this one"
+                )
+                warnings.warn(
+                    f"from_pretrained of {type(model).__name__} does not read this folder: {how}", stacklevel=2
+                )
         for companion in companions:
             companion.save_pretrained(staging)
         _write_masks_and_report(model, staging, aliases)

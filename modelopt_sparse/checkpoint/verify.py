@@ -67,7 +67,11 @@ class Verification:
         columns = [
             Column("pattern", [layer.pattern for layer in self.layers], "levels"),
             Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in self.layers], "range"),
-            Column("verdict", [", but ".join(filter(None, (layer.problem or "ok", layer.note))) for layer in self.layers], "range"),
+            Column(
+                "verdict",
+                [", but ".join(filter(None, (layer.problem or "ok", layer.note))) for layer in self.layers],
+                "range",
+            ),
         ]
         rows = rows_of("layer", [layer.name for layer in self.layers], columns, all_rows=all_rows)
         return f"{paragraph(summary, all_rows=all_rows)}\n\n{rows}"

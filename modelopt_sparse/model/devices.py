@@ -240,11 +240,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_of(device: torch.device) -> tuple[float, float]:
-    """(bytes that this process can ever have on a device, those of them that are free now); inf if it cannot tell. On the
+    """(bytes that this process can ever have on a device, those that are free now); inf if that cannot be told. On the
     CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
-        known = hasattr(module, "mem_get_info")
+        known = (
+            hasattr(module, "mem_get_info") and (device.index or 0) < module.device_count()
+        )  # a plan may be for others
         return (module.mem_get_info(device)[1], free_bytes(device)) if known else (math.inf, math.inf)
     memory, swap, own = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process().memory_info()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available

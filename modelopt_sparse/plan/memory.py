@@ -283,9 +283,7 @@ class SharedOut(Printed):
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_layer(
-    layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *, widens: bool
-) -> dict[str, int]:
+def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *, widens: bool) -> dict[str, int]:
     """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it."""
     *_, rows, columns = layer_plan.shape
     layer, matrices, size = layer_plan.layer, layer_plan.matrices, layer_plan.size

@@ -32,6 +32,7 @@ from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 
+ANY_PARAMETER = "mts.set_mask(model, name, mask) and training.Static take any parameter"
 Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices
 
 
@@ -106,7 +107,9 @@ def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable]
     parameters = [layer.parameter_name for layer in layers]
     for name in config.masks or ():
         if name not in parameters:
-            raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{nearest(name, parameters)}")
+            known = name in dict(model.named_parameters(remove_duplicate=False))
+            advice = f": {ANY_PARAMETER}" if known else nearest(name, parameters)
+            raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{advice}")
     names = [layer.name for layer in layers]
     never_pruned = {name: other.reason for other in others for name in other.names}
     rules = [rule for rule in config.rules if rule.type_name is None]
@@ -121,7 +124,10 @@ def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]
     if not other.reason.startswith("no adapter"):
         return other.reason
     coded = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
-    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else other.reason
+    kind = dense_class(other.module)
+    namesake = getattr(nn, kind.__name__, kind) is not kind  # of another library, as torch_geometric's Linear is
+    reason = other.reason.replace(kind.__name__, f"{kind.__module__}.{kind.__name__}", 1) if namesake else other.reason
+    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else reason
     return protected.get(other.module, reason)
 
 
@@ -273,6 +279,7 @@ def _check_planned(
         reasons = sorted({weight.reason for weight in skipped}) or ["it holds no weight matrices"]
         if quantization_of(getattr(model, "config", None)) is not None:
             reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
+        reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
     if config.allocation != "uniform" and Unstructured not in patterns:
@@ -308,7 +315,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if config.budget is not None:
         of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
         if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
-            notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model to them")
+            notes.append(
+                f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model to them"
+            )
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
     for layer_plan in planned:

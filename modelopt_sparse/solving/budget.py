@@ -394,8 +394,8 @@ class Table:
 
     def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
-        of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last ones
-        stay dense. Empty if that is not enough."""
+        of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last
+        ones stay dense. Empty if that is not enough."""
         cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
         by_level = bool(self.open)
 
@@ -458,7 +458,9 @@ def planned(plan: Plan, chosen: Chosen) -> Plan:
     dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
-        raise ValueError("budget: every layer may stay dense, so that nothing is pruned: ask for less (of kl, allow more)")
+        raise ValueError(
+            "budget: every layer may stay dense, so that nothing is pruned: ask for less (of kl, allow more)"
+        )
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 
@@ -572,8 +574,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
             file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
-    seen = (data.dense or run_dense(data)).inputs
-    return data, Table(run.plan, losses, run.config, {name: each / seen.units for name, each in seen.rows.items()})
+    return data, Table(run.plan, losses, run.config, (data.dense or run_dense(data)).outputs.rows)
 
 
 def _read(file: Path, plan: Plan) -> Losses:
