@@ -388,9 +388,15 @@ class Table:
     @cached_property
     def open(self) -> dict[str, Unstructured]:
         """A level of each layer that may have any: no rule gives it choices of its own, or fixes one."""
-        levels = {choice.sparsity for choice in self.config.choices or () if isinstance(choice, Unstructured)}
-        own = {each.name: [p for p in each.choices if isinstance(p, Unstructured)] for each in self.plan.layers}
-        return {name: of[0] for name, of in own.items() if of and {each.sparsity for each in of} == levels}
+
+        def of_config(each: LayerPlan) -> tuple[Pattern | None, ...]:
+            columns, all_choices = each.layer.columns(each.layer.parameter), self.config.choices or ()
+            return tuple(
+                c and c.with_scope(each.method.scope) for c in all_choices if c is None or not c.misfit(columns)
+            )
+
+        free = (each for each in self.plan.layers if each.choices == of_config(each))
+        return {x.name: p for x in free if isinstance(p := next(filter(_is_level, x.choices), None), Unstructured)}
 
     def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
