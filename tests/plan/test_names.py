@@ -186,6 +186,6 @@ def test_what_has_no_adapter_is_named_with_the_library_that_it_is_of():
     for model, name in ((namesake, f"{Linear.__module__}.Linear.weight"), (torch_own, "for LSTM.weight_ih_l0")):
         with pytest.raises(ValueError, match=rf"no adapter .*{re.escape(name)}.*mts\.set_mask.* take any parameter"):
             mts.make_plan(model, "magnitude")
+    mask = {"0.weight_hh_l0": torch.ones(16, 4, dtype=torch.bool)}
     with pytest.raises(ValueError, match=r"belongs to no prunable parameter .*: mts\.set_mask"):
-        mask = {"0.weight_hh_l0": torch.ones(16, 4, dtype=torch.bool)}
         mts.make_plan(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), masks=mask)
