@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from modelopt_sparse.calibration.forward import Begin, CalibrationData, Numbered
 from modelopt_sparse.calibration.inputs import Inputs, Segment, WholeModel
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.waiting import DenseCall, is_exact, print_of, try_waiting
+from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
 from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_tensors, version
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -183,6 +185,24 @@ class SeenInputs:
         return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
 
 
+def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
+    """The mean over the matrices of a layer. Convolutions have a row for each place of their output; of experts those
+    count that have weights here, as often as the router chose them."""
+    adapter, owner = layer.adapter, layer.owner
+    if isinstance(adapter, RoutedAdapter):
+        return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
+    shapes = tuple(x.to("meta") for x in inputs)
+    apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
+    return Fraction(sum(rows.shape[-2] for each in apart for rows in adapter.rows(owner, each, None)), len(apart))
+
+
+def _units_of(call: Call) -> int:
+    """The tokens of a call, or, if its first tensor holds no token ids, its samples; of one without tensors 1."""
+    for x in flat_tensors((call.args, call.kwargs)):
+        return x.numel() if x.dim() == 2 and not x.is_floating_point() else [*x.shape, 1][0]
+    return 1
+
+
 @dataclass
 class _InputsOfCall:
     """Of call ``number``. leaders: by block, input -> the first layer that got it, and the tensors, so that no id is
@@ -199,12 +219,15 @@ class SeenBlocks:
 
     exact: see `is_exact`. tried: the calls that waiting is tried with, in the order in which they go.
     outputs_change: whether the model writes to what a block has put out.
+    rows: layer name -> how many rows each of its matrices was multiplied with, on average, padding included; once all
+      processes have agreed, for each token of the calls, or for each sample of calls that do not begin with token ids.
     """
 
     exact: bool
     calls: list[DenseCall] = field(default_factory=list)
     tried: list[NumberedCall] = field(default_factory=list)
     outputs_change: bool = False
+    rows: dict[str, Fraction] = field(default_factory=dict)
     _output: list[tuple[Tensor, int]] = field(default_factory=list)  # of the block before, and its versions
 
     def begin(self, numbered: NumberedCall) -> None:
@@ -250,6 +273,9 @@ class DenseRun:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
+        rows = self.outputs.rows
+        if self.data.run.config.budget is not None:
+            rows[layer.name] = rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 
     def watch(self, data: CalibrationData, begin: Begin, numbers: Collection[int] | None = None) -> None:
         """Run the model over ``data``, or its calls with these ``numbers``; what its layers and blocks do is seen."""
@@ -424,8 +450,12 @@ def _agree(dense: DenseRun) -> None:
         seen.varying,
         ways,
         run.report.calibration,
+        dense.outputs.rows,
+        sum(_units_of(call.numbered.call) for call in dense.outputs.calls if dense.outputs.rows),
     )
-    places, inputs, finites, varying, ways, calibrations = zip(*run.processes.all_gather("the dense run", own))
+    places, inputs, finites, varying, ways, calibrations, rows, units = zip(
+        *run.processes.all_gather("the dense run", own)
+    )
     firsts: dict[str, tuple[int, int]] = {}
     for of_rank in places:
         for name, place in of_rank.items():
@@ -434,6 +464,8 @@ def _agree(dense: DenseRun) -> None:
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
+    totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
+    dense.outputs.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
     dense.blocks = [blocks[index] for index in _merged(way for of_rank in ways for way in of_rank)]
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
