@@ -76,8 +76,9 @@ def mean_square(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def lost_zeros(model: nn.Module) -> list[str]:
     """The masked parameters that are not exactly +0.0 at every pruned place."""
     lost = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # as they are: to read an attribute zeros it
     for name, mask in mts.named_masks(model):
-        pruned = model.get_parameter(name).detach()[~mask]
+        pruned = parameters[name].detach()[~mask]
         if pruned.count_nonzero() or torch.signbit(pruned).any():
             lost.append(name)
     return lost
