@@ -10,6 +10,7 @@ how they are written, and what becomes of gradients.
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
         owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
         watch(parameter_of(owner, param), owner, param)
-    apply_masks(owner, recurse=False)
+    owner.masked_path = name.rpartition(".")[0]
+    renew_all_zeros(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
 
@@ -82,7 +84,8 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     _check_mask(name, mask, own)
     with torch.no_grad():
         own.copy_(mask)
-    renew_zeros(stored(owner, param), own, owner)
+    assert isinstance(owner, SparseModule)
+    renew_zeros(stored(owner, param), own, owner, param, tell=False)
 
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
@@ -107,12 +110,17 @@ def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
     """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well.
 
-    A forward does so by itself where it can see that something has written to a weight. Call this after writes that
-    nothing can see: through NumPy, DLPack or another process that shares the memory.
+    Whoever reads a weight as an attribute of its module gets it so, where anything can see that something has written
+    to it. Call this after writes that nothing can see: through NumPy, DLPack or another process that shares the memory.
     """
+    renew_all_zeros(module, recurse=recurse)
+
+
+def renew_all_zeros(module: nn.Module, *, recurse: bool = True, tell: bool = True) -> None:
+    """`apply_masks`; ``tell``: with a warning of what is lost."""
     for child in module.modules() if recurse else [module]:
         for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
-            renew_zeros(stored(child, name), mask, child)
+            renew_zeros(stored(child, name), mask, child, name, tell=tell)
 
 
 def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None:
@@ -135,7 +143,7 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
         if any(_own_masks(child)):
             continue
         with without_hook(child):
-            for attribute in ("masked_names", "gradient_observers", "faint_parameters"):
+            for attribute in ("masked_names", "masked_path", "gradient_observers", "faint_parameters", "told"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -155,7 +163,7 @@ def without_masks(module: nn.Module) -> Iterator[None]:
     finally:
         for child, names in before.items():
             child.masked_names = names
-        apply_masks(module)
+        renew_all_zeros(module, tell=False)
 
 
 def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
@@ -200,7 +208,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
 
     @torch.no_grad()
     def reapply(*_: Any) -> None:
-        apply_masks(model)
+        renew_all_zeros(model, tell=False)
         for name, mask in named_masks(model):
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
@@ -247,15 +255,19 @@ def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> N
 
 # the sparse class -----------------------------------------------------------------------------------------------------
 
+
 class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
-    ``masked_names`` are the parameters that carry a mask. ``faint_parameters`` are those of them whose gradients reach
-    pruned places (`let_gradients_through`).
+    ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
+    ``faint_parameters`` are those of them whose gradients reach pruned places (`let_gradients_through`). ``told`` are
+    those of which `_tell` has warned.
     """
 
     base: ClassVar[type[nn.Module]]
     masked_names: tuple[str, ...] = ()
+    masked_path: str = ""
+    told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Any:
@@ -430,12 +442,12 @@ def _masked(module: SparseModule, name: str, weight: Any) -> Any:
         return checkpoint(masked_copy, weight, own_mask, use_reentrant=False, preserve_rng_state=False)
     if not isinstance(weight, nn.Parameter):
         return masked_copy(weight, mask_like(own_mask, weight))
-    if weight.is_meta or hold_zeros(weight, own_mask, module):
+    if weight.is_meta or hold_zeros(weight, own_mask, module, name):
         return weight
     trained = torch.is_grad_enabled() and weight.requires_grad
     if trained or is_sharded(weight) or module in vars(weight).get("cuts", ()):
         cut_gradient(weight, module, name)
-        renew_zeros(weight, own_mask, module)
+        renew_zeros(weight, own_mask, module, name)
         return weight
     return nn.Parameter(masked_copy(weight, mask_like(own_mask, weight)).detach(), weight.requires_grad)
 
@@ -468,12 +480,15 @@ class Zeroed(NamedTuple):
 class MaskedParameter(nn.Parameter):
     """A Parameter that is registered with sparse modules, and notices that somebody asks for its memory.
 
-    ``cuts`` has, for each of these modules, the hooks that cut its gradient. ``zeroed`` is None as soon as something may
-    have written to the weight without counting up its version. Copied, it is a MaskedParameter without both; pickled,
-    it becomes a plain Parameter.
+    ``cuts`` has, for each of these modules, the hooks that cut its gradient. ``zeroed`` is None as soon as something
+    may have written to the weight without counting up its version. ``backwards`` counts gradients, and ``looked_at`` is
+    their number when it was last zeroed. Copied, it is a MaskedParameter without all of these; pickled, it becomes a
+    plain Parameter.
     """
 
     zeroed: Zeroed | None = None
+    backwards: int = 0
+    looked_at: int = 0
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]  # torch declares an attribute
@@ -495,7 +510,7 @@ class MaskedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-OURS = ("cuts", "zeroed")  # attributes of a MaskedParameter
+OURS = ("cuts", "zeroed", "backwards", "looked_at")  # attributes of a MaskedParameter
 
 
 def _watch_weights(module: SparseModule) -> None:
@@ -528,7 +543,7 @@ def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
             object.__setattr__(weight, "__class__", nn.Parameter)
 
 
-def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
+def hold_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> bool:
     """Make sure that a weight is zero wherever ``mask`` (True = kept) is False -> whether it is now.
 
     It is zeroed in place, once, unless it may not be written to: it belongs to somebody else, who has put it into
@@ -547,6 +562,8 @@ def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
     ):
         return False
     versions = mask._version, weight._version  # taken first: a write meanwhile is seen at the next forward
+    if tell:
+        _tell(weight, mask, holder, name)
     write_zeros(memory(weight), mask)
     if weight.grad is None:  # no fused step can follow, which does not count
         # with a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
@@ -567,11 +584,27 @@ def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
     )
 
 
-def renew_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> None:
+def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str) -> None:
+    """Warn, once for each weight, if there are values that the mask is about to throw away.
+
+    To look is a pass over the weight, so of the steps of a training those are looked at whose number is a power of two.
+    """
+    stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
+    if name in holder.told or (stepped and weight.backwards & (weight.backwards - 1)):
+        return
+    lost = torch.where(mask, 0, memory(weight))
+    if count := int(lost.count_nonzero()):
+        holder.told = (*holder.told, name)
+        what = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
+        where = "'What masks throw away' in docs/training.md"
+        warnings.warn(f"{what} {full_name(holder.masked_path, name)!r} and are lost: see {where}", stacklevel=2)
+
+
+def renew_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> None:
     """Zero a weight wherever ``mask`` is False, in place, whatever is known of it."""
     if isinstance(weight, MaskedParameter):
         weight.zeroed = None
-    if not hold_zeros(weight, mask, holder):
+    if not hold_zeros(weight, mask, holder, name, tell=tell):
         with torch.inference_mode(weight.is_inference()):  # such tensors can only be written to in inference mode
             write_zeros(memory(weight), mask_like(mask.to(weight.device), weight))
 
@@ -659,6 +692,7 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         return None
     if isinstance(weight := module._parameters.get(name), MaskedParameter):
         weight.zeroed = None  # an optimizer may follow; fused ones do not count up the version
+        weight.backwards += 1
     if observer := module.__dict__.get("gradient_observers", {}).get(name):
         observer(gradient.detach())
     if gradient.layout == torch.sparse_coo:
@@ -677,7 +711,7 @@ def _masked_sparse(tensor: Tensor, mask: Tensor) -> Tensor:
     """A sparse gradient, of an embedding with ``sparse=True``, with +0.0 among its values where ``mask`` is False."""
     tensor = tensor.coalesce()
     values = tensor.values().masked_fill(~mask[tuple(tensor.indices())], 0)
-    return torch.sparse_coo_tensor(tensor.indices(), values, tensor.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(tensor.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False)
 
 
 class _Zeroed(torch.autograd.Function):

@@ -29,10 +29,10 @@ from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_m
 from modelopt_sparse.model.masking import (
     SUFFIX,
     SparseModule,
-    apply_masks,
     dense_class,
     dense_gradient,
     refuse_what_cannot_be_sparse,
+    renew_all_zeros,
     update_mask,
     zero_state,
 )
@@ -134,7 +134,7 @@ class Weight:
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
         for module in self.holders.values():
-            apply_masks(module, recurse=False)
+            renew_all_zeros(module, recurse=False, tell=False)
         self._zero_states()
 
     def _zero_states(self) -> None:
@@ -363,8 +363,10 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         return "frozen: nothing trains it (requires_grad is False)"
     if parameter.numel() == 0:
         return "it is empty"
-    if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
-        raise ValueError(f"{weight.name!r} is of an Embedding(sparse=True): build it with sparse=False")
+    embeddings = [each for each in weight.holders.values() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    if algorithm.needs_gradient and any(each.sparse for each in embeddings):
+        what = f"{weight.name!r} is of an embedding with sparse=True, whose gradient has no pruned places"
+        raise ValueError(f"{what}: build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(f"{weight.name!r} is float16, too coarse for gradients: use float32 under autocast")
     rows, columns = weight.empty_matrix().shape[-2:]

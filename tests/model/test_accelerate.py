@@ -25,7 +25,7 @@ from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 

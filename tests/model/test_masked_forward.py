@@ -23,6 +23,8 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")  # here they are written on purpose
+
 
 @every_case
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "functional_call"])

@@ -23,7 +23,7 @@ import modelopt_sparse as mts
 from tests.helpers import tiny_llama, token_batches
 from tests.model.sparse_modules import random_mask
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
 STEPS = 20
 
 
