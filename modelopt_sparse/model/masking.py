@@ -592,8 +592,9 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
     stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
     if name in holder.told or (stepped and weight.backwards & (weight.backwards - 1)):
         return
-    lost = torch.where(mask, 0, memory(weight))
-    if count := int(lost.count_nonzero()):
+    values = memory(weight)
+    lost = torch.where(mask, 0, values)
+    if count := int((~(lost.abs() <= torch.finfo(values.dtype).eps * values.abs().max())).sum()):  # more than rounding
         holder.told = (*holder.told, name)
         what = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
         where = "'What masks throw away' in docs/training.md"

@@ -438,11 +438,26 @@ def _notes(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
             "a few rows may take all that grows. Try scope='row' (docs/sparse-training.md)"
         )
+    if over := [weight.name for weight in chosen if _prunes_live_weights_by_chance(weight)]:
+        notes.append(
+            f"{first_few(over, 3)}: zeros are there already, and a random mask prunes other weights as well: give "
+            "init_method='topk', which keeps the largest, or 'from_zeros'"
+        )
     for each in algorithms:
         stop = each.when.stop if isinstance(each.when, EveryFew) else None
         if stop is not None and not any(map(each.when.fires, range(1, stop))):
             notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
     return tuple(notes)
+
+
+def _prunes_live_weights_by_chance(weight: Weight) -> bool:
+    """Whether a tenth or more of a weight without a mask is zero, and where its zeros are does not count."""
+    algorithm, values = weight.algorithm, weight.layer.values
+    by_magnitude = algorithm.pattern is not None and algorithm.magnitude_first
+    if weight.is_sparse or values.is_meta or by_magnitude or algorithm.init_method not in ("random", "checkerboard"):
+        return False
+    zeros = int((full(values) == 0).sum())
+    return values.numel() <= 10 * zeros < 10 * values.numel()
 
 
 # cost -----------------------------------------------------------------------------------------------------------------

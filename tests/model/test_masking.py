@@ -25,7 +25,9 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")  # here they are written on purpose
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* were written to pruned places:UserWarning"
+)  # here they are written on purpose
 
 
 @every_case

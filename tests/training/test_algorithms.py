@@ -584,7 +584,7 @@ def test_what_apply_refuses():
 
 
 def test_sparse_embeddings_and_float16_are_refused():
-    refused(training.Static(0.5).apply, nn.Embedding(8, 8, sparse=True), match="Embedding.sparse=True.*sparse=False")
+    refused(training.RigL(0.5).apply, nn.Embedding(8, 8, sparse=True), match="sparse=True.*sparse=False")
     refused(training.RigL(0.5).apply, nn.Linear(8, 8).half(), match="'weight' is float16.*under autocast")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
