@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
@@ -288,7 +287,7 @@ class SparseModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         # others put a weight back (LoRA on attention), and the mask is there for it
-        if name in self.masked_names and sys._getframe(1).f_globals is vars(parametrize):
+        if name in self.masked_names and sys._getframe(1).f_globals["__name__"].startswith("torch.nn.utils."):
             self._refuse_another_weight(name)
         super().__delattr__(name)
 
