@@ -702,8 +702,13 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         return faint_gradient(gradient, mask)
     if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
         return torch.where(mask, gradient, 0)  # differentiable once more
-    masked = gradient.clone()  # somebody else may have it
-    write_zeros(masked, mask)
+    masked = torch.empty_like(gradient)  # somebody else may have this one
+    integers = INTEGERS.get(gradient.element_size())
+    if integers is None or masked.stride() != gradient.stride():
+        return gradient.masked_fill(~mask, 0)
+    pieces = zip(_pieces(gradient.view(integers), mask), _pieces(masked.view(integers), mask))
+    for (numbers, part), (into, _) in pieces:
+        torch.mul(numbers, part, out=into)
     return masked
 
 
