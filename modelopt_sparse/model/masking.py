@@ -118,8 +118,9 @@ def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
 def renew_all_zeros(module: nn.Module, *, recurse: bool = True, tell: bool = True) -> None:
     """`apply_masks`; ``tell``: with a warning of what is lost."""
     for child in module.modules() if recurse else [module]:
-        for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
-            renew_zeros(stored(child, name), mask, child, name, tell=tell)
+        if isinstance(child, SparseModule):
+            for name, mask in _own_masks(child):
+                renew_zeros(stored(child, name), mask, child, name, tell=tell)
 
 
 def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None:
@@ -688,7 +689,7 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
     """A gradient, masked by selection: NaN or inf at a pruned place stays out. None: as it is."""
     module = holder()
     mask = module._buffers.get(name + SUFFIX) if module is not None and name in module.masked_names else None
-    if mask is None:
+    if module is None or mask is None:
         return None
     if isinstance(weight := module._parameters.get(name), MaskedParameter):
         weight.zeroed = None  # an optimizer may follow; fused ones do not count up the version
