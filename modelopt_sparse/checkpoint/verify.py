@@ -138,7 +138,7 @@ def verify(
     verification = Verification(tuple(checked), files, _notes(model, record))
     if any(layer.problem for layer in checked):
         if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
-            advice = f"; {count} weights were written to since the last forward: mts.apply_masks(model) zeros them"
+            advice = f"; {count} weights were written to and not read since: mts.apply_masks(model) zeros them"
         raise PatternError(verification, advice)
     return verification
 

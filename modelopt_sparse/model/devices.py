@@ -429,11 +429,19 @@ def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:
     return (source.dataset, f"{source.prefix}{param}") if isinstance(source, PrefixedDataset) else (source, param)
 
 
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that a module itself holds, as it is: as an attribute a sparse module gives it masked."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+    return parameter
+
+
 def stored(module: nn.Module, name: str) -> Tensor:
     """The tensor that holds the values of a parameter: the parameter itself, or accelerate's copy of it on the CPU."""
     hook = offloading_hook(module)
     if hook is None:
-        return module.get_parameter(name)
+        return parameter_of(module, name)
     assert hook.weights_map is not None  # accelerate fills it in when the hook is added
     return hook.weights_map[name]
 
