@@ -1,5 +1,6 @@
 """One-shot pruning: `sparsify` and `export`."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from modelopt_sparse.model.devices import (
 )
 from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.masking import remove_masks
+from modelopt_sparse.plan.memory import lacking, tight
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
@@ -91,6 +93,9 @@ def prune(
         wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
         with report.timed("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
+        if data is not None and config.distill is not None:
+            data = _distillable(data, method)
+            config = data.run.config
         with report.timed("dense run"):
             data = None if data is None else run_dense(data)
         if data is not None and config.allocation != "uniform":
@@ -185,6 +190,39 @@ def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Pro
             attach_report(model, report if earlier is None else merged_report(earlier, report))
 
 
+def _refuse_to_distill(model: nn.Module, config: SparsifyConfig) -> None:
+    """Raise ValueError for a model that is not whole on one device."""
+    refuse_offloaded(model, [model], "distill")
+    home, device = input_device(model), config.device
+    if device is not None and (device.type != home.type or device.index not in (None, home.index)):
+        raise ValueError(
+            f"distill runs the whole model, which is on {home}, and device={str(device)!r} "
+            "moves one block at a time: move the model there itself, or leave distill out"
+        )
+
+
+def _distillable(data: CalibrationData, method: Method) -> CalibrationData:
+    """Data whose run distills, after one call of the dense model. If that is optional, and the model cannot be
+    distilled, the run leaves it out, and the report says why; otherwise ValueError is raised."""
+    run, why = data.run, None
+    try:
+        if data.calls is None or not run.config.enforce:
+            raise ValueError(f"{'enforce=False' if data.calls else 'a forward_loop'} goes with none")
+        _refuse_to_distill(run.model, run.config)
+        Teacher.of(replace(data, calls=data.calls[:1]))
+    except ValueError as error:
+        if run.config.must_distill:
+            raise
+        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
+    why = next(filter(None, run.processes.all_gather("whether the model can be distilled", why)), None)
+    if why is None:
+        return data
+    run.report.settings["distill"] = None
+    run.report.notes.append(f"no distillation: {why}")
+    config = replace(run.config, distill=None)
+    return replace(data, run=replace(run, plan=plan_for(run.model, method, config), config=config))
+
+
 def check_options(plan: Plan, config: SparsifyConfig) -> None:
     """Raise ValueError for what a plan can be made with, and a run cannot be started with."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -192,6 +230,8 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
             "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
             "autocast='bfloat16' (or 'float16') to run the model's blocks under it"
         )
+    if (problem := lacking(plan.layers, config)) is not None:
+        raise ValueError(problem)
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
     if config.distill is not None:
         needing.append("distill")
@@ -207,20 +247,21 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
     """What only a model with values can be asked, still before any work."""
+    if (said := tight(plan.layers, plan.memory, plan.streamed, config)) is not None:
+        warnings.warn(said, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:
         refuse_offloaded(model, plan.blocks, "reconstruct")
     if config.budget is not None and not config.budget.optional:
         refuse_offloaded(model, [model], "budget")
-    if config.distill is not None:
-        refuse_offloaded(model, [model], "distill")
-        home, device = input_device(model), config.device
-        if device is not None and (device.type != home.type or device.index not in (None, home.index)):
-            raise ValueError(
-                f"distill runs the whole model, which is on {home}, and device={str(device)!r} "
-                "moves one block at a time: move the model there itself, or leave distill out"
-            )
+    if config.must_distill:
+        _refuse_to_distill(model, config)
+    if (config.tunes or config.budget is not None) and any(x.is_inference() for x in model.parameters()):
+        raise ValueError(
+            "reconstruct, distill and budget need gradients, and the model was made in torch.inference_mode: make it "
+            "outside, or leave them out"
+        )
     for layer_plan in plan.layers:
         if is_sharded(layer_plan.layer.parameter):
             raise ValueError(

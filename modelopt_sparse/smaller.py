@@ -214,7 +214,7 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         data = with_metrics(data)
     with report.timed("dense predictions"):
         # streamed, each call would read all weights
-        judged = run.storage.resident and (run.config.distill is not None or _has_logits(data))
+        judged = run.storage.resident and (run.config.must_distill or _has_logits(data))
         judge = Judge(Teacher.of(data) if judged else None, batches)
     shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
     with report.timed("choice of blocks"):
@@ -251,6 +251,8 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         with report.timed("distillation"):
             distill(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
+    elif run.config.distill is not None:
+        report.notes.append(f"no distillation: the output of this {type(model).__name__} has no logits")
 
 
 def _complete(

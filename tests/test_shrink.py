@@ -10,6 +10,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -507,3 +508,19 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
         call.run_block.side_effect = lambda: places.append(seen.place)
     inputs.collect([], seen.see, seen.begin, go_on=False)
     assert places == [1, 3]
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Olmo3"])
+def test_the_last_sliding_block_may_go(kind, tmp_path):
+    """With its frequencies, which are not saved: plain transformers reads the folder, and puts out the same."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": 0}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 64, "sliding_window": 8}
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else "Olmo3Config")
+    layers = ["full_attention", "full_attention", "sliding_attention"]
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(**sizes, head_dim=8, layer_types=layers)).eval()
+    batches = [torch.randint(3, 97, (2, 12)) for _ in range(2)]
+    mts.shrink(model, blocks=[2], data_loader=batches, progress=False)
+    model.save_pretrained(tmp_path)
+    read = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(read(batches[0]).logits, model(batches[0]).logits)

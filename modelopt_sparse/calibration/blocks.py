@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fractions import Fraction
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -31,7 +32,8 @@ from modelopt_sparse.calibration.trial import (
     truth_of,
     warn_of_whole_runs,
 )
-from modelopt_sparse.model.devices import map_tensors
+from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
+from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.plan.planner import without_others
@@ -191,6 +193,24 @@ class SeenInputs:
         return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
 
 
+def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
+    """The mean over the matrices of a layer. Convolutions have a row for each place of their output; of experts those
+    count that have weights here, as often as the router chose them."""
+    adapter, owner = layer.adapter, layer.owner
+    if isinstance(adapter, RoutedAdapter):
+        return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
+    shapes = tuple(x.to("meta") for x in inputs)
+    apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
+    return Fraction(sum(rows.shape[-2] for each in apart for rows in adapter.rows(owner, each, None)), len(apart))
+
+
+def _units_of(call: Call) -> int:
+    """The tokens of a call, or, if its first tensor holds no token ids, its samples; of one without tensors 1."""
+    for x in flat_tensors((call.args, call.kwargs)):
+        return x.numel() if x.dim() == 2 and not x.is_floating_point() else [*x.shape, 1][0]
+    return 1
+
+
 @dataclass
 class _InputsOfCall:
     """Of call ``number``. leaders: by block, input -> the first layer that got it, and the tensors, so that no id is
@@ -209,6 +229,8 @@ class DenseRun:
     tried: the calls that running calls again is tried with.
     blocks: in the order in which calls come to them. repeated: those to which some call comes more than once.
     whole: stacks whose blocks are calibrated through runs of the whole model.
+    rows: under a budget, layer name -> how many rows each of its matrices was multiplied with, on average, padding
+      included, in calls of so many ``units``; once all processes have agreed, for each unit.
     """
 
     data: CalibrationData
@@ -219,6 +241,12 @@ class DenseRun:
     blocks: list[nn.Module] = field(default_factory=list)
     repeated: set[nn.Module] = field(default_factory=set)
     whole: set[Stack] = field(default_factory=set)
+    rows: dict[str, Fraction] = field(default_factory=dict)
+    units: int = 0
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.inputs.begin(numbered.number)
+        self.units += _units_of(numbered.call)
 
     def walk(
         self,
@@ -239,6 +267,8 @@ class DenseRun:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
+        if self.data.run.config.budget is not None:
+            self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 
 
 def run_dense(data: CalibrationData) -> CalibrationData:
@@ -371,7 +401,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
     ):
         for call in chosen:
             padding.masks = call.numbered.masks
-            dense.inputs.begin(call.numbered.number)
+            dense.begin(call.numbered)
             again.whole(call)
             made += [Tried(call, visits) for _, visits in watch.take()]
             bar.update()
@@ -395,7 +425,7 @@ def _run_loop(dense: DenseRun) -> None:
         watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(again.calls) == 1)
         kinds.extend([kind] * watch.on)
         again.follow(recorded)
-        dense.inputs.begin(numbered.number)
+        dense.begin(recorded)
 
     with (
         again.watching(),
@@ -424,8 +454,10 @@ def _agree(dense: DenseRun) -> None:
         {name: bool(value) for name, value in seen.finite.items()},
         seen.varying,
         run.report.calibration,
+        dense.rows,
+        dense.units,
     )
-    places, inputs, finites, varying, calibrations = zip(*run.processes.all_gather("the dense run", own))
+    places, inputs, finites, varying, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
     firsts: dict[str, tuple[int, int]] = {}
     for of_rank in places:
         for name, place in of_rank.items():
@@ -434,6 +466,8 @@ def _agree(dense: DenseRun) -> None:
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
+    totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
+    dense.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
         together = "".join(calibration["sha256"] for calibration in calibrations)

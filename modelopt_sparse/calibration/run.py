@@ -109,8 +109,11 @@ class InMemory(Storage):
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens."""
-    with in_eval_mode(model), switched_off(model, "use_cache"), torch.no_grad():
+    """Evaluation mode, no gradients, no caches; everything as it was afterwards, whatever happens. The caller's
+    inference mode, whose tensors no gradient reaches, is left, unless the model was made in one: it cannot be written
+    to elsewhere."""
+    inference = torch.inference_mode(any(parameter.is_inference() for parameter in model.parameters()))
+    with in_eval_mode(model), switched_off(model, "use_cache"), inference, torch.no_grad():
         try:
             yield
         except BaseException:

@@ -1,6 +1,7 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
 from modelopt_sparse.model.hf import model_class, unloaded
-from modelopt_sparse.model.layers import as_row, find_layers, usable
+from modelopt_sparse.model.layers import Layer, PackedLayer, as_row, find_layers, usable
 from modelopt_sparse.model.masking import (
     SUFFIX,
     dense_class,
@@ -47,7 +48,7 @@ from modelopt_sparse.model.masking import (
 )
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.reports.text import first_few
-from modelopt_sparse.reports.values import REPLACED
+from modelopt_sparse.reports.values import REPLACED, UNMASKED, LayerReport
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -106,6 +107,13 @@ def save(
             # safetensors takes no two tensors of one memory
             unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
+            if callable(getattr(model, "save_config", None)):  # diffusers' classes
+                how = (
+                    "for that give mts.export(model).save_pretrained(folder), without masks; mts.restore reads this one"
+                )
+                warnings.warn(
+                    f"from_pretrained of {type(model).__name__} does not read this folder: {how}", stacklevel=2
+                )
         for companion in companions:
             companion.save_pretrained(staging)
         _write_masks_and_report(model, staging, aliases)
@@ -282,21 +290,44 @@ def report(model: nn.Module | str | Path) -> Report:
 
 
 def _present_report(model: nn.Module) -> Report | None:
-    """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`) say
-    so, and have their zeros. The error went with the old mask; the pattern stays, for `verify` to hold the layer to."""
+    """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`), or
+    gone with a module that was replaced, say so, and have their zeros. The error went with the old mask; the pattern
+    stays, for `verify` to hold the layer to."""
     report, masks = attached_report(model), dict(named_masks(model))
-    if report is not None and masks:
-        layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
+    if report is not None:
+        layers, unmasked = {layer.parameter_name: layer for layer in find_layers(model)[0]}, report.unmasked(masks)
         for i, entry in enumerate(report.layers):
-            if (mask := masks.get(entry.parameter)) is None or mask.is_meta or mask.numel() != entry.size:
+            if (mask := masks.get(entry.parameter)) is None:
+                report.layers[i] = _without_mask(model, entry, layers.get(entry.parameter), lost=entry.name in unmasked)
+                continue
+            if mask.is_meta or mask.numel() != entry.size:
                 continue
             matrix = (layers.get(entry.parameter) or as_row(model, entry.parameter)).matrix(mask)
             zeros, pattern = mask.numel() - int(mask.count_nonzero()), parse_pattern(entry.pattern)
             if zeros != entry.zeros or (isinstance(pattern, NM) and pattern.count_nonzero_wrong(matrix)):
-                notes = [note for note in entry.notes if not note.startswith(REPLACED)]
+                notes = [note for note in entry.notes if not note.startswith((REPLACED, UNMASKED))]
                 notes.append(f"{REPLACED}, by one of {pattern_of(matrix, pattern)}")
                 report.layers[i] = replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
     return report
+
+
+def _without_mask(model: nn.Module, entry: LayerReport, layer: Layer | None, *, lost: bool) -> LayerReport:
+    """The row of a layer without a mask. It changes if the mask was ``lost``, or if fewer zeros are there than it says,
+    unless the layer is packed, or its values are not in memory."""
+    path, _, name = entry.parameter.rpartition(".")
+    module = dict(model.named_modules()).get(path)
+    values = stored(module, name) if module is not None and name in dict(module.named_parameters()) else None
+    if isinstance(module, PackedLayer) or (values is not None and values.is_meta):
+        return entry
+    zeros = 0 if values is None else values.numel() - int(values.count_nonzero())
+    if not (lost or zeros < entry.zeros or values is None or values.numel() != entry.size):
+        return entry
+    notes = [note for note in entry.notes if not note.startswith((REPLACED, UNMASKED))]
+    notes.append(UNMASKED if values is not None else f"{UNMASKED}: {entry.parameter!r} is not in the model")
+    if values is not None:
+        shape = list((values if layer is None else layer.matrix(values)).shape)
+        entry = replace(entry, shape=shape, size=values.numel())
+    return replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
 
 
 def _misfits(model: nn.Module, masks: Mapping[str, Tensor], known: list[list[str]]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
 from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
+from modelopt_sparse.reports.values import UNMASKED
 from modelopt_sparse.values import grouped
 
 
@@ -33,6 +34,7 @@ class Verified:
     pattern: the pattern that it was held to, as text.
     zeros, size: how many of its weights are zero, and how many it has.
     problem: what is wrong, or "".
+    note: that it carries no mask any more, if it was given one, or "".
     """
 
     name: str
@@ -40,6 +42,7 @@ class Verified:
     zeros: int
     size: int
     problem: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,11 @@ class Verification:
         columns = [
             Column("pattern", [layer.pattern for layer in self.layers], "levels"),
             Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in self.layers], "range"),
-            Column("verdict", [layer.problem or "ok" for layer in self.layers], "range"),
+            Column(
+                "verdict",
+                [", but ".join(filter(None, (layer.problem or "ok", layer.note))) for layer in self.layers],
+                "range",
+            ),
         ]
         rows = rows_of("layer", [layer.name for layer in self.layers], columns, all_rows=all_rows)
         notes = (paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)
@@ -81,7 +88,7 @@ class PatternError(ValueError):
     def __init__(self, verification: Verification, advice: str = "") -> None:
         self.verification = verification
         wrong = [layer for layer in verification.layers if layer.problem]
-        named = first_few([f"{layer.name}: {layer.problem}" for layer in wrong])
+        named = first_few([f"{x.name}: {'; '.join(filter(None, (x.problem, x.note)))}" for x in wrong])
         count = f"{len(wrong)} of {len(verification.layers)}"
         super().__init__(f"{count} layers do not hold their pattern: {named}{advice}")
 
@@ -120,6 +127,8 @@ def verify(
         model, read, masks, record, files = _open(Path(model), trust_remote_code, hashes)
     expected = [*_expected(model, masks, record, asked)]
     checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
+    unmasked = set() if record is None else record.unmasked(masks)
+    checked = [replace(each, note=UNMASKED) if each.name in unmasked else each for each in checked]
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     known = {layer.parameter_name for layer, _ in expected}
@@ -129,7 +138,7 @@ def verify(
     verification = Verification(tuple(checked), files, _notes(model, record))
     if any(layer.problem for layer in checked):
         if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
-            advice = f"; {count} weights were written to since the last forward: mts.apply_masks(model) zeros them"
+            advice = f"; {count} weights were written to and not read since: mts.apply_masks(model) zeros them"
         raise PatternError(verification, advice)
     return verification
 
@@ -159,7 +168,8 @@ def _expected(
             try:
                 layer = layers.get(entry.name) or as_row(model, entry.parameter)
             except AttributeError:
-                raise ValueError(f"layer {entry.name!r} of the report is not in this {type(model).__name__}") from None
+                kind = type(model).__name__
+                raise ValueError(f"layer {entry.name!r} of the report is not in this {kind}: {UNMASKED}") from None
             if asked is not None and isinstance(recorded, Unstructured) and recorded.scope is not None:
                 yield layer, asked.with_scope(recorded.scope)  # if the user's pattern leaves the scope open
             else:

@@ -155,13 +155,13 @@ def _settle(scaled: Tensor, state: Scaled, pattern: Pattern, iterations: int) ->
         left_out = lifted.sub_(sparse)
         if iteration % CHECK_EVERY:
             continue
-        changed = (mask & ~checked).sum((-2, -1), keepdim=True) / mask.sum((-2, -1), keepdim=True).clamp_min(1)
+        changed = (mask & ~checked).sum((-2, -1), keepdim=True).float() / mask.sum((-2, -1), keepdim=True).clamp_min(1)
         checked = mask
         settled = settled | (changed == 0) | ((iteration > EARLIEST) & (changed < SETTLED))
         if settled.all():
             break
         some_settled = bool(settled.any())
-        growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, 1.1))
+        growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, 1.1)).float()
         smaller, rho = rho, torch.where(settled, rho, (rho * growth).clamp_max(MAX_RHO))
         left_out *= smaller / rho
         inverse = None  # freed before the next one is made, as it is as large as the Gram matrix

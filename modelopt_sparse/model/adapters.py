@@ -294,7 +294,7 @@ class _FusedAdapter(RoutedAdapter):
 
     def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
         real = tuple(real_rows(x, token_mask) for x in inputs)
-        for route in self.chosen(real, _experts_of(module)):
+        for route in self.chosen(real, experts_of(module)):
             if self.second:
                 route = Route(route.expert, self.hidden(module, route.expert, route.rows), slots=route.slots)
             yield route
@@ -408,7 +408,7 @@ class _ParallelAdapter(RoutedAdapter):
 
     def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
         rows, index = inputs if token_mask is None else (x[token_mask] for x in inputs)
-        for expert, part in enumerate(rows.split(index.bincount(minlength=_experts_of(module)).tolist())):
+        for expert, part in enumerate(rows.split(index.bincount(minlength=experts_of(module)).tolist())):
             if len(part):
                 yield Route(expert, part)
 
@@ -448,7 +448,7 @@ def _arguments(module: Any, args: tuple, kwargs: dict) -> list[Any]:
     return list(inspect.signature(dense_class(module).forward).bind(module, *args, **kwargs).arguments.values())[1:]
 
 
-def _experts_of(module: Any) -> int:
+def experts_of(module: Any) -> int:
     """The experts that have both matrices: LongCat-Flash also holds a first one for those without weights."""
     return min(parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
 

@@ -7,11 +7,13 @@ No other file knows how accelerate leaves its hooks on a module. This file works
 import ctypes
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -286,12 +288,47 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+
+
 def free_bytes(device: torch.device) -> int:
     """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return 0
     return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def bytes_of(device: torch.device) -> tuple[float, float]:
+    """(bytes that this process can ever have on a device, those that are free now); inf if that cannot be told. On the
+    CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
+    if device.type not in ("cpu", "meta"):
+        module: Any = torch.get_device_module(device)
+        known = (
+            hasattr(module, "mem_get_info") and (device.index or 0) < module.device_count()
+        )  # a plan may be for others
+        return (module.mem_get_info(device)[1], free_bytes(device)) if known else (math.inf, math.inf)
+    memory, swap, own = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process().memory_info()
+    most, free = min([memory.total, *_cgroup_limits()]), memory.available
+    most, free = most + swap.total, min(free, most - own.rss) + swap.free
+    if sys.platform != "win32":
+        import resource  # Windows has none
+
+        if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+            most, free = min(most, limit), min(free, limit - own.vms)
+    return most, free
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """The limits of the control groups that this process is in, of both versions, and of those around them."""
+    roots = {"": (CGROUPS, "memory.max"), "memory": (CGROUPS / "memory", "memory.limit_in_bytes")}
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        root, name = roots.get(controllers, (None, ""))
+        for at in accumulate(Path(path).parts[1:], Path.joinpath, initial=root) if root is not None else ():
+            if (at / name).is_file() and (text := (at / name).read_text().strip()).isdecimal():
+                yield int(text)
 
 
 def bytes_in_use(device: torch.device) -> int:
@@ -407,11 +444,19 @@ def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:
     return (source.dataset, f"{source.prefix}{param}") if isinstance(source, PrefixedDataset) else (source, param)
 
 
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that a module itself holds, as it is: as an attribute a sparse module gives it masked."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+    return parameter
+
+
 def stored(module: nn.Module, name: str) -> Tensor:
     """The tensor that holds the values of a parameter: the parameter itself, or accelerate's copy of it on the CPU."""
     hook = offloading_hook(module)
     if hook is None:
-        return module.get_parameter(name)
+        return parameter_of(module, name)
     assert hook.weights_map is not None  # accelerate fills it in when the hook is added
     return hook.weights_map[name]
 

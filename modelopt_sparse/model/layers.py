@@ -26,7 +26,7 @@ from modelopt_sparse.model.adapters import (
     expert_adapter,
     find_mixtures,
 )
-from modelopt_sparse.model.devices import full_name, stored, unwrapped
+from modelopt_sparse.model.devices import full_name, parameter_of, stored, unwrapped
 from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 from modelopt_sparse.model.masking import dense_class, named_masks
 
@@ -62,7 +62,7 @@ class Layer:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.owner.get_parameter(self.param)
+        return parameter_of(self.owner, self.param)
 
     @property
     def values(self) -> Tensor:
@@ -130,7 +130,7 @@ def as_row(model: nn.Module, parameter_name: str) -> Layer:
     """
     path, _, param = parameter_name.rpartition(".")
     owner = model.get_submodule(path)
-    owner.get_parameter(param)
+    parameter_of(owner, param)
     return Layer(parameter_name, parameter_name, owner, param, RowAdapter(param), ())
 
 
@@ -212,7 +212,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
             )
             continue
         reason = reasons[0] if len(held) == 1 or not adapters else f"tied: also held by {', '.join(names[1:])}"
-        others.append(Unprunable(names, module, tuple(module.get_parameter(param).shape), reason))
+        others.append(Unprunable(names, module, tuple(parameter_of(module, param).shape), reason))
     return layers, others
 
 
@@ -240,7 +240,7 @@ def _classify(
     module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture
 ) -> Adapter | str:
     """The adapter of a parameter, or the reason why it is not prunable."""
-    if module.get_parameter(param).is_complex():
+    if parameter_of(module, param).is_complex():
         return "complex weights: methods prune real ones"
     if isinstance(module, nn.MultiheadAttention):
         if param == "in_proj_weight":

@@ -25,7 +25,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
-from modelopt_sparse.model.devices import full_name, has_hook, stored, unwrapped, without_hook
+from modelopt_sparse.model.devices import full_name, has_hook, parameter_of, stored, unwrapped, without_hook
 from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 
 SUFFIX = "_mask"
@@ -49,21 +49,17 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     _check_mask(name, mask, weight)
     refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
-        own = mask.to(owner.get_parameter(param).device, copy=True).contiguous()
+        own = mask.to(parameter_of(owner, param).device, copy=True).contiguous()
         _swap(owner)
         assert isinstance(owner, SparseModule)
         owner.register_buffer(param + SUFFIX, own)
         owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
-        watch(owner.get_parameter(param), owner)
-    apply_masks(owner, recurse=False)
+        watch(parameter_of(owner, param), owner, param)
+    owner.masked_path = name.rpartition(".")[0]
+    renew_all_zeros(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
-    path = name.rpartition(".")[0]
-    parent = module.get_submodule(path.rpartition(".")[0]) if path else owner
-    if isinstance(parent, nn.MultiheadAttention):
-        with without_hook(parent):
-            _swap(parent)  # it reads out_proj.weight itself, and must read it masked
     if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
         warnings.warn(f"{cls.__name__}: {why_other(cls)}: masks hold in the stored weights, not in those", stacklevel=2)
 
@@ -90,7 +86,8 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     _check_mask(name, mask, own)
     with torch.no_grad():
         own.copy_(mask)
-    renew_zeros(stored(owner, param), own, owner)
+    assert isinstance(owner, SparseModule)
+    renew_zeros(stored(owner, param), own, owner, param, tell=False)
 
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
@@ -115,12 +112,18 @@ def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
     """Write +0.0 to every pruned place of the parameters, in place. ``recurse``: those of submodules as well.
 
-    A forward does so by itself where it can see that something has written to a weight. Call this after writes that
-    nothing can see: through NumPy, DLPack or another process that shares the memory.
+    Whoever reads a weight as an attribute of its module gets it so, where anything can see that something has written
+    to it. Call this after writes that nothing can see: through NumPy, DLPack or another process that shares the memory.
     """
+    renew_all_zeros(module, recurse=recurse)
+
+
+def renew_all_zeros(module: nn.Module, *, recurse: bool = True, tell: bool = True) -> None:
+    """`apply_masks`; ``tell``: with a warning of what is lost."""
     for child in module.modules() if recurse else [module]:
-        for name, mask in _own_masks(child) if isinstance(child, SparseModule) else ():
-            renew_zeros(stored(child, name), mask, child)
+        if isinstance(child, SparseModule):
+            for name, mask in _own_masks(child):
+                renew_zeros(stored(child, name), mask, child, name, tell=tell)
 
 
 def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None:
@@ -140,10 +143,10 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
                     child.masked_names = tuple(each for each in child.masked_names if each != name)
                     _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
     for _, child in sparse:
-        if any(named_masks(child)):
-            continue  # of attention, out_proj may have one
+        if any(_own_masks(child)):
+            continue
         with without_hook(child):
-            for attribute in ("masked_names", "gradient_observers", "faint_parameters"):
+            for attribute in ("masked_names", "masked_path", "gradient_observers", "faint_parameters", "told"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -163,7 +166,7 @@ def without_masks(module: nn.Module) -> Iterator[None]:
     finally:
         for child, names in before.items():
             child.masked_names = names
-        apply_masks(module)
+        renew_all_zeros(module, tell=False)
 
 
 def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
@@ -208,7 +211,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
 
     @torch.no_grad()
     def reapply(*_: Any) -> None:
-        apply_masks(model)
+        renew_all_zeros(model, tell=False)
         for name, mask in named_masks(model):
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
@@ -234,7 +237,7 @@ def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Pa
     path, _, param = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
-        return owner, param, owner.get_parameter(param)
+        return owner, param, parameter_of(owner, param)
     except AttributeError:
         raise ValueError(f"{type(module).__name__} has no parameter {name!r}: give a full name") from None
 
@@ -255,20 +258,19 @@ def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> N
 
 # the sparse class -----------------------------------------------------------------------------------------------------
 
-# forwards that use their weight once, in an operator whose gradient is a tensor that nobody else has
-MAKE_GRADIENTS = tuple(each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-
 
 class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
-    ``masked_names`` are the parameters that carry a mask. ``faint_parameters`` are those of them whose gradients reach
-    pruned places (`let_gradients_through`).
+    ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
+    ``faint_parameters`` are those of them whose gradients reach pruned places (`let_gradients_through`). ``told`` are
+    those of which `_tell` has warned.
     """
 
     base: ClassVar[type[nn.Module]]
-    makes_gradients: ClassVar[bool]
     masked_names: tuple[str, ...] = ()
+    masked_path: str = ""
+    told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Any:
@@ -283,9 +285,14 @@ class SparseModule(nn.Module):
         super().register_parameter(name, param)
         _watch_weights(self)
 
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return _masked(self, name, value) if name in self.masked_names else value
+
     def __delattr__(self, name: str) -> None:
-        if name in self.masked_names:
-            self._refuse_another_weight(name)  # torch.nn.utils.parametrize
+        # others put a weight back (LoRA on attention), and the mask is there for it
+        if name in self.masked_names and sys._getframe(1).f_globals["__name__"].startswith("torch.nn.utils."):
+            self._refuse_another_weight(name)
         super().__delattr__(name)
 
     def _refuse_another_weight(self, name: str) -> None:
@@ -341,8 +348,8 @@ class SparseModule(nn.Module):
 @functools.cache
 def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
     forward = _forward_linear if base.forward is nn.Linear.forward else _forward
-    members = {"base": base, "forward": forward, "makes_gradients": base.forward in MAKE_GRADIENTS}
-    return type(f"Sparse{base.__name__}", (SparseModule, base), {**members, "__module__": __name__})
+    members = {"base": base, "forward": forward, "__module__": __name__}
+    return type(f"Sparse{base.__name__}", (SparseModule, base), members)
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
@@ -386,9 +393,7 @@ def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
     masks = []
     for name in module.masked_names:
         mask = module._buffers.get(name + SUFFIX)
-        # in replicas (DataParallel) weights are plain attributes
-        weight = module._parameters.get(name, module.__dict__.get(name))
-        if isinstance(weight, Tensor) and mask is not None:
+        if module._parameters.get(name) is not None and mask is not None:
             masks.append((name, mask))
     return masks
 
@@ -397,103 +402,57 @@ def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
 
 
 def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a sparse module: that of its base class, on weights that are zero at pruned places."""
-    if _weights_are_masked(self):
-        return self.base.forward(self, *args, **kwargs)
-    # The base forward runs on a stand-in that shares everything with this module but reads masked parameters.
-    # Nothing of the module itself changes during the call, so threads and replicas do not meet.
-    stand_in = _stand_in(self, self.base)
-    before = dict(stand_in.__dict__)
-    try:
-        return self.base.forward(stand_in, *args, **kwargs)
-    finally:  # plain attributes that it has set on the stand-in, or deleted; compiled checkpoints allow no other write
-        after = stand_in.__dict__
-        for name, value in after.items():
-            if before.get(name, before) is not value:
-                self.__dict__[name] = value
-        for name in before:
-            if name not in after:
-                self.__dict__.pop(name, None)
+    """The forward of a sparse module: that of its base class, which reads masked weights as everybody does."""
+    if "_is_replica" in self.__dict__:  # of DataParallel: lives for one call, its weights are plain attributes
+        for name in self.masked_names:
+            self.__dict__[name] = _masked(self, name, self.__dict__.get(name))
+    return self.base.forward(self, *args, **kwargs)
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
+    """The forward of nn.Linear, which runs for each token that a language model writes.
 
-    It needs no stand-in, and saves what nn.Linear spends on finding its parameters; so a small layer takes about as
-    long as a dense one (examples/benchmarks/masks.py).
+    It saves what nn.Linear spends on finding its parameters; so a small layer takes about as long as a dense one
+    (examples/benchmarks/masks.py).
     """
-    parameters = self._parameters
-    weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
     recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
-    if weight is None or mask is None or self.masked_names != ("weight",) or len(args) != 1 or recorded:
-        return _forward(self, *args, **kwargs)
-    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (which looks up both)
-    if not torch.is_grad_enabled():
-        if isinstance(args[0], Tensor) and holds_zeros(weight, mask):
+    if len(args) == 1 and isinstance(args[0], Tensor) and not torch.is_grad_enabled() and not recorded:
+        parameters = self._parameters
+        weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
+        if weight is not None and mask is not None and self.masked_names == ("weight",) and holds_zeros(weight, mask):
+            bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (looks up both)
             return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[attr-defined]  # of a MaskedParameter
-    elif weight.requires_grad:
-        return F.linear(args[0], _masked(self, "weight"), bias)
     return _forward(self, *args, **kwargs)
 
 
-def _weights_are_masked(module: SparseModule) -> bool:
-    """Whether the weights that a forward reads are zero at pruned places, and no gradient of them is wanted."""
-    with_gradients = torch.is_grad_enabled()
-    for name in module.masked_names:
-        weight, mask = module._parameters.get(name), module._buffers.get(name + SUFFIX)
-        if weight is None or mask is None or (with_gradients and weight.requires_grad):
-            return False
-        # a graph that runs later has the mask inside
-        if is_recorded(weight) or not hold_zeros(weight, mask, module):
-            return False
-    child = getattr(module, "out_proj", None) if issubclass(module.base, nn.MultiheadAttention) else None
-    return not isinstance(child, SparseModule) or _weights_are_masked(child)
+def _masked(module: SparseModule, name: str, weight: Any) -> Any:
+    """What reads a weight: itself, zero at pruned places, with gradients that are cut; or else a masked copy.
 
-
-def _stand_in(module: SparseModule, base: type[nn.Module]) -> nn.Module:
-    """An instance of ``base`` that shares everything with ``module``, except that its weights are masked."""
-    stand_in = object.__new__(base)
-    stand_in.__dict__.update(module.__dict__)
-    for name, _ in _own_masks(module):
-        stand_in.__dict__[name] = _masked(module, name)
-    if issubclass(base, nn.MultiheadAttention) and isinstance(module.out_proj, SparseModule):
-        # attention reads this child's weight without calling it
-        stand_in.__dict__["out_proj"] = _stand_in(module.out_proj, module.out_proj.base)
-    return stand_in
-
-
-def _masked(module: SparseModule, name: str) -> Tensor:
-    """A weight as a forward may read it: zero at pruned places, whatever was written there, with a masked gradient.
-
-    - With gradients, pruned places are first zeroed in the parameter itself, and its own storage is used. A masked copy
-      would stay alive until the backward pass, for every layer.
-    - In a compiled graph a masked copy is made, and made once more in the backward pass.
-    - Otherwise a masked copy is made, which is freed after the call.
+    - A Parameter is zeroed in its own memory, and a hook on it cuts its gradient. A masked copy would stay alive until
+      the backward pass, for every layer.
+    - In a graph that runs later a masked copy is made; of a compiled one, once more in the backward pass.
+    - Tensors that are no Parameter belong to the caller (functional_call), and so do Parameters without a gradient
+      that are not the module's own: a masked copy is freed after the call.
     """
-    weight = getattr(module, name)
-    own_mask = module._buffers[name + SUFFIX]
-    assert own_mask is not None
-    mask = mask_like(own_mask, weight)
-    observer = module.__dict__.get("gradient_observers", {}).get(name)
-    faint = name in module.faint_parameters
-    # tensors that are no Parameter belong to the caller (functional_call, replicas), and are not written to
-    if torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and not is_recorded(weight):
-        if not hold_zeros(weight, own_mask, module):
-            write_zeros(memory(weight), mask)
-        masked = _MaskGradient.apply(weight, mask, module.makes_gradients and observer is None, faint)
-    elif faint and torch.is_grad_enabled():
-        masked = _FaintGradient.apply(weight, mask)
-    elif torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
-        masked = checkpoint(masked_copy, weight, mask, use_reentrant=False, preserve_rng_state=False)
-    else:
-        masked = masked_copy(weight, mask)
-    if observer is not None and masked.requires_grad:
-        masked.register_hook(partial(_observe, observer))
-    return masked
-
-
-def _observe(observer: GradientObserver, gradient: Tensor) -> None:
-    observer(gradient.detach())
+    own_mask = module._buffers.get(name + SUFFIX)
+    if own_mask is None or weight is None:
+        return weight
+    if is_recorded(weight):
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not torch.is_grad_enabled():
+            return masked_copy(weight, own_mask)
+        if name in module.faint_parameters:
+            return _Zeroed.apply(weight, own_mask)
+        return checkpoint(masked_copy, weight, own_mask, use_reentrant=False, preserve_rng_state=False)
+    if not isinstance(weight, nn.Parameter):
+        return masked_copy(weight, mask_like(own_mask, weight))
+    if weight.is_meta or hold_zeros(weight, own_mask, module, name):
+        return weight
+    trained = torch.is_grad_enabled() and weight.requires_grad
+    if trained or is_sharded(weight) or module in vars(weight).get("cuts", ()):
+        cut_gradient(weight, module, name)
+        renew_zeros(weight, own_mask, module, name)
+        return weight
+    return nn.Parameter(masked_copy(weight, mask_like(own_mask, weight)).detach(), weight.requires_grad)
 
 
 # when zeros are written again -----------------------------------------------------------------------------------------
@@ -524,12 +483,15 @@ class Zeroed(NamedTuple):
 class MaskedParameter(nn.Parameter):
     """A Parameter that is registered with sparse modules, and notices that somebody asks for its memory.
 
-    ``holders`` are these modules. ``zeroed`` is None as soon as something may have written to the weight without
-    counting up its version. Copied, it is a MaskedParameter without holders; pickled, it becomes a plain Parameter.
+    ``cuts`` has, for each of these modules, the hooks that cut its gradient. ``zeroed`` is None as soon as something
+    may have written to the weight without counting up its version. ``backwards`` counts gradients, and ``looked_at`` is
+    their number when it was last zeroed. Copied, it is a MaskedParameter without all of these; pickled, it becomes a
+    plain Parameter.
     """
 
-    holders: "weakref.WeakSet[nn.Module]"
     zeroed: Zeroed | None = None
+    backwards: int = 0
+    looked_at: int = 0
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]  # torch declares an attribute
@@ -547,39 +509,44 @@ class MaskedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.data, self.requires_grad)
-        vars(plain).update({name: value for name, value in vars(self).items() if name not in ("holders", "zeroed")})
+        vars(plain).update({name: value for name, value in vars(self).items() if name not in OURS})
         return plain.__reduce_ex__(protocol)
+
+
+OURS = ("cuts", "zeroed", "backwards", "looked_at")  # attributes of a MaskedParameter
 
 
 def _watch_weights(module: SparseModule) -> None:
     for name in module.masked_names:
-        watch(module._parameters.get(name), module)
+        if (weight := module._parameters.get(name)) is not None:
+            watch(weight, module, name)
 
 
-def watch(weight: Tensor | None, holder: nn.Module) -> None:
-    """Make a Parameter that is registered with a sparse module a `MaskedParameter`, in place.
+def watch(weight: nn.Parameter, holder: nn.Module, name: str) -> None:
+    """Make a Parameter that a sparse module holds as ``name`` a `MaskedParameter`, in place, and cut its gradient.
 
-    Other classes (sharded, quantized tensors) stay what they are, and are zeroed in each forward.
+    Other classes (sharded, quantized tensors) stay what they are, and are zeroed whenever they are read.
     """
     if type(weight) is nn.Parameter:
         object.__setattr__(weight, "__class__", MaskedParameter)
     if isinstance(weight, MaskedParameter):
-        vars(weight).setdefault("holders", weakref.WeakSet()).add(holder)
         weight.zeroed = None
+        cut_gradient(weight, holder, name)
 
 
 def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
     """End `watch`. A Parameter without a holder is a plain one again."""
     if isinstance(weight, MaskedParameter):
-        holders = vars(weight).get("holders", set())
-        holders.discard(holder)
-        if not holders:
-            for name in ("holders", "zeroed"):
+        cuts = vars(weight).get("cuts", {})
+        for handle in cuts.pop(holder, {}).values():
+            handle.remove()
+        if not cuts:
+            for name in OURS:
                 vars(weight).pop(name, None)
             object.__setattr__(weight, "__class__", nn.Parameter)
 
 
-def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
+def hold_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> bool:
     """Make sure that a weight is zero wherever ``mask`` (True = kept) is False -> whether it is now.
 
     It is zeroed in place, once, unless it may not be written to: it belongs to somebody else, who has put it into
@@ -589,7 +556,7 @@ def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
         return True
     if (
         not isinstance(weight, MaskedParameter)
-        or holder not in vars(weight).get("holders", ())
+        or holder not in vars(weight).get("cuts", ())
         or weight.is_inference()  # tensors made in inference mode have no version
         or mask.is_inference()
         or weight.device != mask.device
@@ -598,9 +565,12 @@ def hold_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> bool:
     ):
         return False
     versions = mask._version, weight._version  # taken first: a write meanwhile is seen at the next forward
+    if tell:
+        _tell(weight, mask, holder, name)
     write_zeros(memory(weight), mask)
-    # with a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
-    weight.zeroed = Zeroed(mask, *versions, memory(weight).requires_grad_(weight.requires_grad))
+    if weight.grad is None:  # no fused step can follow, which does not count
+        # with a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
+        weight.zeroed = Zeroed(mask, *versions, memory(weight).requires_grad_(weight.requires_grad))
     return True
 
 
@@ -617,11 +587,28 @@ def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
     )
 
 
-def renew_zeros(weight: Tensor, mask: Tensor, holder: nn.Module) -> None:
+def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str) -> None:
+    """Warn, once for each weight, if there are values that the mask is about to throw away.
+
+    To look is a pass over the weight, so of the steps of a training those are looked at whose number is a power of two.
+    """
+    stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
+    if name in holder.told or (stepped and weight.backwards & (weight.backwards - 1)):
+        return
+    values = memory(weight)
+    lost = torch.where(mask, 0, values)
+    if count := int((~(lost.abs() <= torch.finfo(values.dtype).eps * values.abs().max())).sum()):  # more than rounding
+        holder.told = (*holder.told, name)
+        what = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
+        where = "'What masks throw away' in docs/training.md"
+        warnings.warn(f"{what} {full_name(holder.masked_path, name)!r} and are lost: see {where}", stacklevel=2)
+
+
+def renew_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> None:
     """Zero a weight wherever ``mask`` is False, in place, whatever is known of it."""
     if isinstance(weight, MaskedParameter):
         weight.zeroed = None
-    if not hold_zeros(weight, mask, holder):
+    if not hold_zeros(weight, mask, holder, name, tell=tell):
         with torch.inference_mode(weight.is_inference()):  # such tensors can only be written to in inference mode
             write_zeros(memory(weight), mask_like(mask.to(weight.device), weight))
 
@@ -691,38 +678,53 @@ def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
 FAINT = 2.0**-32  # exact in all dtypes but float16, where gradients this small are zero
 
 
-class _MaskGradient(torch.autograd.Function):
-    """Identity on a weight that is zero where the mask is False; the gradient is masked by selection.
-
-    Selection, not multiplication: NaN or inf at a pruned place stays out. Nothing but the mask is saved. ``in_place``:
-    nobody else holds the gradient. ``faint``: pruned places get `faint_gradient`.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, mask: Tensor, in_place: bool, faint: bool) -> Tensor:
-        # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
-        ctx.in_place, ctx.faint = in_place, faint
-        ctx.parameter = weight if isinstance(weight, MaskedParameter) else None
-        ctx.save_for_backward(mask)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (gradient,) = gradients
-        (mask,) = ctx.saved_tensors
-        if ctx.parameter is not None:
-            ctx.parameter.zeroed = None  # an optimizer may follow; fused ones do not count up the version
-        if ctx.faint:
-            return faint_gradient(gradient, mask), None, None, None
-        if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-            return torch.where(mask, gradient, 0), None, None, None  # differentiable once more
-        masked = gradient if ctx.in_place else gradient.clone()
-        write_zeros(masked, mask)
-        return masked, None, None, None
+def cut_gradient(weight: nn.Parameter, holder: nn.Module, name: str) -> None:
+    """Mask every gradient of a Parameter that ``holder`` has as ``name``, whoever reads it; once for each of these."""
+    cuts = vars(weight).setdefault("cuts", weakref.WeakKeyDictionary()).setdefault(holder, {})
+    if name not in cuts and (weight.is_floating_point() or weight.is_complex()) and not weight.is_inference():
+        trained = weight.requires_grad
+        weight.requires_grad_(True)  # torch takes no hook of a frozen one, which may be trained later
+        cuts[name] = weight.register_hook(partial(_cut, weakref.ref(holder), name))
+        weight.requires_grad_(trained)
 
 
-class _FaintGradient(torch.autograd.Function):
-    """A masked copy of a weight, whose gradient is `faint_gradient`. It also goes into compiled graphs."""
+def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | None:
+    """A gradient, masked by selection: NaN or inf at a pruned place stays out. None: as it is."""
+    module = holder()
+    mask = module._buffers.get(name + SUFFIX) if module is not None and name in module.masked_names else None
+    if module is None or mask is None:
+        return None
+    if isinstance(weight := module._parameters.get(name), MaskedParameter):
+        weight.zeroed = None  # an optimizer may follow; fused ones do not count up the version
+        weight.backwards += 1
+    if observer := module.__dict__.get("gradient_observers", {}).get(name):
+        observer(gradient.detach())
+    if gradient.layout == torch.sparse_coo:
+        return _masked_sparse(gradient, mask)
+    mask = mask_like(mask, gradient)
+    if name in module.faint_parameters:
+        return faint_gradient(gradient, mask)
+    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
+        return torch.where(mask, gradient, 0)  # differentiable once more
+    masked = torch.empty_like(gradient)  # somebody else may have this one
+    integers = INTEGERS.get(gradient.element_size())
+    if integers is None or masked.stride() != gradient.stride():
+        return gradient.masked_fill(~mask, 0)
+    pieces = zip(_pieces(gradient.view(integers), mask), _pieces(masked.view(integers), mask))
+    for (numbers, part), (into, _) in pieces:
+        torch.mul(numbers, part, out=into)
+    return masked
+
+
+def _masked_sparse(tensor: Tensor, mask: Tensor) -> Tensor:
+    """A sparse gradient, of an embedding with ``sparse=True``, with +0.0 among its values where ``mask`` is False."""
+    tensor = tensor.coalesce()
+    values = tensor.values().masked_fill(~mask[tuple(tensor.indices())], 0)
+    return torch.sparse_coo_tensor(tensor.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False)
+
+
+class _Zeroed(torch.autograd.Function):
+    """A masked copy of a weight for a compiled graph. The whole gradient passes, to the hook on the Parameter."""
 
     @staticmethod
     def forward(weight: Tensor, mask: Tensor) -> Tensor:
@@ -730,11 +732,11 @@ class _FaintGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(inputs[1])
+        pass
 
     @staticmethod
     def backward(ctx, *gradients):
-        return faint_gradient(gradients[0], *ctx.saved_tensors), None
+        return gradients[0], None
 
 
 def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:

@@ -96,12 +96,17 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
-    """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors."""
+    """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors, but
+    for those that are not saved and that the twin does without, such as the frequencies of a kind of blocks that goes.
+    """
     own, other = tensors_of(module), tensors_of(twin)
-    if alone := sorted(own.keys() ^ other.keys()):
+    spare = own.keys() - other.keys() - module.state_dict().keys()
+    if alone := sorted((own.keys() ^ other.keys()) - spare):
         raise ValueError(f"{alone[0]!r} would be in one of the two models alone")
     different = []
     for name, tensor in own.items():
+        if name in spare:
+            continue
         if tensor.dim() != other[name].dim():
             raise ValueError(f"{name!r} would have {other[name].dim()} dimensions, and has {tensor.dim()}")
         sizes = enumerate(zip(tensor.shape, other[name].shape))
@@ -341,11 +346,18 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
 
     Raises ValueError, with the reasons, if no number is that of all mixtures, and what ``new_of`` raises.
     """
-    counts = {len(layer.parameter) for _, layers in blocks.values() for layer in layers if layer.adapter in LAST}
+    takers = [layer for _, layers in blocks.values() for layer in layers if layer.adapter in LAST]
+    counts = {len(layer.parameter) for layer in takers}
     new = {old: new_of(old) for old in counts - {1}}
 
-    def fits(name: str, old: int) -> int:
-        pools = expert_pools_in(model, twin_of(model, {name: new[old]}), blocks)
+    def fits(name: str, old: int) -> int | None:
+        twin = twin_of(model, {name: new[old]})
+        left = [tensors_of(twin).get(layer.parameter_name) for layer in takers]
+        if all(x is not None and len(x) == len(layer.parameter) for x, layer in zip(left, takers)):
+            return None  # a number of something else
+        if any(x is None for x in left):
+            raise ValueError(f"with {new[old]} the class builds no mixture: keep more")
+        pools = expert_pools_in(model, twin, blocks)
         if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
             raise ValueError(f"other mixtures have {min(others)} experts")
         return new[old]

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import nn
 
-from modelopt_sparse.model.adapters import UP, RoutedAdapter
-from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.adapters import CONV, UP, RoutedAdapter
+from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.text import Printed, paragraph, sizes_by_place, table
+from modelopt_sparse.reports.text import Printed, first_few, paragraph, sizes_by_place, table
 from modelopt_sparse.values import check_whole
 
 HOST = "host"  # the place that is the CPU's memory
@@ -53,10 +54,10 @@ def estimated(
         own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
     tokens = (config.num_samples + int(own)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
-    widens, experts = calibrated and config.widens(model), getattr(text, "num_experts_per_tok", None)
-    layers = [_of_layer(layer_plan, config, experts, widens=widens) for layer_plan in planned]
+    widens, said = calibrated and config.widens(model), experts_per_token(model)
+    layers = [_of_layer(layer_plan, config, said, widens=widens) for layer_plan in planned]
     if takers is not None:
-        layers = [_of_choice(layer, each, takers, experts or 1) for layer, each in zip(layers, planned)]
+        layers = [_of_choice(layer, each, takers, said) for layer, each in zip(layers, planned)]
         tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
@@ -147,6 +148,51 @@ def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None
     return None if fit >= layer_plan.shape[0] else fit
 
 
+def experts_per_token(model: nn.Module) -> int | None:
+    """How many experts of a mixture the config says that a token goes through; None: it does not say, and all of them
+    count here, for no run of the model has counted them."""
+    return getattr(text_config_of(model), "num_experts_per_tok", None)
+
+
+def lacking(planned: Iterable[LayerPlan], config: SparsifyConfig) -> str | None:
+    """Which layers need more at once than there is on their device, whatever else is freed, and what to do."""
+    short = []
+    for layer_plan in planned:
+        place = config.device or input_device(layer_plan.layer.owner)
+        least, (most, _) = _least(layer_plan), bytes_of(place)
+        if least > most:
+            short.append(f"{layer_plan.name} takes {least:,} bytes at once, {place} has {most:,.0f}")
+    advice = "exclude such layers, or give them a method without Gram matrices: rules={'NAME': {'method': 'wanda'}}"
+    return f"more memory than there is for {len(short)} layers: {first_few(short)}: {advice}" if short else None
+
+
+def tight(
+    planned: Sequence[LayerPlan],
+    memory: Mapping[str, int],
+    streamed: Mapping[str, Mapping[str, int]],
+    config: SparsifyConfig,
+) -> str | None:
+    """Where a run may take more than is free now, and what to do."""
+    layer = planned[0].layer
+    place = HOST if (device := config.device or input_device(layer.owner)).type == "cpu" else str(device)
+    for name, parts in (streamed if streamed and layer.values.is_meta else {place: memory}).items():
+        _, free = bytes_of(torch.device("cpu" if name == HOST else name))
+        if (most := sum(parts.values())) > free:
+            sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
+            return f"this run {sizes}: free some, exclude the largest layers, or use a method without Gram matrices"
+    return None
+
+
+def _least(layer_plan: LayerPlan) -> int:
+    """Bytes that a layer takes at one moment, however small its pieces: the sums of its inputs, and beside those of a
+    matrix what `sparsegpt`, `alps` and polish make of them: the damped Gram matrix, and two more on the way to its
+    factor, or to the scaled one."""
+    statistics, _ = _of_a_matrix(layer_plan)
+    solver = layer_plan.choices or "polish" in layer_plan.steps or layer_plan.method.name in ("sparsegpt", "alps")
+    apart = layer_plan.layer.adapter is CONV or (layer_plan.routed and layer_plan.at_once is None)
+    return statistics * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
+
+
 def activation_copies(config: SparsifyConfig) -> int:
     """How many copies of the calibration data's activations are held from block to block, at most: a call that waits
     holds embeddings and hidden states; what blocks are tuned against is the output of each block, or a second set of
@@ -211,7 +257,7 @@ class SharedOut(Printed):
         added = {"activations": 0, "routed_tokens_of_one_block": 0}  # to a process's share
         if held := plan.memory.get("routed_tokens_of_one_block", 0):
             few = [each for each in grams if each.at_once is not None]
-            rows, at_a_time = _rows_of_experts(few, held, getattr(text_config_of(model), "num_experts_per_tok", 0))
+            rows, at_a_time = _rows_of_experts(few, held, experts_per_token(model))
             sent["tokens"], added["routed_tokens_of_one_block"] = others * rows // processes**2, at_a_time
         each = {
             place: {part: -(-size // processes) + added[part] if part in added else size for part, size in x.items()}
@@ -237,9 +283,7 @@ class SharedOut(Printed):
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_layer(
-    layer_plan: LayerPlan, config: SparsifyConfig, experts_per_token: int | None, *, widens: bool
-) -> dict[str, int]:
+def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *, widens: bool) -> dict[str, int]:
     """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it."""
     *_, rows, columns = layer_plan.shape
     layer, matrices, size = layer_plan.layer, layer_plan.matrices, layer_plan.size
@@ -250,9 +294,9 @@ def _of_layer(
         workspace = layer_plan.at_once * (statistics + solver)
         statistics = min(statistics, number * columns)
         if _needs(layer_plan) == "gram":
-            routed = (1 if layer.adapter is UP else experts_per_token or 0) * columns * value
+            routed = (1 if layer.adapter is UP else said or matrices) * columns * value
     # a token goes through all matrices, or through some of the experts
-    through = experts_per_token or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
+    through = said or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
     remaining = round(size * (1 - layer_plan.pattern.sparsity))
     moment = 2 if config.distill is not None and config.distill.moments == "bfloat16" else number
     return {
@@ -269,20 +313,21 @@ def _of_layer(
     }
 
 
-def _rows_of_experts(few: Sequence[LayerPlan], held: int, chosen: int) -> tuple[int, int]:
+def _rows_of_experts(few: Sequence[LayerPlan], held: int, said: int | None) -> tuple[int, int]:
     """Bytes of the rows of all experts of some layers, and of the experts of one that are solved at a time, where
-    ``held`` is what they take if those that experts share are held once. ``chosen``: experts for a token."""
-    columns = [chosen * each.shape[-1] for each in few]
+    ``held`` is what they take if those that experts share are held once."""
+    columns = [(said or each.matrices) * each.shape[-1] for each in few]
     once = sum(each.shape[-1] if each.layer.adapter is UP else own for each, own in zip(few, columns))
     at_a_time = max(own * (each.at_once or 0) / each.matrices for each, own in zip(few, columns))
     return held * sum(columns) // once, math.ceil(held * at_a_time / once)
 
 
 def _of_choice(
-    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], chosen: int
+    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], said: int | None
 ) -> dict[str, int]:
     """The same of a layer with what it takes to choose which channels or experts stay, and to refit these, in place of
-    what a method takes. ``chosen``: experts for a token."""
+    what a method takes."""
+    chosen = said or layer_plan.matrices
     layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
     if layer_plan.name not in takers:
         return layer

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from accelerate.utils import convert_file_size_to_int
@@ -186,7 +186,7 @@ QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
     "balanced": Quality("alps", {"reconstruct": BALANCED}),
     "best": Quality("alps", BEST),
-    "max": Quality("alps", {**BEST, "distill": True}),
+    "max": Quality("alps", {**BEST, "distill": AUTO}),
 }
 
 
@@ -250,6 +250,7 @@ class Distill:
     epochs: int = 2
     learning_rate: float = 0.12
     moments: Literal["bfloat16", "float32"] = "bfloat16"
+    optional: ClassVar[bool] = False  # it came from "auto": where the model cannot be distilled, the report says so
 
     def __post_init__(self) -> None:
         check_options(self, "distill: ")
@@ -265,6 +266,10 @@ def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
         return None
     if isinstance(value, make):
         return value
+    if value == AUTO and make is Distill:
+        tuning = make()
+        object.__setattr__(tuning, "optional", True)
+        return tuning
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
@@ -541,6 +546,11 @@ class SparsifyConfig:
         return isinstance(self.data, str) and self.data == SELF
 
     @property
+    def must_distill(self) -> bool:
+        """Whether the model is distilled, or the run ends with an error."""
+        return self.distill is not None and not self.distill.optional
+
+    @property
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
@@ -642,7 +652,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     """What is wrong with options that do not go together."""
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     own, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
-    reconstruct, distill, masks = config.reconstruct, config.distill is not None, config.masks is not None
+    reconstruct, distill, masks = config.reconstruct, config.must_distill, config.masks is not None
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are given: calibration takes one source of data, keep one"
     if own and (images or not config.split_data):

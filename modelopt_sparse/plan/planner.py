@@ -26,13 +26,14 @@ from modelopt_sparse.model.layers import (
 )
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.budget import parse_choices
-from modelopt_sparse.plan.memory import estimated, experts_at_once
+from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token, lacking, tight
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.text import first_few, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.values import shown
 
+ANY_PARAMETER = "mts.set_mask(model, name, mask) and training.Static take any parameter"
 Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices
 
 
@@ -93,7 +94,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
-    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
+    room = filter(None, (lacking(planned, config), tight(planned, memory, streamed, config)))
+    notes = (*_notes(model, planned, config), *room)
+    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), notes, streamed)
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
@@ -105,7 +108,9 @@ def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable]
     parameters = [layer.parameter_name for layer in layers]
     for name in config.masks or ():
         if name not in parameters:
-            raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{nearest(name, parameters)}")
+            known = name in dict(model.named_parameters(remove_duplicate=False))
+            advice = f": {ANY_PARAMETER}" if known else nearest(name, parameters)
+            raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{advice}")
     names = [layer.name for layer in layers]
     never_pruned = {name: other.reason for other in others for name in other.names}
     rules = [rule for rule in config.rules if rule.type_name is None]
@@ -120,7 +125,10 @@ def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]
     if not other.reason.startswith("no adapter"):
         return other.reason
     coded = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
-    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else other.reason
+    kind = dense_class(other.module)
+    namesake = getattr(nn, kind.__name__, kind) is not kind  # of another library, as torch_geometric's Linear is
+    reason = other.reason.replace(kind.__name__, f"{kind.__module__}.{kind.__name__}", 1) if namesake else other.reason
+    reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else reason
     return protected.get(other.module, reason)
 
 
@@ -292,6 +300,7 @@ def _check_planned(
         reasons = sorted({weight.reason for weight in skipped}) or ["it holds no weight matrices"]
         if quantization_of(getattr(model, "config", None)) is not None:
             reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
+        reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
     if config.allocation != "uniform" and Unstructured not in patterns:
@@ -325,6 +334,11 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     if config.budget is not None:
+        of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
+        if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
+            notes.append(
+                f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model to them"
+            )
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
     for layer_plan in planned:
@@ -338,6 +352,8 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if unknown:
         notes.append(f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes")
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
+    if experts and experts_per_token(model) is None:
+        notes.append("memory is that of all experts: the config has no num_experts_per_tok, and a plan runs no router")
     if config.permute and experts:
         notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")
     return tuple(notes)

@@ -352,7 +352,8 @@ def _with_size(model: PreTrainedModel, planned: Plan, sizes: Sizes, name: str, s
             return replace(sizes, **_experts(model, planned, lambda _: size))
         pools_in(model, twin, blocks)
     except ValueError as error:
-        raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {HINTS['kv_groups']}") from error
+        advice = HINTS["kv_groups"] if "head" in name else "give mlp=, experts= or blocks="
+        raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {advice}") from error
     return replace(sizes, width={**sizes.width, name: (old, size)})
 
 

@@ -117,6 +117,14 @@ class Report(Printed):
         pruned = sum(layer.size for layer in self.layers)
         return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
 
+    def unmasked(self, masks: Collection[str]) -> set[str]:
+        """Layers that a run gave masks to, and that are not among the parameters with ``masks``; none if there are no
+        masks at all, as in an exported model."""
+        older = {name: run for run in self.earlier for name in run["layers"]}
+        settings = {layer.name: older.get(layer.name, {}).get("settings", self.settings) for layer in self.layers}
+        gone = (layer for layer in self.layers if masks and layer.parameter not in masks)
+        return {layer.name for layer in gone if settings[layer.name].get("enforce", True)}
+
     def all_notes(self) -> list[str]:
         """The notes of earlier runs, and those of the last one."""
         return [note for run in self.earlier for note in run["notes"]] + self.notes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
-REPLACED = "its mask was replaced since"  # a note of a layer
+REPLACED, UNMASKED = "its mask was replaced since", "it carries no mask any more"  # notes of a layer
 # what the error of a layer was measured with -> what its row says, and how exact that is
 ERROR_FROM = {
     "gram": ("X", "exact, for X as calibration saw it"),

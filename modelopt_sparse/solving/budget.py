@@ -29,7 +29,7 @@ from torch import Tensor
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.repair import logits_of, of_real_tokens
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
-from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
+from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run
@@ -40,7 +40,6 @@ from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
-from modelopt_sparse.model.hf import text_config_of
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
@@ -177,6 +176,7 @@ def _unstructured(plan: Plan) -> list[LayerPlan]:
 
 SOLVER = METHODS["sparsegpt"]
 SOLVED = 3  # levels of a layer
+BYTES = 2  # of a weight: runtimes pack those in 16 bits, to which others are converted before
 Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
 Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> nats per token
 
@@ -303,13 +303,14 @@ def _predictions(data: CalibrationData, place: int) -> Tensor:
 class Table:
     """What the layers of a plan may become, what that loses, and what it costs.
 
-    config: says what bytes and milliseconds are counted by. experts_per_token: of a mixture; None: all of them.
+    config: says what bytes and milliseconds are counted by. rows: layer -> how many rows each of its matrices is
+    multiplied with in the dense model for a token, or for a sample of a net without tokens.
     """
 
     plan: Plan
     losses: Losses
     config: SparsifyConfig
-    experts_per_token: int | None = None
+    rows: Mapping[str, Fraction]
 
     @cached_property
     def groups(self) -> list[list[LayerPlan]]:
@@ -328,29 +329,25 @@ class Table:
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token, nanoseconds."""
+        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token or sample,
+        nanoseconds."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
-        total = 0
+        total = Fraction()
         for each in group:
             choice = chosen[each.name]
             stay = each.size - _zeros(each, choice)
             packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
             if unit == "bytes":
-                size = each.layer.parameter.element_size()
                 packed = packed and takes_shape(each.shape)[str(self.config.runtime)]
-                total += stay * size + stay // 4 if packed else each.size * size  # two bits for each that stays
+                total += stay * BYTES + stay // 4 if packed else each.size * BYTES  # two bits for each that stays
             elif unit == "ms":
                 dense, sparse = (self.config.timings or {})[each.name]
                 total += round(1e9 * (min(dense, sparse) if packed else dense))
             else:
-                total += stay
-        if unit == "flops":
-            mixture = len(group) > 1 or group[0].routed
-            experts = sum(each.matrices for each in group) if mixture else 1
-            total = -(-2 * total * min(self.experts_per_token or experts, experts) // experts)
-        return total
+                total += stay * (2 * self.rows.get(each.name, 0) if unit == "flops" else 1)
+        return math.ceil(total)
 
     def loss(self, chosen: Chosen, layers: Sequence[LayerPlan] | None = None) -> float:
         """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
@@ -386,16 +383,34 @@ class Table:
         choice_N = choose(self.losses_NK, costs_BNK, [*ceilings.values()])
         return None if choice_N is None else self.named(choice_N)
 
+    @cached_property
+    def open(self) -> dict[str, Unstructured]:
+        """A level of each layer that may have any: no rule gives it choices of its own, or fixes one."""
+
+        def of_config(each: LayerPlan) -> tuple[Pattern | None, ...]:
+            columns, all_choices = each.layer.columns(each.layer.parameter), self.config.choices or ()
+            return tuple(
+                c and c.with_scope(each.method.scope) for c in all_choices if c is None or not c.misfit(columns)
+            )
+
+        free = (each for each in self.plan.layers if each.choices == of_config(each))
+        return {x.name: p for x in free if isinstance(p := next(filter(_is_level, x.choices), None), Unstructured)}
+
     def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
-        """Title -> what one does without losses: one level in all layers, or, where not all may have a level, the
-        cheapest choice from the first layer on, so that the last ones stay dense. Empty if that is not enough."""
-        levels = {each.name: next(filter(_is_level, each.choices), None) for each in self.plan.layers}
+        """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
+        of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last
+        ones stay dense. Empty if that is not enough."""
         cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
-        by_level = all(levels.values())
+        by_level = bool(self.open)
+
+        def up_to(choices: Sequence[Pattern | None], share: float) -> Pattern | None:
+            by_share = sorted(choices, key=lambda choice: choice.sparsity if choice else 0.0)
+            return next((each for each in reversed(by_share) if not each or each.sparsity <= share), by_share[0])
 
         def at(step: int) -> Chosen:
             if by_level:
-                return {name: level and replace(level, sparsity=step / GRID) for name, level in levels.items()}
+                chosen = {each.name: up_to(each.choices, step / GRID) for each in self.plan.layers}
+                return chosen | {name: replace(level, sparsity=step / GRID) for name, level in self.open.items()}
             some = {each.name for group in self.groups[step:] for each in group if None in each.choices}
             return {name: None if name in some else choice for name, choice in cheapest.items()}
 
@@ -405,18 +420,22 @@ class Table:
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
         if (place := bisect_left(steps, True, key=fits)) == len(steps):
             return {}
-        title = f"{100 * steps[place] / GRID:.3g}% in every layer" if by_level else "the last layers dense"
+        where = "every layer" if len(self.open) == len(self.plan.layers) else "every layer that rules leave open"
+        title = f"{100 * steps[place] / GRID:.3g}% in {where}" if by_level else "the last layers dense"
         return {title: at(steps[place])}
 
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
-        """The choice for zeros alone, with what its levels leave above them taken back from all levels alike."""
+        """The choice for zeros alone, with what its levels leave above them taken back from all levels alike that
+        rules leave open."""
         plan = planned(self.plan, chosen)
-        levels = {each.name: each.pattern.sparsity for each in plan.layers if isinstance(each.pattern, Unstructured)}
-        if [*ceilings] != ["zeros"] or not levels:
+        free = [each for each in plan.layers if each.name in self.open and isinstance(each.pattern, Unstructured)]
+        if [*ceilings] != ["zeros"] or not free:
             return chosen
+        levels = {each.name: each.pattern.sparsity for each in free}
         zeros = self.dense("zeros") - ceilings["zeros"]
         fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
-        return {**chosen, **{each.name: each.pattern for each in allocate(plan, levels, zeros - fixed).layers}}
+        shared = allocate(replace(plan, layers=tuple(free)), levels, max(zeros - fixed, 0))
+        return {**chosen, **{each.name: each.pattern for each in shared.layers}}
 
     def within(self, loss: float) -> dict[str, int]:
         """The most zeros at which the sum of losses is no more than ``loss``."""
@@ -443,7 +462,9 @@ def planned(plan: Plan, chosen: Chosen) -> Plan:
     dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
-        raise ValueError("budget: every layer may stay dense, so that nothing is pruned: ask for less")
+        raise ValueError(
+            "budget: every layer may stay dense, so that nothing is pruned: ask for less (of kl, allow more)"
+        )
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 
@@ -557,7 +578,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
             file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
-    return data, Table(run.plan, losses, run.config, getattr(text_config_of(run.model), "num_experts_per_tok", None))
+    return data, Table(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
 
 
 def _read(file: Path, plan: Plan) -> Losses:

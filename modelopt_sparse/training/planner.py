@@ -30,10 +30,10 @@ from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_m
 from modelopt_sparse.model.masking import (
     SUFFIX,
     SparseModule,
-    apply_masks,
     dense_class,
     dense_gradient,
     refuse_what_cannot_be_sparse,
+    renew_all_zeros,
     update_mask,
     zero_state,
 )
@@ -135,7 +135,7 @@ class Weight:
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
         for module in self.holders.values():
-            apply_masks(module, recurse=False)
+            renew_all_zeros(module, recurse=False, tell=False)
         self._zero_states()
 
     def _zero_states(self) -> None:
@@ -364,8 +364,10 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         return "frozen: nothing trains it (requires_grad is False)"
     if parameter.numel() == 0:
         return "it is empty"
-    if any(isinstance(module, nn.Embedding) and module.sparse for module in weight.holders.values()):
-        raise ValueError(f"{weight.name!r} is of an Embedding(sparse=True): build it with sparse=False")
+    embeddings = [each for each in weight.holders.values() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    if algorithm.needs_gradient and any(each.sparse for each in embeddings):
+        what = f"{weight.name!r} is of an embedding with sparse=True, whose gradient has no pruned places"
+        raise ValueError(f"{what}: build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(f"{weight.name!r} is float16, too coarse for gradients: use float32 under autocast")
     rows, columns = weight.empty_matrix().shape[-2:]
@@ -437,11 +439,26 @@ def _notes(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
             "a few rows may take all that grows. Try scope='row' (docs/sparse-training.md)"
         )
+    if over := [weight.name for weight in chosen if _prunes_live_weights_by_chance(weight)]:
+        notes.append(
+            f"{first_few(over, 3)}: zeros are there already, and a random mask prunes other weights as well: give "
+            "init_method='topk', which keeps the largest, or 'from_zeros'"
+        )
     for each in algorithms:
         stop = each.when.stop if isinstance(each.when, EveryFew) else None
         if stop is not None and not any(map(each.when.fires, range(1, stop))):
             notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
     return tuple(notes)
+
+
+def _prunes_live_weights_by_chance(weight: Weight) -> bool:
+    """Whether a tenth or more of a weight without a mask is zero, and where its zeros are does not count."""
+    algorithm, values = weight.algorithm, weight.layer.values
+    by_magnitude = algorithm.pattern is not None and algorithm.magnitude_first
+    if weight.is_sparse or values.is_meta or by_magnitude or algorithm.init_method not in ("random", "checkerboard"):
+        return False
+    zeros = int((full(values) == 0).sum())
+    return values.numel() <= 10 * zeros < 10 * values.numel()
 
 
 # cost -----------------------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def _spread(scopes: Tensor, level: float) -> Tensor:
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers in [0, 1) shaped like a tensor, float32, drawn on the CPU: the same ones on every device."""
-    return torch.rand(like.shape, generator=generator).to(like.device)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32).to(like.device)
 
 
 def generator_for(seed: int, name: str, event: object) -> torch.Generator:

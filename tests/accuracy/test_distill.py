@@ -485,3 +485,28 @@ def test_units_are_rows_of_a_batch_and_know_their_step():
     assert [(len(each.args[0]), each.step) for each in found] == [(2, 5)] * 5 + [(1, 6)] * 2 + [(4, 7)]
     assert [each.row for each in found] == [0, 2, 4, 6, 8, 0, 1, 0]
     assert torch.equal(torch.cat([each.args[0] for each in found[:5]]), first.args[0])
+
+
+@pytest.mark.parametrize("why", ["has no logits", "enforce=False", "a forward_loop"])
+def test_quality_max_leaves_out_what_the_model_cannot_have(why):
+    """The report says so; asked for by name, it is an error after one call of the model."""
+    model, batches = LlamaModel(tiny_llama().config), token_batches(4)
+    options = {"data_loader": batches, "quality": "max", "pattern": "2:4", "reconstruct": 1, "progress": False}
+    if why == "enforce=False":
+        options["enforce"] = False
+    if why == "a forward_loop":
+        options |= {"data_loader": None, "forward_loop": lambda model: [model(batch) for batch in batches]}
+    mts.sparsify(model, None, **options)
+    report = mts.report(model)
+    assert [note for note in report.notes if note.startswith("no distillation: ") and why in note]
+    assert report.distillation is None
+    assert report.settings["distill"] is None
+    assert not any("distill" in layer.recipe for layer in report.layers)
+
+
+def test_distill_by_name_is_refused_after_one_call():
+    model, calls = LlamaModel(tiny_llama().config), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="has no logits: leave distill out"):
+        mts.sparsify(model, "wanda", data_loader=token_batches(4), distill=True, progress=False)
+    assert len(calls) == 1

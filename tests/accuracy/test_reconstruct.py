@@ -468,3 +468,22 @@ def test_the_error_of_the_block_decides(monkeypatch):
     monkeypatch.setattr(TunedWeights, "slow_down", lambda self, error: seen.append(error))
     model = sparsified(reconstruct=1)
     assert seen == [block.error_before for block in mts.report(model).blocks]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_modes_of_the_caller_change_no_bit(mode, made_inside):
+    """Data that is made in inference mode is as good as any other."""
+    expected, model, data = sparsified(), tiny_llama(), token_batches(BATCHES)
+    with mode():
+        sparsified(model=model, data_loader=[x.clone() for x in data] if made_inside else data)
+    assert_same_state(model, state_of(expected))
+
+
+def test_a_model_made_in_inference_mode_is_pruned_and_not_tuned():
+    with torch.inference_mode():
+        model = tiny_llama()
+        with pytest.raises(ValueError, match=r"the model was made in torch.inference_mode: make it outside"):
+            sparsified(model=model)
+        mts.sparsify(model, "wanda", data_loader=token_batches(2), progress=False)
+    mts.verify(model)

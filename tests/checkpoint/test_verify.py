@@ -234,3 +234,44 @@ def test_verify_of_what_a_stopped_run_has_done(tmp_path):
     (tmp_path / "x.partial" / "started.json").write_text("{}")
     with pytest.raises(ValueError, match=r"x\.partial' is what a stopped run has done so far: start it again"):
         mts.verify(tmp_path / "x.partial")
+
+
+def resized(model):
+    model.resize_token_embeddings(70)
+
+
+def headed(model):
+    model.lm_head = nn.Linear(*model.lm_head.weight.T.shape, bias=False)
+
+
+def fused(model):
+    """As fuse of a detector does: the same values in a new module."""
+    weight = model.lm_head.weight.detach().clone()
+    headed(model)
+    model.lm_head.weight = nn.Parameter(weight)
+
+
+@pytest.mark.parametrize("replace", [resized, headed, fused])
+def test_a_layer_that_was_replaced_is_said_to_carry_no_mask(replace, tmp_path):
+    model = tiny_llama(tie_word_embeddings=False)
+    mts.sparsify(model, "magnitude", pattern="2:4", include=["model.layers.*", "lm_head"], progress=False)
+    replace(model)
+    mts.save(model, tmp_path / "out")
+    weight = model.lm_head.weight
+    for each in (model, tmp_path / "out"):
+        *others, head = mts.report(each).layers
+        assert head.notes == ["it carries no mask any more"]
+        assert (head.zeros, head.size, head.shape) == (int((weight == 0).sum()), weight.numel(), list(weight.shape))
+        assert not any(layer.notes for layer in others)
+        if replace is headed:
+            with pytest.raises(ValueError, match=r"1 of 15 layers .*lm_head: .*; it carries no mask any more"):
+                mts.verify(each)
+        else:
+            assert "ok, but it carries no mask any more" in mts.verify(each).text(all_rows=True)
+
+
+@pytest.mark.parametrize("end", [mts.export, lambda model: mts.sparsify(tiny_llama(), "magnitude", enforce=False)])
+def test_layers_that_are_to_carry_no_mask_are_not_said_to_have_lost_one(end):
+    model = end(mts.sparsify(tiny_llama(), "magnitude", progress=False))
+    assert not any(layer.notes for layer in mts.report(model).layers)
+    assert "mask" not in str(mts.verify(model))

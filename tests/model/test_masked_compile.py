@@ -22,6 +22,10 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* were written to pruned places:UserWarning"
+)  # here they are written on purpose
+
 
 @pytest.fixture
 def _fresh_compiler():

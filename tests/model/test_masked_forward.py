@@ -23,6 +23,10 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* were written to pruned places:UserWarning"
+)  # here they are written on purpose
+
 
 @every_case
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "functional_call"])
@@ -104,12 +108,12 @@ def test_no_masked_copy_of_a_weight_is_kept_for_the_backward_pass(case: Case):
     for _, mask in mts.named_masks(sparse):
         mask[:] = mask.clone()  # a mask of its own storage
     theirs = {t.untyped_storage().data_ptr() for t in (*sparse.parameters(), *sparse.buffers())}
-    shapes = {shape for mask in masks.values() for shape in (mask.shape, mask.shape[::-1])}
+    sizes = {mask.numel() for mask in masks.values()}
     inputs = [torch.randn(11, *x.shape[1:], requires_grad=True) for x in case.inputs()]  # 11 is no weight's size
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output(sparse, *inputs)
-    like_weights = [t for t in saved if t.shape in shapes]
+    like_weights = [t for t in saved if t.numel() in sizes]
     assert like_weights
     assert all(t.untyped_storage().data_ptr() in theirs for t in like_weights)
 
@@ -151,7 +155,7 @@ def test_a_weight_changed_between_forward_and_backward_is_still_an_error():
     loss = module(torch.ones(1, 8, requires_grad=True)).sum()
     with torch.no_grad():
         module.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified inplace"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 

@@ -21,7 +21,7 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
 
 
 @every_case

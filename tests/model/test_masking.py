@@ -25,6 +25,10 @@ from tests.model.sparse_modules import (
     sparse_linear,
 )
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* were written to pruned places:UserWarning"
+)  # here they are written on purpose
+
 
 @every_case
 def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):

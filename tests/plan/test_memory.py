@@ -4,13 +4,19 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
+import modelopt_sparse as mts
 from modelopt_sparse.accuracy import choose as choose_channels
 from modelopt_sparse.accuracy.choose import Criterion
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.model import devices
+from modelopt_sparse.plan import memory as planned_memory
 from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
@@ -290,3 +296,67 @@ def test_a_choice_of_channels_holds_no_more_than_the_plan_says(criterion, shape)
         choose(pool, fitted, judging, fitted.diagonal(), Criterion(criterion, True, {}))
     assert held["statistics_of_one_block"] == fitted.nbytes + judging.nbytes
     assert held["workspace"] / 2 < live.peak <= held["workspace"]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(64, 8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).flatten(1))
+
+
+WIDE_GRAM = 4 * 4096**2
+
+
+@pytest.mark.parametrize(
+    ("method", "most", "refused"),
+    [
+        ("sparsegpt", 4 * WIDE_GRAM - 1, True),
+        ("sparsegpt", 4 * WIDE_GRAM, False),
+        ("alps", 4 * WIDE_GRAM - 1, True),
+        ("wanda", 1e6, False),
+    ],
+)
+def test_a_layer_that_takes_more_than_there_is_is_refused_before_the_data(monkeypatch, method, most, refused):
+    monkeypatch.setattr(planned_memory, "bytes_of", lambda device: (most, 1e12))
+
+    def untouched():
+        raise AssertionError("the data was read")
+        yield
+
+    options = {"pattern": 0.5, "include": ["*"], "progress": False}
+    plan = make_plan(Wide(), method, options)
+    assert any("wide takes" in note and "exclude" in note for note in plan.notes) == refused
+    expected = "wide takes 268,435,456 bytes at once.*'wanda'" if refused else "the data was read"
+    with pytest.raises((ValueError, AssertionError), match=expected):
+        mts.sparsify(Wide(), method, options, data_loader=untouched())
+
+
+def test_a_tight_run_is_warned_of_once(monkeypatch):
+    options = {"pattern": 0.5, "include": ["*"], "progress": False}
+    monkeypatch.setattr(planned_memory, "bytes_of", lambda device: (1e12, 1e3))
+    assert any("where 1,000 are free" in note for note in make_plan(Wide(), "magnitude", options).notes)
+    with pytest.warns(UserWarning, match=r"at most on host, where 1,000 are free: free some") as caught:
+        mts.sparsify(Wide(), "magnitude", options)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "alps", "polish"])
+def test_what_a_layer_takes_at_once_is_no_more_than_it_really_takes(method):
+    stats = Stats(600, torch.ones(512), torch.eye(512))
+    with LiveBytes(stats.gram, stats.square_sums) as live:
+        Scaled.of(stats, 0.01) if method == "polish" else METHODS[method].prepare(stats, METHODS[method].options)
+    assert live.peak >= 3 * 4 * 512**2
+
+
+def test_what_the_host_has_counts_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "CGROUPS", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
+    assert devices.bytes_of(torch.device("cpu"))[0] == 1_000_000 + psutil.swap_memory().total
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("max\n")
+    assert devices.bytes_of(torch.device("cpu"))[0] > 2**28

@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
+import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.plan.options import REFUSED, RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
@@ -170,3 +172,20 @@ def test_rules_in_the_mode_list_and_beside_it_are_refused(where):
     mode, rules = [("sparsegpt", {"nn.Linear": {}})], {"*q*": None}
     with pytest.raises(ValueError, match="rules are given both in the mode list and as an option; keep one"):
         resolve(mode, {"rules": rules}, {}) if where == "config" else resolve(mode, None, {"rules": rules})
+
+
+def test_what_has_no_adapter_is_named_with_the_library_that_it_is_of():
+    """And what takes it instead; a class of torch keeps its short name."""
+
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+    namesake, torch_own = nn.Sequential(Linear()), nn.Sequential(nn.LSTM(4, 4))
+    for model, name in ((namesake, f"{Linear.__module__}.Linear.weight"), (torch_own, "for LSTM.weight_ih_l0")):
+        with pytest.raises(ValueError, match=rf"no adapter .*{re.escape(name)}.*mts\.set_mask.* take any parameter"):
+            mts.make_plan(model, "magnitude")
+    mask = {"0.weight_hh_l0": torch.ones(16, 4, dtype=torch.bool)}
+    with pytest.raises(ValueError, match=r"belongs to no prunable parameter .*: mts\.set_mask"):
+        mts.make_plan(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), masks=mask)

@@ -210,6 +210,7 @@ def test_dense_training_follows_sparse_training(how):
     assert bool(optimizer._optimizer_step_post_hooks) == (how == "export a part")
 
 
+@pytest.mark.filterwarnings("ignore:.*zeros are there already:UserWarning")
 def test_remove_takes_no_masks_of_others():
     model = mts.sparsify(Mlp(), "magnitude", pattern="2:4", include=["second"])
     sparsity = training.SET(0.5, include="first.weight", scope="matrix")

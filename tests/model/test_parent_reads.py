@@ -1,0 +1,247 @@
+"""A mask holds wherever a weight is read, also by modules that never call the one that holds it."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import modelopt_sparse as mts
+from modelopt_sparse import training
+from tests.model.sparse_modules import is_plus_zero, random_mask
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Parent(nn.Module):
+    """Reads the weights of two children in one way or another."""
+
+    def __init__(self, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.read, self.experts = read, nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self, x)
+
+
+READS = {
+    "F.linear": lambda self, x: F.linear(F.linear(x, self.experts[0].weight).tanh(), self.experts[1].weight),
+    "matmul": lambda self, x: (x @ self.experts[0].weight.T).tanh() @ self.experts[1].weight.T,
+    "stacked": lambda self, x: torch.einsum("tc,erc->tr", x, torch.stack([e.weight for e in self.experts])).tanh(),
+    "called and read": lambda self, x: F.linear(
+        self.experts[0](x).tanh(), self.experts[1].weight + self.experts[0].weight
+    ),
+    "called": lambda self, x: self.experts[1](self.experts[0](x).tanh()),
+}
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.05),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.05, fused=True),
+}
+
+
+def sparse(read: str) -> Parent:
+    torch.manual_seed(0)
+    model = Parent(READS[read])
+    for index in range(2):
+        name = f"experts.{index}.weight"
+        mts.set_mask(model, name, random_mask(model.get_parameter(name), seed=index))
+    return model
+
+
+def trained(model: Parent, call: Callable[[Tensor], Tensor], make: Callable, masks: dict[str, Tensor]) -> list[Tensor]:
+    """The weights after four steps of two batches each. ``masks``: cut gradients by hand."""
+    optimizer = make(model.parameters())
+    for _ in range(4):
+        for batch in X.chunk(2):
+            call(batch).square().mean().backward()
+        for name, mask in masks.items():
+            model.get_parameter(name).grad[~mask] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+WAYS = {
+    "plain": lambda model: model,
+    "checkpointed": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "compiled": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    "a copy": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "compiled"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("read", READS)
+def test_training_is_that_of_a_dense_model_whose_gradients_are_cut(read: str, name: str, way: str):
+    model = sparse(read)
+    dense, masks = mts.export(copy.deepcopy(model)), dict(mts.named_masks(model))
+    found = trained(model, WAYS[way](model), OPTIMIZERS[name], {})
+    torch.testing.assert_close(found, trained(dense, dense, OPTIMIZERS[name], masks))
+    assert all(is_plus_zero(dict(model.named_parameters())[name][~mask]) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy], ids=["itself", "deepcopy"])
+@pytest.mark.parametrize("read", READS)
+def test_what_was_written_is_gone_for_the_next_reader(read: str, copied: Callable, gradients: bool):
+    model = copied(sparse(read))
+    expected = model(X).detach()
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            parameter.data[~dict(mts.named_masks(model))[name]] = 3.0
+    with torch.set_grad_enabled(gradients), pytest.warns(UserWarning, match="values, up to 3, were written"):
+        assert torch.equal(model(X), expected)
+    model(X).sum().backward()
+    assert all(is_plus_zero(model.get_parameter(name).grad[~mask]) for name, mask in mts.named_masks(model))
+
+
+def test_autograd_grad_is_cut_as_well():
+    model = sparse("F.linear")
+    (gradient,) = torch.autograd.grad(model(X).sum(), [model.experts[0].weight])
+    assert is_plus_zero(gradient[~model.experts[0].weight_mask])
+    assert gradient[model.experts[0].weight_mask].any()
+
+
+def test_a_weight_that_is_trained_later_is_cut():
+    model = sparse("F.linear").requires_grad_(False)
+    model = copy.deepcopy(model).requires_grad_(True)
+    model(X).sum().backward()
+    assert is_plus_zero(model.experts[0].weight.grad[~model.experts[0].weight_mask])
+
+
+# what masks throw away ------------------------------------------------------------------------------------------------
+
+
+def warnings_of(run: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in caught if "pruned places" in str(each.message)]
+
+
+def test_one_warning_for_each_weight_says_how_many_and_how_large():
+    model, mask = nn.Sequential(nn.Linear(8, 8)), torch.rand(8, 8) > 0.5
+    mts.set_mask(model, "0.weight", mask)
+    model[0].weight.data.fill_(-0.25)
+    (said,) = warnings_of(lambda: (model(X), model[0].weight.data.fill_(1.0), model(X)))
+    assert said.startswith(f"{int((~mask).sum())} values, up to 0.25, were written to pruned places of '0.weight'")
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_momentum_that_is_older_than_the_mask_is_told_unless_attached(attached: bool):
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(X).sum().backward()
+    optimizer.step()
+    mts.set_mask(model, "0.weight", torch.rand(8, 8) > 0.5)
+    if attached:
+        mts.attach_optimizer(optimizer, model)
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).sum().backward()
+            optimizer.step()
+
+    assert len(warnings_of(train)) == (not attached)
+
+
+@pytest.mark.parametrize("change", ["kept weights", "a new mask", "training"])
+def test_what_loses_nothing_says_nothing(change: str):
+    model = nn.Sequential(nn.Linear(8, 8))
+    mts.set_mask(model, "0.weight", mask := torch.rand(8, 8) > 0.5)
+
+    def run() -> None:
+        if change == "kept weights":
+            model[0].weight.data[mask] += 1
+        elif change == "a new mask":
+            mts.set_mask(model, "0.weight", mask.roll(1, 0))
+        else:
+            trained(model, model, OPTIMIZERS["AdamW"], {})
+        model(X)
+        model.eval().state_dict()
+
+    assert warnings_of(run) == []
+
+
+KINDS = {True: 0, "gaussian": 0, "orthogonal": 0, "pissa": 2, "olora": 2}  # -> how many weights lose values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_lora_that_write_to_the_base_weight_are_told(kind: str | bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    mts.sparsify(model, "magnitude", pattern="2:4")
+    x = torch.randn(4, 32)
+    before = model(x)
+    after: list[Tensor] = []
+    config = LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=kind)
+    assert len(warnings_of(lambda: after.append(get_peft_model(model, config)(x)))) == KINDS[kind]
+    assert torch.allclose(after[0], before, atol=1e-5) == (KINDS[kind] == 0)
+
+
+# LoRA on attention ----------------------------------------------------------------------------------------------------
+
+
+def test_lora_on_attention_wraps_trains_and_merges_to_the_mask():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True))
+    mts.sparsify(model, "magnitude", pattern="2:4", include=["0.self_attn.*"])
+    masks, x = dict(mts.named_masks(model)), torch.randn(2, 3, 32)
+    before = model(x)
+    lora = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
+    torch.testing.assert_close(lora(x), before)
+    optimizer = torch.optim.SGD(lora.parameters(), lr=0.1)
+    for _ in range(2):
+        lora(x).square().mean().backward()
+        optimizer.step()
+    merged = lora.merge_and_unload()
+    assert len(warnings_of(lambda: merged(x))) == 2
+    assert masks.keys() == dict(mts.named_masks(merged)).keys()
+    for name, mask in masks.items():
+        assert is_plus_zero(merged.get_parameter(name)[~mask])
+    mts.verify(merged, "2:4")
+
+
+# sparse gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["set_mask", "Static", "SET", "GMP"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_of_embeddings_are_cut(kind: type, door: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(20, 8, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if door == "set_mask":
+        mts.set_mask(model, "0.weight", torch.rand(20, 8) > 0.5)
+    else:
+        level = {"type": "cubic", "init": 0.5, "final": 0.8, "start": 0, "stop": 9} if door == "GMP" else 0.5
+        algorithm = getattr(training, door)(level, include=["0.weight"])
+        algorithm.apply(model)
+        algorithm.apply(optimizer)
+    mask = model[0].weight_mask.clone()
+    dense = copy.deepcopy(model[0].weight.detach())
+    model(torch.tensor([[1, 2, 2], [3, 4, 1]])).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient.is_sparse
+    assert is_plus_zero(gradient.to_dense()[~mask])
+    assert gradient.to_dense()[1:5][mask[1:5]].all()
+    optimizer.step()
+    mask &= model[0].weight_mask
+    assert torch.allclose(model[0].weight[mask], (dense - 0.1 * gradient.to_dense())[mask])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rigl_refuses_sparse_gradients(kind: type):
+    with pytest.raises(ValueError, match=r"'0\.weight' is of an embedding with sparse=True.*sparse=False"):
+        training.RigL(0.5, include=["0.weight"]).apply(nn.Sequential(kind(20, 8, sparse=True)))
