@@ -2,7 +2,8 @@
 only the shape is known where they are not."""
 
 import random
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn
@@ -129,10 +130,12 @@ class Answer:
     @classmethod
     def of(
         cls, output: Any, before: "Arguments", args: tuple, kwargs: dict[str, Any], home: torch.device | None
-    ) -> "Answer":
-        """Without values. ``before``: the arguments before the visit. ``home``: where the model will see the output, if
-        not where it is."""
-        inputs = enumerate(zip(flat_tensors((args, kwargs)), before.versions))
+    ) -> "Answer | None":
+        """Without values; None for sparse and nested tensors, which no answer holds. ``before``: the arguments before
+        the visit. ``home``: where the model will see the output, if not where it is."""
+        if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, args, kwargs))):
+            return None
+        inputs = enumerate(zip(before.tensors, before.versions))
         places = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
             {key: value for key, value in now.items() if was.get(key, was) is not value}
@@ -195,10 +198,11 @@ class Answer:
 
 
 class Arguments:
-    """How often the tensors among a block's arguments have been written to, and what the mappings hold."""
+    """The tensors among a block's arguments, how often they have been written to, and what the mappings hold."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.versions = [version(x) for x in flat_tensors((args, kwargs))]
+        self.tensors = flat_tensors((args, kwargs))
+        self.versions = [version(x) for x in self.tensors]
         self.mappings = [dict(mapping) for mapping in mappings(args, kwargs)]
 
 
@@ -234,15 +238,20 @@ def draw_from(states: Sequence[Any]) -> None:
     np.random.set_state(of_numpy)  # noqa: NPY002
 
 
-def seeded(seed: int) -> list[Any]:
-    """The states after seeding all of them; those of now stay."""
+@contextmanager
+def drawing_from(states: Sequence[Any] | int) -> Iterator[None]:
+    """While entered, random numbers are drawn from these states, or by this seed; afterwards from those of before."""
     before = random_states()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    states = random_states()
-    draw_from(before)
-    return states
+    if isinstance(states, int):
+        torch.manual_seed(states)
+        random.seed(states)
+        np.random.seed(states % 2**32)  # noqa: NPY002
+    else:
+        draw_from(states)
+    try:
+        yield
+    finally:
+        draw_from(before)
 
 
 def shared_states(states: list[Any], before: Sequence[Any]) -> list[Any]:

@@ -538,6 +538,11 @@ def _whole_stacks(
         (stack,) = [stack for stack in waiting if stack.name == name]
         whole.add(stack)
         warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
+    if whole and run.config.sequential == "none":  # what runs in each call is not to become sparse under way
+        for stack in [stack for stack in stacks if stack not in whole]:
+            whole.add(stack)
+            why = "sequential='none' takes all of the model dense, and another stack is"
+            warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
     if whole and repeatable and run.storage.resident:
         still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, dense.tried))
         if not all(still):

@@ -31,7 +31,6 @@ from modelopt_sparse.calibration.answers import (
     Unknown,
     draw_from,
     random_states,
-    seeded,
     shared_states,
     signature,
 )
@@ -148,7 +147,6 @@ class Calls:
         self._now: UnderWay | None = None
         self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
-        self._seed = torch.initial_seed()
         self._hooked = has_hook(self.run.model)
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in stacks if moved and not has_hook(block)}
@@ -231,14 +229,13 @@ class Calls:
         if now.wanted is not None:
             assert call.way is not None
             now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
-        state, random, (own, put_back) = ModelState(self.run.model), random_states(), own_arguments(call.numbered.call)
+        state, (own, put_back) = ModelState(self.run.model), own_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
                 if now.wanted is not None:  # after all other hooks, which see the output
                     hooks.callback(now.wanted.register_forward_hook(self._after).remove)
                 hooks.enter_context(torch.no_grad())
-                draw_from(call.numbered.random or seeded(self._seed + call.numbered.number))
-                call_model(self.run, own, call.numbered.number)
+                call_model(self.run, own, call.numbered.number, call.numbered.random)
             ended = not now.over
         except Stop:
             pass
@@ -249,7 +246,6 @@ class Calls:
                 raise
         finally:
             self._now = None
-            draw_from(random)
             put_back()
             if not ended or now.only_shapes:
                 state.put_back()
@@ -321,8 +317,9 @@ class Calls:
         now.begun |= block is now.wanted
         output = self._forward(now, block, forward, args, kwargs)
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
-        self.shapes[key] = answer
-        if place == len(now.call.answers) and block in now.finished and block not in self._whole:
+        if answer is not None:
+            self.shapes[key] = answer
+        if answer is not None and place == len(now.call.answers) and block in now.finished and block not in self._whole:
             self._keep(now, answer, output, args, kwargs)
         if now.last is not None:
             assert now.call.way is not None

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from modelopt_sparse.calibration.answers import drawing_from
 from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -324,7 +325,8 @@ def watched_outputs(
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
+        with torch.enable_grad():  # the block may have run with gradients in a call that has none
+            outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -460,12 +462,19 @@ class CalibrationData:
         return outputs[0], seen[0].masks.at(self.sides[self.run.model])
 
 
-def call_model(run: Run, call: Call, number: int) -> None:
-    """Call ``number`` of the model in this process."""
+def call_model(run: Run, call: Call, number: int, random: Sequence[Any] | None = None) -> None:
+    """Call ``number`` of the model in this process. Each time it draws the same random numbers: from the states
+    ``random``, or as its number says."""
     device = input_device(run.model)
-    with errors_name_batch(run, call, number):
+    seed = (torch.initial_seed() + _batch_of(run, call, number) + call.row) % 2**63
+    with errors_name_batch(run, call, number), drawing_from(seed if random is None else random):
         args, kwargs = map_batch(lambda x: x.to(device), (call.args, call.kwargs))
         run.model(*args, **kwargs)
+
+
+def _batch_of(run: Run, call: Call, number: int) -> int:
+    """The number of a call's batch among those of all processes."""
+    return number * run.processes.size + run.processes.rank if call.step is None else call.step
 
 
 @contextmanager
@@ -485,8 +494,7 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
-        batch = number * run.processes.size + run.processes.rank if call.step is None else call.step
-        batch = f"calibration batch {batch}, {shapes}"
+        batch = f"calibration batch {_batch_of(run, call, number)}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
 

@@ -18,7 +18,7 @@ from torch import nn
 from modelopt_sparse.calibration.calls import Calls, UnderWay, Walk, WalkedCall
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
 from modelopt_sparse.calibration.run import Run, Unreadable
-from modelopt_sparse.model.devices import flat_tensors, version
+from modelopt_sparse.model.devices import dense_rows, flat_tensors, version
 from modelopt_sparse.model.layers import Stack
 
 # what is compared -----------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def print_of(value: Any, *, exact: bool) -> Print:
     """Of each tensor its dtype, its shape and a hash of its bits; not ``exact``: sums of its numbers."""
     prints = []
     for x in flat_tensors(value):
-        x = x.detach()
+        x = dense_rows(x.detach())
         if exact:
             bits = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             numbers: tuple = (hashlib.blake2b(bits.data).digest(),)
