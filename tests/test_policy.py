@@ -156,7 +156,7 @@ def test_only_one_file_imports(package, owner):
 
 
 def test_third_party_imports_are_declared():
-    declared = {"torch", "transformers", "accelerate", "greenlet", "safetensors", "tqdm", "psutil", "numpy", "yaml"}
+    declared = {"torch", "transformers", "accelerate", "safetensors", "tqdm", "psutil", "numpy", "yaml"}
     declared |= {"typer", "lazy_loader"}
     declared |= {"triton"}  # torch brings it along where it is used
     declared |= {"plotly", "datasets", "lm_eval", "compressed_tensors"}  # of extras, or whose formats are read

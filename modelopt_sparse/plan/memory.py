@@ -194,12 +194,11 @@ def _least(layer_plan: LayerPlan) -> int:
 
 
 def activation_copies(config: SparsifyConfig) -> int:
-    """How many copies of the calibration data's activations are held from block to block, at most: a call that waits
-    holds embeddings and hidden states; what blocks are tuned against is the output of each block, or a second set of
-    calls."""
+    """How many copies of the calibration data's activations are held from block to block: what the block before has put
+    out; what blocks are tuned against, and the dense blocks' own outputs if that is these."""
     if config.reconstruct is None:
-        return 2
-    return 3 if config.reconstruct.target == "sparse" else 4
+        return 1
+    return 2 if config.reconstruct.target == "sparse" else 3
 
 
 # several processes ----------------------------------------------------------------------------------------------------

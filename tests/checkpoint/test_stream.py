@@ -359,7 +359,7 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
     ids=["magnitude", "sparsegpt", "reconstruct"],
 )
 def test_how_often_the_source_is_read(tmp_path, monkeypatch, options, readings):
-    """In the dense run, in the check of waiting calls, and for the solution. With data, files are hashed in the first
+    """In the dense run, in the rehearsal, and for the solution. With data, files are hashed in the first
     of these, each when the first block is read from it."""
     source = saved(tmp_path / "dense", MODELS["llama"], max_shard_size="60KB")
     events: list[Any] = []

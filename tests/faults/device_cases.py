@@ -211,7 +211,7 @@ def test_what_torch_holds_and_nothing_uses_is_free(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])
 def test_weights_move_there_and_back_once_in_a_turn(options):
-    """And once in the dense run, and once for the check of waiting calls."""
+    """And once in the dense run, and once for the rehearsal."""
     model = tiny_llama(attn_implementation="eager", intermediate_size=72)
     with pretend_device() as device:
         sparse(model, token_batches(), place="device=", device=device, enforce=False, **options)

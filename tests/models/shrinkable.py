@@ -168,7 +168,7 @@ class SoftmaxLlama(LlamaForCausalLM):
 
 
 class WritingLlama(LlamaForCausalLM):
-    """Its blocks write to what they get, so that calls cannot wait at them."""
+    """Its blocks write to what they get, so that nobody knows what they got."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

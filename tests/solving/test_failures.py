@@ -333,7 +333,7 @@ def test_interrupted_while_solving(needs, at, error):
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 @pytest.mark.parametrize(("at", "finished"), [(1, 0), (3, 0), (6, 7)])
 def test_interrupted_while_the_model_runs(sequential, at, finished):
-    """In the dense run, in the check of waiting calls, and while the second block's inputs are collected."""
+    """In the dense run, in the rehearsal, and while the second block's inputs are collected."""
     model = tiny_llama().train()
     before = state_of(model)
     calls = []
