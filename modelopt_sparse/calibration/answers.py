@@ -162,7 +162,7 @@ class Answer:
 
         def with_value(leaf: Leaf) -> Leaf:
             number, x = next(values)
-            return replace(leaf, value=hold(x)) if is_wanted(number) else leaf
+            return replace(leaf, value=hold(x.to(leaf.device))) if is_wanted(number) else leaf
 
         output, written = map_leaves(of_leaves(with_value), (self.output, self.written))
         return replace(self, output=output, written=written, holds=True)

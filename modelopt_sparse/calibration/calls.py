@@ -263,9 +263,7 @@ class Calls:
         more = Counter(now.visits) - Counter(call.way.blocks)
         if late := [block for block in more if block in self.done]:
             name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
-            problem = (
-                f"calibration batch {call.numbered.number} comes to block {name!r} once more, now that it is sparse"
-            )
+            problem = f"calibration batch {call.numbered.number} comes back to block {name!r}, which is sparse by now"
             raise ValueError(f"{problem}; its statistics are without that: leave this batch out")
         call.way = replace(call.way, blocks=tuple(now.visits))
 
@@ -303,10 +301,11 @@ class Calls:
                 batch = f"calibration batch {now.call.numbered.number}"
                 raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
             draw_from(answer.random)  # as if the block had drawn its own
-        now.guessed = True
         for x in flat_tensors((args, kwargs)) if now.only_shapes else ():
             now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
-        return answer.given(args, kwargs, place, now.need)
+        output = answer.given(args, kwargs, place, now.need)
+        now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
+        return output
 
     def _computed(
         self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from modelopt_sparse.calibration.answers import drawing_from
+from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.run import Run, Unreadable
@@ -297,6 +297,9 @@ def input_hooks(
             with torch.inference_mode(False), torch.no_grad():
                 for layer in layers[module]:
                     inputs = tuple(map(dense_rows, layer.adapter.inputs(module, args, kwargs)))
+                    for x in inputs:
+                        if isinstance(x, Unknown):  # by another way than the arguments of its block
+                            x.need()
                     see(layer, inputs, padding.token_mask(module, layer, inputs))
         finally:
             inside = False
