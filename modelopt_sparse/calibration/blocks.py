@@ -5,7 +5,7 @@ layers and is finite there, and to which blocks each call comes.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import Calls, Inputs, Walk, WalkedCall, Way, WholeModel
@@ -39,6 +40,8 @@ from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.plan.planner import without_others
 from modelopt_sparse.reports.text import Progress, first_few
 from modelopt_sparse.values import grouped
+
+READ = "its parent reads the weight without calling the layer, so that no data reaches it"
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,8 @@ class DenseRun:
 def run_dense(data: CalibrationData) -> CalibrationData:
     """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; see to
     which blocks each call comes, and try whether calls can be run again, block by block. The data comes back with what
-    this has shown, and its plan without layers whose forwards do something else with the weight.
+    this has shown, and its plan without layers whose forwards do something else with the weight, or whose weights the
+    model reads itself.
 
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
@@ -287,7 +291,7 @@ def run_dense(data: CalibrationData) -> CalibrationData:
         else:
             _run_calls(dense, data.calls)
     _agree(dense)
-    run = _without_others(run, others)
+    run = _without_others(run, others, _read_by_parents(dense))
     dense.data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
@@ -313,11 +317,38 @@ def _compared(plan: Plan) -> Iterator[dict[str, bool | None]]:
         yield others
 
 
-def _without_others(run: Run, others: Mapping[str, bool | None]) -> Run:
-    """The run, with the layers dense that in some process were not seen to do what their classes say."""
-    of_ranks = run.processes.all_gather("what forwards do with weights", others)
-    names = {name for of_rank in of_ranks for name, other in of_rank.items() if other is not False}
-    plan = without_others(run.plan, names, run.model, run.config)
+class _Reads(TorchDispatchMode):
+    """Sees the memory that torch's operators read or view."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.memory |= {x.untyped_storage()._cdata for x in flat_tensors((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by_parents(dense: DenseRun) -> set[str]:
+    """The layers that saw no data, though the model read their weights: looked for in one more call of each kind."""
+    layers = [each.layer for each in dense.data.run.plan.layers if each.needs != "nothing"]
+    unseen = [each for each in layers if each.name not in dense.inputs.order and each.mixture is None]
+    with _Reads() as reads:
+        if unseen:
+            dense.data.run_model(numbers=[call.numbered.number for call in _one_of_each_kind(dense.calls)])
+    return {layer.name for layer in unseen if layer.values.untyped_storage()._cdata in reads.memory}
+
+
+def _without_others(run: Run, others: Mapping[str, bool | None], read: Collection[str]) -> Run:
+    """The run, with the layers dense that in some process were not seen to do what their classes say, or whose weights
+    were ``read`` without a call of theirs."""
+    of_ranks = run.processes.all_gather("what forwards do with weights", (others, read))
+    names = {name for others, _ in of_ranks for name, other in others.items() if other is not False}
+    reasons = {each.name: each.layer.why_other for each in run.plan.layers if each.name in names}
+    reasons |= {name: READ for _, read in of_ranks for name in read}
+    plan = without_others(run.plan, reasons, run.model, run.config)
     run.report.skipped = plan.skipped
     return replace(run, plan=plan)
 

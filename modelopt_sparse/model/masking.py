@@ -290,8 +290,9 @@ class SparseModule(nn.Module):
         return _masked(self, name, value) if name in self.masked_names else value
 
     def __delattr__(self, name: str) -> None:
-        # others put a weight back (LoRA on attention), and the mask is there for it
-        if name in self.masked_names and sys._getframe(1).f_globals["__name__"].startswith("torch.nn.utils."):
+        # parametrize and spectral_norm of torch.nn.utils begin with this; refused later, the weight would be lost. LoRA
+        # on attention deletes it too, and puts one back: only the caller tells them apart.
+        if name in self.masked_names and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.utils."):
             self._refuse_another_weight(name)
         super().__delattr__(name)
 

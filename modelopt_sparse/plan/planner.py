@@ -1,7 +1,7 @@
 """Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -179,24 +179,26 @@ def _decide(
     if misfit and in_full:
         raise ValueError(f"layer {layer.name!r}, which you name: {misfit}; choose another pattern or leave it out")
     if not misfit and layer.is_other():
-        return dense_by_forward(layer, config)
+        return _unless_named(layer, layer.why_other, config)
     return misfit or (layer_method, pattern, options, choices)
 
 
-def dense_by_forward(layer: Layer, config: SparsifyConfig) -> str:
-    """Why a layer whose forward does something else with the weight stays dense. Raises ValueError if it is named in
-    full."""
+def _unless_named(layer: Layer, why: str, config: SparsifyConfig) -> str:
+    """Why a layer stays dense that cannot be pruned as it is used. Raises ValueError if it is named in full."""
     named = [*(config.include or ()), *(config.masks or ()), *(rule.glob for rule in config.rules)]
     if layer.name in named or layer.parameter_name in named:
-        raise ValueError(f"layer {layer.name!r}, which you name: {layer.why_other}; leave it out")
-    return layer.why_other
+        raise ValueError(f"layer {layer.name!r}, which you name: {why}; leave it out")
+    return why
 
 
-def without_others(plan: Plan, names: Collection[str], model: nn.Module, config: SparsifyConfig) -> Plan:
-    """The plan, with these layers dense because their forwards do something else with the weight."""
-    others = [each for each in plan.layers if each.name in names]
-    dense = [Skipped(each.name, each.type, each.shape, dense_by_forward(each.layer, config)) for each in others]
-    layers, skipped = tuple(each for each in plan.layers if each.name not in names), (*plan.skipped, *dense)
+def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, config: SparsifyConfig) -> Plan:
+    """The plan, with the layers dense for which there is a reason by name, found out by running the model."""
+    dense = [
+        Skipped(each.name, each.type, each.shape, _unless_named(each.layer, reasons[each.name], config))
+        for each in plan.layers
+        if each.name in reasons
+    ]
+    layers, skipped = tuple(each for each in plan.layers if each.name not in reasons), (*plan.skipped, *dense)
     _check_planned(model, layers, skipped, config)
     return replace(plan, layers=layers, skipped=skipped)
 

@@ -416,7 +416,8 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
 
 
 def _entry(weight: Weight) -> LayerReport:
-    """The row of a parameter in the report."""
+    """The row of a parameter in the report. ``zeros`` are those of the mask; a note tells of others in the weight."""
+    zeros = int(((weight.data == 0) & weight.mask).sum())
     return LayerReport(
         name=weight.layer.name,
         parameter=weight.name,
@@ -429,7 +430,7 @@ def _entry(weight: Weight) -> LayerReport:
         error_from="weights",
         tokens=0,
         seconds=0.0,
-        notes=[],
+        notes=[f"zeros beyond those of the mask when it was set: {zeros / weight.mask.numel():.1%}"] if zeros else [],
         **weight.counted(),
     )
 

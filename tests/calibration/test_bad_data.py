@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
@@ -101,6 +103,52 @@ def test_a_layer_that_needs_no_data_may_see_none():
     rules = {"*.spare": {"method": "magnitude"}}
     mts.sparsify(model, "wanda", data_loader=vectors(), rules=rules, progress=False)
     assert len(mts.verify(model, "2:4").layers) == 9
+
+
+READS = {
+    "linear": lambda x, w: F.linear(x, w),
+    "transposed": lambda x, w: x @ w.T,
+    "converted": lambda x, w: x @ w.to(torch.float64).float(),
+    "together": lambda x, w: F.linear(x, torch.cat([w, w]))[:, :16],
+}
+
+
+class Reads(Unused):
+    """A block that reads the weight of a layer without calling it."""
+
+    how = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return READS[self.how](super().forward(x), self.spare.weight)
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("loop", [False, True], ids=["batches", "loop"])
+def test_a_layer_whose_weight_its_parent_reads_stays_dense(monkeypatch, how, loop):
+    monkeypatch.setattr(Reads, "how", how)
+    data = {"forward_loop": lambda model: [model(x) for x in vectors()]} if loop else {"data_loader": vectors()}
+    model = mts.sparsify(Stacked(block=Reads), "wanda", progress=False, **data)
+    report = mts.report(model)
+    assert len(report.layers) == 6
+    reasons = {each.name: each.reason for each in report.skipped}
+    assert all(reasons[f"blocks.{i}.spare"].startswith("its parent reads the weight") for i in range(3))
+    assert (model.blocks[0].spare.weight != 0).all()
+
+
+def test_a_layer_whose_weight_its_parent_reads_cannot_be_named():
+    why = "layer 'blocks.1.spare', which you name: its parent reads the weight without calling the layer"
+    refused(mts.sparsify, Stacked(block=Reads), match=why, include=["blocks.1.spare"], data_loader=vectors())
+    rules = {"*.spare": {"method": "magnitude"}}
+    mts.sparsify(model := Stacked(block=Reads), "wanda", data_loader=vectors(), rules=rules, progress=False)
+    assert len(mts.verify(model, "2:4").layers) == 9
+
+
+def test_a_layer_of_whose_weight_only_the_dtype_is_read_sees_no_data():
+    class Asks(Unused):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.spare.weight.dtype))
+
+    refused(mts.sparsify, Stacked(block=Asks), match="3 layers saw no calibration data", data_loader=vectors())
 
 
 def test_layers_behind_an_input_that_the_data_lacks_are_named():

@@ -548,6 +548,7 @@ def test_masks_of_the_users_own_a_few_experts_at_a_time():
 # masks --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")
 @every_model
 def test_masks_hold_in_forward_and_training(name):
     """What is written to pruned places never reaches an output, and AdamW leaves them zero; kept weights learn."""

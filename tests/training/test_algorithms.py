@@ -697,3 +697,9 @@ def test_a_random_mask_over_zeros_that_are_there_warns(method: str, share: float
     algorithm = training.Static(0.7, include=["0.weight"], init_method=method)
     said = algorithm.plan(model).notes
     assert [("zeros are there already" in note) for note in said] == [True] * warns
+    with warnings.catch_warnings(action="ignore"):
+        algorithm.apply(model)
+    share = (model[0].weight == 0).double().mean() - (~model[0].weight_mask).double().mean()
+    (entry,) = mts.report(model).layers
+    assert entry.notes == [f"zeros beyond those of the mask when it was set: {share:.1%}"] * bool(share)
+    assert bool(share) == warns
