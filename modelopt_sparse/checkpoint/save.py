@@ -108,12 +108,8 @@ def save(
             unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
             if callable(getattr(model, "save_config", None)):  # diffusers' classes
-                how = (
-                    "for that give mts.export(model).save_pretrained(folder), without masks; mts.restore reads this one"
-                )
-                warnings.warn(
-                    f"from_pretrained of {type(model).__name__} does not read this folder: {how}", stacklevel=2
-                )
+                how = "mts.restore does, and mts.export(model).save_pretrained(folder) writes one for it, without masks"
+                warnings.warn(f"{type(model).__name__}.from_pretrained does not read this folder: {how}", stacklevel=2)
         for companion in companions:
             companion.save_pretrained(staging)
         _write_masks_and_report(model, staging, aliases)

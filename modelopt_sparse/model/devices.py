@@ -289,10 +289,9 @@ def bytes_of(device: torch.device) -> tuple[float, float]:
     CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
-        known = (
-            hasattr(module, "mem_get_info") and (device.index or 0) < module.device_count()
-        )  # a plan may be for others
-        return (module.mem_get_info(device)[1], free_bytes(device)) if known else (math.inf, math.inf)
+        if not hasattr(module, "mem_get_info") or (device.index or 0) >= module.device_count():  # planned for another
+            return math.inf, math.inf
+        return module.mem_get_info(device)[1], free_bytes(device)
     memory, swap, own = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process().memory_info()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available
     most, free = most + swap.total, min(free, most - own.rss) + swap.free
