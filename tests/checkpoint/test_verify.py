@@ -216,7 +216,7 @@ def test_verify_of_a_live_model_says_what_the_next_forward_would_zero():
     model = sparse("llama")
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.up_proj.weight += 1
+            layer.mlp.up_proj.weight.add_(1)
     with pytest.raises(mts.PatternError, match=r"; 2048 weights were written to .* mts\.apply_masks"):
         mts.verify(model)
     assert int((model.model.layers[0].mlp.up_proj._parameters["weight"] == 0).sum()) == 0
