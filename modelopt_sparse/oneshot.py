@@ -230,7 +230,7 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
             "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
             "autocast='bfloat16' (or 'float16') to run the model's blocks under it"
         )
-    if (problem := lacking(plan.layers, config)) is not None:
+    if (problem := lacking(plan, config)) is not None:
         raise ValueError(problem)
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
     if config.distill is not None:
@@ -247,7 +247,7 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
     """What only a model with values can be asked, still before any work."""
-    if (said := tight(plan.layers, plan.memory, plan.streamed, config)) is not None:
+    if (said := tight(plan, config)) is not None:
         warnings.warn(said, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
@@ -258,10 +258,8 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     if config.must_distill:
         _refuse_to_distill(model, config)
     if (config.tunes or config.budget is not None) and any(x.is_inference() for x in model.parameters()):
-        raise ValueError(
-            "reconstruct, distill and budget need gradients, and the model was made in torch.inference_mode: make it "
-            "outside, or leave them out"
-        )
+        what = "reconstruct, distill and budget need gradients: leave them out"
+        raise ValueError(f"{what}, or make the model outside of torch.inference_mode")
     for layer_plan in plan.layers:
         if is_sharded(layer_plan.layer.parameter):
             raise ValueError(

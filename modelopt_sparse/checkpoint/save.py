@@ -108,12 +108,8 @@ def save(
             unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
             if callable(getattr(model, "save_config", None)):  # diffusers' classes
-                how = (
-                    "for that give mts.export(model).save_pretrained(folder), without masks; mts.restore reads this one"
-                )
-                warnings.warn(
-                    f"from_pretrained of {type(model).__name__} does not read this folder: {how}", stacklevel=2
-                )
+                how = "mts.restore does, and mts.export(model).save_pretrained(folder) writes one for it, without masks"
+                warnings.warn(f"{type(model).__name__}.from_pretrained does not read this folder: {how}", stacklevel=2)
         for companion in companions:
             companion.save_pretrained(staging)
         _write_masks_and_report(model, staging, aliases)
@@ -305,9 +301,7 @@ def _present_report(model: nn.Module) -> Report | None:
             matrix = (layers.get(entry.parameter) or as_row(model, entry.parameter)).matrix(mask)
             zeros, pattern = mask.numel() - int(mask.count_nonzero()), parse_pattern(entry.pattern)
             if zeros != entry.zeros or (isinstance(pattern, NM) and pattern.count_nonzero_wrong(matrix)):
-                notes = [note for note in entry.notes if not note.startswith((REPLACED, UNMASKED))]
-                notes.append(f"{REPLACED}, by one of {pattern_of(matrix, pattern)}")
-                report.layers[i] = replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
+                report.layers[i] = _changed(entry, f"{REPLACED}, by one of {pattern_of(matrix, pattern)}", zeros=zeros)
     return report
 
 
@@ -319,15 +313,19 @@ def _without_mask(model: nn.Module, entry: LayerReport, layer: Layer | None, *, 
     values = stored(module, name) if module is not None and name in dict(module.named_parameters()) else None
     if isinstance(module, PackedLayer) or (values is not None and values.is_meta):
         return entry
-    zeros = 0 if values is None else values.numel() - int(values.count_nonzero())
-    if not (lost or zeros < entry.zeros or values is None or values.numel() != entry.size):
+    if values is None:
+        return _changed(entry, f"{UNMASKED}: {entry.parameter!r} is not in the model", zeros=0)
+    zeros = values.numel() - int(values.count_nonzero())
+    if not (lost or zeros < entry.zeros or values.numel() != entry.size):
         return entry
-    notes = [note for note in entry.notes if not note.startswith((REPLACED, UNMASKED))]
-    notes.append(UNMASKED if values is not None else f"{UNMASKED}: {entry.parameter!r} is not in the model")
-    if values is not None:
-        shape = list((values if layer is None else layer.matrix(values)).shape)
-        entry = replace(entry, shape=shape, size=values.numel())
-    return replace(entry, zeros=zeros, error=None, steps=[], notes=notes)
+    shape = list((values if layer is None else layer.matrix(values)).shape)
+    return _changed(entry, UNMASKED, zeros=zeros, shape=shape, size=values.numel())
+
+
+def _changed(entry: LayerReport, note: str, **facts: Any) -> LayerReport:
+    """The row of a layer that has another mask since, or none, with a note that says so."""
+    notes = [each for each in entry.notes if not each.startswith((REPLACED, UNMASKED))]
+    return replace(entry, **facts, error=None, steps=[], notes=[*notes, note])
 
 
 def _misfits(model: nn.Module, masks: Mapping[str, Tensor], known: list[list[str]]) -> Iterator[str]:

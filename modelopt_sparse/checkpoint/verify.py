@@ -68,14 +68,11 @@ class Verification:
         verdict = f"{wrong} of {count} layers do not hold" if wrong else f"All {count} layers hold"
         patterns = counted(layer.pattern for layer in self.layers)
         summary = f"{verdict} their pattern: {patterns}. {zeros:,} of {size:,} weights are zero. {self.files}".rstrip()
+        verdicts = [", but ".join(filter(None, (layer.problem or "ok", layer.note))) for layer in self.layers]
         columns = [
             Column("pattern", [layer.pattern for layer in self.layers], "levels"),
             Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in self.layers], "range"),
-            Column(
-                "verdict",
-                [", but ".join(filter(None, (layer.problem or "ok", layer.note))) for layer in self.layers],
-                "range",
-            ),
+            Column("verdict", verdicts, "range"),
         ]
         rows = rows_of("layer", [layer.name for layer in self.layers], columns, all_rows=all_rows)
         notes = (paragraph(f"Note: {note}.", all_rows=all_rows) for note in self.notes)

@@ -304,18 +304,15 @@ def bytes_of(device: torch.device) -> tuple[float, float]:
     CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
-        known = (
-            hasattr(module, "mem_get_info") and (device.index or 0) < module.device_count()
-        )  # a plan may be for others
-        return (module.mem_get_info(device)[1], free_bytes(device)) if known else (math.inf, math.inf)
-    memory, swap, own = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process().memory_info()
+        if not hasattr(module, "mem_get_info") or (device.index or 0) >= module.device_count():  # planned for another
+            return math.inf, math.inf
+        return module.mem_get_info(device)[1], free_bytes(device)
+    memory, swap, process = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available
+    own = process.memory_info()
     most, free = most + swap.total, min(free, most - own.rss) + swap.free
-    if sys.platform != "win32":
-        import resource  # Windows has none
-
-        if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
-            most, free = min(most, limit), min(free, limit - own.vms)
+    if sys.platform == "linux" and (limit := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:
+        most, free = min(most, limit), min(free, limit - own.vms)
     return most, free
 
 

@@ -41,8 +41,10 @@ def has_own_forward(module: nn.Module, cls: type) -> bool:
 
 
 def _replaced_forward(module: nn.Module) -> Callable[[Tensor], Any] | None:
-    """The forward that the instance has in the place of its class's, unless accelerate has put it there."""
-    return None if has_hook(module) else vars(module).get("forward")
+    """The forward that the instance has in the place of its class's, unless accelerate has put it there, or left its
+    class's own there, bound."""
+    own = vars(module).get("forward")
+    return None if has_hook(module) or getattr(own, "__func__", None) is type(module).forward else own
 
 
 @torch.no_grad()

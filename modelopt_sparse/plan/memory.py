@@ -154,10 +154,10 @@ def experts_per_token(model: nn.Module) -> int | None:
     return getattr(text_config_of(model), "num_experts_per_tok", None)
 
 
-def lacking(planned: Iterable[LayerPlan], config: SparsifyConfig) -> str | None:
+def lacking(plan: Plan, config: SparsifyConfig) -> str | None:
     """Which layers need more at once than there is on their device, whatever else is freed, and what to do."""
     short = []
-    for layer_plan in planned:
+    for layer_plan in plan.layers:
         place = config.device or input_device(layer_plan.layer.owner)
         least, (most, _) = _least(layer_plan), bytes_of(place)
         if least > most:
@@ -166,16 +166,11 @@ def lacking(planned: Iterable[LayerPlan], config: SparsifyConfig) -> str | None:
     return f"more memory than there is for {len(short)} layers: {first_few(short)}: {advice}" if short else None
 
 
-def tight(
-    planned: Sequence[LayerPlan],
-    memory: Mapping[str, int],
-    streamed: Mapping[str, Mapping[str, int]],
-    config: SparsifyConfig,
-) -> str | None:
+def tight(plan: Plan, config: SparsifyConfig) -> str | None:
     """Where a run may take more than is free now, and what to do."""
-    layer = planned[0].layer
-    place = HOST if (device := config.device or input_device(layer.owner)).type == "cpu" else str(device)
-    for name, parts in (streamed if streamed and layer.values.is_meta else {place: memory}).items():
+    layer = plan.layers[0].layer
+    place = str(config.device or input_device(layer.owner))
+    for name, parts in (plan.streamed if plan.streamed and layer.values.is_meta else {place: plan.memory}).items():
         _, free = bytes_of(torch.device("cpu" if name == HOST else name))
         if (most := sum(parts.values())) > free:
             sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"

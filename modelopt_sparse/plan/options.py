@@ -371,7 +371,8 @@ class SparsifyConfig:
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
       distill: after the last block, tune the kept weights, norms and biases of the whole model to predict what the
-        dense model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options.
+        dense model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
+        ``quality`` sets: True, or None where the model cannot be distilled; the report says why.
       allocation: "uniform" or "owl": how the zeros of an unstructured pattern are shared out over the layers.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
         lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an

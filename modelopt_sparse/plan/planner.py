@@ -94,9 +94,8 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
-    room = filter(None, (lacking(planned, config), tight(planned, memory, streamed, config)))
-    notes = (*_notes(model, planned, config), *room)
-    return Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), notes, streamed)
+    plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
+    return replace(plan, notes=(*plan.notes, *filter(None, (lacking(plan, config), tight(plan, config)))))
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
@@ -338,9 +337,7 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if config.budget is not None:
         of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
         if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
-            notes.append(
-                f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model to them"
-            )
+            notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model")
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
     for layer_plan in planned:

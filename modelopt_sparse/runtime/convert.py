@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import is_sharded
-from modelopt_sparse.model.devices import has_hook
+from modelopt_sparse.model.forwards import has_own_forward
 from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
@@ -393,8 +393,7 @@ def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_o
     """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
-    own = module.__dict__.get("forward")
-    if own is not None and not has_hook(module) and getattr(own, "__func__", None) is not nn.Linear.forward:
+    if has_own_forward(module, nn.Linear):
         return "its forward was replaced on the instance"
     if is_sharded(weight):
         return "sharded over processes (DTensor)"

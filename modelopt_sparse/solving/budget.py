@@ -329,8 +329,7 @@ class Table:
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token or sample,
-        nanoseconds."""
+        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token or sample, nanoseconds."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
@@ -388,10 +387,9 @@ class Table:
         """A level of each layer that may have any: no rule gives it choices of its own, or fixes one."""
 
         def of_config(each: LayerPlan) -> tuple[Pattern | None, ...]:
-            columns, all_choices = each.layer.columns(each.layer.parameter), self.config.choices or ()
-            return tuple(
-                c and c.with_scope(each.method.scope) for c in all_choices if c is None or not c.misfit(columns)
-            )
+            columns, scope = each.layer.columns(each.layer.parameter), each.method.scope
+            fitting = (c for c in self.config.choices or () if c is None or not c.misfit(columns))
+            return tuple(choice and choice.with_scope(scope) for choice in fitting)
 
         free = (each for each in self.plan.layers if each.choices == of_config(each))
         return {x.name: p for x in free if isinstance(p := next(filter(_is_level, x.choices), None), Unstructured)}
@@ -462,9 +460,7 @@ def planned(plan: Plan, chosen: Chosen) -> Plan:
     dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
-        raise ValueError(
-            "budget: every layer may stay dense, so that nothing is pruned: ask for less (of kl, allow more)"
-        )
+        raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less (of kl, allow more)")
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 

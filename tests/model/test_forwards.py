@@ -103,7 +103,7 @@ OTHERS = {
     "TF's SAME, stride 2": (Conv2dSame(8, 16, 3, stride=2), (8, 6, 6)),
     "causal": (Causal(8, 16, 3), (8, 6)),
     "scaled": (EqualLinear(16, 8), (5, 16)),
-    "spectral norm": (Spectral(16, 8), (5, 16)),
+    "spectral norm": (Spectral(64, 8), (5, 64)),  # its norm is not near 1
     "ternary": (BitLinear(16, 8), (5, 16)),
     "Conv1D and more": (Transposed(8, 16), (5, 16)),
     "LoRA": (WithLora(16, 8, scale=2.0), (5, 16)),

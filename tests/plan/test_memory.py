@@ -338,7 +338,7 @@ def test_a_tight_run_is_warned_of_once(monkeypatch):
     options = {"pattern": 0.5, "include": ["*"], "progress": False}
     monkeypatch.setattr(planned_memory, "bytes_of", lambda device: (1e12, 1e3))
     assert any("where 1,000 are free" in note for note in make_plan(Wide(), "magnitude", options).notes)
-    with pytest.warns(UserWarning, match=r"at most on host, where 1,000 are free: free some") as caught:
+    with pytest.warns(UserWarning, match=r"at most on cpu, where 1,000 are free: free some") as caught:
         mts.sparsify(Wide(), "magnitude", options)
     assert len(caught) == 1
 
