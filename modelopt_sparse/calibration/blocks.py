@@ -618,4 +618,5 @@ def _why_whole(
     blocks = [block for block in dense.blocks if block in home]
     if not blocks:
         return None
-    return rehearse(lambda calls: dense.walk(dense.data, home, blocks, calls), dense.tried, home)
+    watch = Watch(dense.again.run)
+    return rehearse(lambda calls: dense.walk(dense.data, home, blocks, calls), dense.tried, home, watch)

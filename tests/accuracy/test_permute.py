@@ -88,8 +88,8 @@ def permuted_alone(model: nn.Module, batches, **options) -> list[str]:
     """Permute every block of a model and solve nothing -> the layers whose columns moved."""
     run, data = calibrated_run(model, "wanda", data_loader=batches, permute=True, **options)
     names = []
-    with calibrating(model), ExitStack() as ending:
-        for block in blocks_in_call_order(run, data, ending):
+    with calibrating(model):
+        for block in blocks_in_call_order(run, data):
             undo = ExitStack()  # nothing is taken back
             names += permute(block, block.inputs(), run, undo)
             block.inputs().advance()
@@ -120,8 +120,8 @@ def test_the_model_computes_the_same(name):
 def test_no_order_is_looked_for_where_layers_share_an_input():
     """o_proj makes as many channels as gate_proj and up_proj take; each would have to take the other's order."""
     run, data = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(), permute=True)
-    with calibrating(run.model), ExitStack() as ending:
-        block = blocks_in_call_order(run, data, ending)[0]
+    with calibrating(run.model):
+        block = blocks_in_call_order(run, data)[0]
         takers = {fold.taker.name.rpartition(".")[2] for fold in possible_folds(run.model, block.by_input())}
     assert takers == {"o_proj", "down_proj"}
 

@@ -18,7 +18,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -215,8 +215,8 @@ def gram_matrices() -> Found:
     for name, make in MODELS.items():
         model = make()
         run, data = calibrated_run(model, "sparsegpt", data_loader=BATCHES[name], min_tokens=1)
-        with run.processes, calibrating(model), ExitStack() as ending:
-            for block in blocks_in_call_order(run, data, ending):
+        with run.processes, calibrating(model):
+            for block in blocks_in_call_order(run, data):
                 for shared in collect(block.layer_plans, block.inputs(), run):
                     assert isinstance(shared.stats, Stats)
                     found[f"{name} {shared.layer_plans[0].name}"] = (shared.stats.tokens, shared.stats.gram)

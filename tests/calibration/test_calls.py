@@ -1,0 +1,399 @@
+"""Calls of the model that are run again: what they leave as it was, what they keep, and what they refuse."""
+
+import gc
+import inspect
+import re
+import traceback
+import weakref
+from contextlib import suppress
+from contextvars import ContextVar
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM, WhisperConfig, WhisperForConditionalGeneration
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration import calls as calls_module
+from modelopt_sparse.calibration.answers import Needed, Unknown
+from tests.calibration.collecting import assert_calibrated, collected, thread_state
+from tests.helpers import tiny_llama, token_batches
+from tests.models.stacked import STACKED, Block, Stacked, vectors
+from tests.models.tiny import tiny_t5
+from tests.oracles.brute_force import assert_stats, brute_force
+
+OPTIONS = {"min_tokens": 1, "progress": False}
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+# what is left as it was -----------------------------------------------------------------------------------------------
+
+
+class Failing(Stacked):
+    """Raises in the n-th run of one of its modules, by a count that is none of its attributes."""
+
+    def __init__(self, at: int, error: BaseException, module: str) -> None:
+        super().__init__()
+        self.at, self.error = at, error
+        self.get_submodule(module).register_forward_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        COUNT[0] += 1
+        if COUNT[0] == self.at:
+            raise self.error
+
+
+COUNT = [0]
+
+
+@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+@pytest.mark.parametrize("module", ["stem", "blocks.0", "blocks.2.down"])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("target", ["dense", "sparse"])
+def test_whatever_run_fails_nothing_is_left(module, error, target):
+    """In the dense run, in the rehearsal, when a block's inputs are collected, in reconstruction."""
+    options = {"data_loader": vectors(), "reconstruct": {"epochs": 1, "target": target}, **OPTIONS}
+    COUNT[0] = 0
+    mts.sparsify(Failing(0, error, module), **options)
+    runs = COUNT[0]
+    for at in sorted({*range(1, min(12, runs)), runs // 2, runs}):
+        COUNT[0] = 0
+        model, before = Failing(at, error, module), thread_state()
+        hooks = hooks_of(model)
+        with suppress(ValueError, RuntimeError, KeyboardInterrupt):
+            mts.sparsify(model, **options)
+        assert hooks_of(model) == hooks
+        assert not any("forward" in vars(block) for block in model.blocks)
+        assert thread_state() == before
+        assert mts.report(mts.sparsify(model, **options)).sparsity == 0.5
+
+
+def test_an_error_between_blocks_shows_the_batch_and_the_users_line():
+    class Between(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)
+                assert x.abs().max() < self.limit, "too large"
+            return self.head(x)
+
+    model, batches = Between(), [batch[:5] for batch in vectors()]
+    model.limit = 1e4
+    batches[2][0] = 1e5  # neither in the dense run nor in the rehearsal
+    with pytest.raises(ValueError, match=re.escape("Between cannot take calibration batch 2, {0: 'torch.float32")) as e:
+        mts.sparsify(model, data_loader=batches, **OPTIONS)
+    assert "too large" in str(e.value)
+    frames = "".join(traceback.format_exception(e.value))
+    assert 'assert x.abs().max() < self.limit, "too large"' in frames
+
+
+class Setting(Stacked):
+    """Sets around its blocks what it sets back after them: an attribute, a list, a buffer and a flag of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.states, self.table = 1.0, [], None
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, scale, self.gain, self.scale = self.gain, self.scale, 2.0, self.scale * 0.5
+        self.states.append(len(x))
+        torch.set_default_dtype(torch.float64)
+        x = super().forward(x * self.gain * self.scale)
+        torch.set_default_dtype(torch.float32)
+        self.gain, self.scale = before, scale
+        self.states.clear()
+        return x
+
+
+def test_what_a_call_sets_around_its_blocks_is_put_back():
+    model = assert_calibrated(Setting(), STACKED, vectors(), "block")
+    assert (model.gain, model.states, torch.get_default_dtype()) == (1.0, [], torch.float32)
+    assert torch.equal(model.scale, torch.ones(16))
+    assert not any("whole model" in note for note in mts.report(model).notes)
+
+
+def test_a_batch_that_the_model_writes_to_is_as_it_was():
+    class Writing(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    class Doubling(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2)
+
+    for options in ({"data_loader": vectors()}, {"forward_loop": lambda model: [model(x.clone()) for x in vectors()]}):
+        found = collected(Writing(), STACKED, sequential="none", **options)
+        assert_stats(found, brute_force(Doubling(), vectors(), STACKED))
+
+
+@pytest.mark.parametrize("cache", [lambda: None, DynamicCache], ids=["of its own", "in the batch"])
+def test_each_run_of_a_call_gets_the_cache_that_it_began_with(cache):
+    def masks(**more):
+        batches = [{"input_ids": ids, **more, **({name: cache()} if more else {})} for ids in token_batches(3)]
+        return dict(mts.named_masks(mts.sparsify(tiny_llama(), "wanda", data_loader=batches, progress=False)))
+
+    known = inspect.signature(LlamaForCausalLM.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
+    plain, cached = masks(), masks(use_cache=True)
+    assert all(torch.equal(plain[name], cached[name]) for name in plain)
+
+
+def test_calls_see_the_context_variables_of_their_caller():
+    scale: ContextVar[float] = ContextVar("scale", default=100.0)
+
+    class Contextual(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * scale.get())
+
+    token = scale.set(2.0)
+    try:
+        found = collected(Contextual(), STACKED, data_loader=vectors(), sequential="none")
+    finally:
+        scale.reset(token)
+    x = [Stacked().stem(2.0 * batch) for batch in vectors()]
+    torch.testing.assert_close(found["blocks.0.up"].gram, sum(y.T @ y for y in x).detach())
+
+
+# random numbers -------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_random_numbers_are_those_of_a_whole_call():
+    """Drawn before the blocks, in them and between them; a block that answers has drawn its own."""
+
+    class Drawing(Stacked):
+        def __init__(self) -> None:
+            super().__init__(block=Noisy)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x + 0.1 * torch.randn_like(x))
+            for block in self.blocks:
+                x = block(x) + 0.1 * torch.randn_like(x)
+            return self.head(x)
+
+    found = collected(Drawing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
+
+    def call(model: nn.Module, batch: Tensor) -> None:
+        torch.manual_seed(next(n for n, x in enumerate(data) if x is batch))
+        model(batch)
+
+    data = vectors()
+    assert_stats(found, brute_force(Drawing(), data, STACKED, call=call))
+
+
+# what blocks put out, and is not kept ---------------------------------------------------------------------------------
+
+
+def unknown(x: Tensor, place: int = 0) -> Unknown:
+    def need():
+        raise Needed
+
+    return Unknown(x.to("meta"), x.device, {(place, 0)}, need)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: torch.zeros(3, 4).add_(x),
+        lambda x: torch.zeros(3, 4).index_put_((torch.tensor([0]),), x[:1]),
+        lambda x: torch.ones(3, 4)[x > 0],
+        lambda x: torch.where(x > 0)[0],
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, torch.ones(3, 4)),
+        lambda x: torch.nan_to_num(x).tolist(),
+        lambda x: x.unique(),
+        lambda x: torch.ones(3, 4).masked_fill_(x > 0, 1),
+    ],
+    ids=range(11),
+)
+def test_whatever_looks_at_a_value_that_is_not_known_is_refused(looks):
+    with pytest.raises((Needed, RuntimeError)), torch.no_grad():  # of an error, runs make `Needed` as well
+        looks(unknown(torch.ones(3, 4)))
+
+
+def test_what_is_computed_from_it_is_not_known_and_says_from_what():
+    x, y = unknown(torch.ones(3, 4), 1), unknown(torch.ones(3, 4), 2)
+    with torch.no_grad():
+        z = torch.cat([x, torch.ones(3, 4)]).softmax(-1) @ torch.ones(4, 5)
+        assert isinstance(z, Unknown)
+        assert (z.shape, z.dtype, z.device.type, z.sources) == ((6, 5), torch.float32, "cpu", {(1, 0)})
+        assert x[torch.tensor([True, False, True])].shape == (2, 4)  # a known index tells the shape
+        assert (x + y).sources == {(1, 0), (2, 0)}
+        x[:, 1].add_(y[:, 0])  # the view's base holds it
+        assert x.sources == {(1, 0), (2, 0)}
+        assert nn.LayerNorm(4)(x.to(torch.bfloat16).float()).dtype == torch.float32
+
+
+class Skips(Stacked):
+    """The last block reads what the first one put out; in batches of more than six rows by its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](self.stem(x))
+        x = self.blocks[1](first)
+        if len(x) > 6 and first.mean() > 100:
+            return x
+        return self.head(self.blocks[2](x + first))
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_what_later_blocks_need_is_kept(sequential):
+    model = assert_calibrated(Skips(), STACKED, vectors(4), sequential)
+    assert not any("whole model" in note for note in mts.report(model).notes)
+
+
+@pytest.mark.parametrize(("build", "most"), [(tiny_llama, 1), (tiny_t5, 3)], ids=["llama", "t5"])
+def test_no_more_is_held_than_what_is_needed(build, most, monkeypatch):
+    """Of a Llama the last hidden state of each call; of a T5 also the encoder's, and a position bias."""
+    copies, alive, copied = [], [], calls_module.copied
+
+    def counting(x, run):
+        held = copied(x, run)
+        copies.append(weakref.ref(held))
+        return held
+
+    def look(*_):
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in copies))
+
+    monkeypatch.setattr(calls_module, "copied", counting)
+    model, data = build(num_hidden_layers=4) if build is tiny_llama else build(), token_batches(5)
+    batches = data if build is tiny_llama else [{"input_ids": x, "decoder_input_ids": x} for x in data]
+    for module in model.modules():
+        if type(module).__name__ in ("LlamaMLP", "T5LayerFF"):
+            module.register_forward_hook(look)
+    mts.sparsify(model, "wanda", data_loader=batches, progress=False)
+    assert max(alive) <= most * len(data)
+    assert not any(ref() is not None for ref in copies)
+
+
+class Returns(Stacked):
+    """Goes back to its first block if the last one did not put out what it used to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, x = float(x[0, 0]), self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        usual = USUAL.setdefault(key, float(x.mean()))
+        return self.head(self.blocks[0](x) if abs(float(x.mean()) - usual) > 1e-6 else x)
+
+
+USUAL: dict[float, float] = {}
+
+
+def test_a_call_that_comes_back_to_a_finished_block_is_an_error_that_names_the_batch():
+    """Only the sparse model goes back. No statistic is left out in silence."""
+    USUAL.clear()
+    with pytest.raises(ValueError, match=r"batch 0 comes back to block 'blocks\.0', which is sparse by"):
+        mts.sparsify(Returns(), "wanda", data_loader=[x[:5] for x in vectors()], **OPTIONS)
+
+
+# what is found out before anything is changed ------------------------------------------------------------------------
+
+
+class Probing(Stacked):
+    """What a block leaves in an object is the input of a layer in the next one, of which nothing comes out."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) + 0 * self.probe(self.left.value)
+            self.left.value = y[:1].detach()
+            return y
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+        self.left = SimpleNamespace()
+        for block in self.blocks:
+            block.left = self.left
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.value = x[:1]
+        return super().forward(x)
+
+
+def test_layers_inputs_are_compared_not_only_what_blocks_put_out():
+    with pytest.warns(UserWarning, match="blocks that answer in the place of computing do not give the model's own"):
+        found = collected(Probing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
+    assert_stats(found, brute_force(Probing(), vectors(), STACKED))
+
+
+GLOBAL = {"scale": 1.0}
+
+
+def test_what_nothing_can_put_back_is_an_error():
+    """A flag in a module of the user's own, which a call that is stopped leaves set."""
+
+    class Flagging(Stacked):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * GLOBAL["scale"]
+            GLOBAL["scale"] = 3.0
+            x = super().forward(x)
+            GLOBAL["scale"] = 1.0
+            return x
+
+    try:
+        with pytest.warns(UserWarning, match="do not give"), pytest.raises(ValueError, match="load it anew"):
+            mts.sparsify(Flagging(), "wanda", data_loader=vectors(), **OPTIONS)
+    finally:
+        GLOBAL["scale"] = 1.0
+
+
+# loops that call parts of a model -------------------------------------------------------------------------------------
+
+
+def whisper() -> WhisperForConditionalGeneration:
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDE.items()}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    more = {"max_source_positions": 20, "max_target_positions": 24, "suppress_tokens": None}
+    torch.manual_seed(0)
+    more |= {"vocab_size": 64, "num_mel_bins": 16, "d_model": 32, "begin_suppress_tokens": None}
+    config = WhisperConfig(**sizes, **ids, **more)
+    model = WhisperForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+PARTS = [f"model.{side}.layers.{n}" for side in ("encoder", "decoder") for n in range(2)]
+
+
+def generating(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    for _ in range(2):
+        model.generate(torch.randn(2, 16, 40), max_new_tokens=6, do_sample=False)
+
+
+def by_parts(model: nn.Module) -> None:
+    """As applications do: the encoder once, then the decoder token by token. The model is never called."""
+    torch.manual_seed(1)
+    for _ in range(2):
+        states = model.model.encoder(torch.randn(2, 16, 40)).last_hidden_state
+        ids, cache = torch.full((2, 1), 3), None
+        for _ in range(3):
+            output = model.model.decoder(ids, encoder_hidden_states=states, past_key_values=cache, use_cache=True)
+            cache, ids = output.past_key_values, output.last_hidden_state.argmax(-1)[:, -1:] % 64
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("sequential", ["block", "none"])
+@pytest.mark.parametrize("loop", [generating, by_parts])
+def test_a_loop_may_call_parts_of_the_model(loop, sequential):
+    expected = brute_force(whisper(), [None], PARTS[:1], call=lambda model, _: loop(model))
+    with pytest.warns(UserWarning, match=r"stack 'model\.(en|de)coder\.layers' is calibrated through the whole model"):
+        found = collected(whisper(), PARTS, forward_loop=loop, sequential=sequential, min_tokens=1)
+    assert found.keys() == {name for name in found if name.startswith("model.")}
+    assert_stats({name: found[name] for name in expected.grams}, expected)
