@@ -31,6 +31,7 @@ from modelopt_sparse.calibration.trial import (
     is_repeatable,
     rehearse,
     truth_of,
+    warn_of_repeated,
     warn_of_whole_runs,
 )
 from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
@@ -579,6 +580,9 @@ def _whole_stacks(
         if not all(still):
             problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
             raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
+    for stack in waiting:
+        if not dense.repeated.isdisjoint(stack.blocks):
+            warn_of_repeated(run, stack)
     if waiting and run.config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
         if count < 2:

@@ -207,8 +207,21 @@ def warn_of_whole_runs(run: Run, stack: Stack, why: str, pruned: int) -> None:
     if not run.storage.resident:
         raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
     text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"
-    asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
-    if any(asked.values()):
-        text += f"; its blocks are not {' and '.join(word for word, wanted in asked.items() if wanted)}"
+    if left := _left_out(run):
+        text += f"; {left}"
     warnings.warn(text, stacklevel=2)
     run.report.notes.append(text)
+
+
+def warn_of_repeated(run: Run, stack: Stack) -> None:
+    """Say what blocks that a call comes to more than once go without."""
+    if left := _left_out(run):
+        text = f"calls come to blocks of stack {stack.name or type(run.model).__name__!r} more than once; {left}"
+        warnings.warn(text, stacklevel=2)
+        run.report.notes.append(text)
+
+
+def _left_out(run: Run) -> str:
+    asked = {"permuted": run.config.permute, "reconstructed": run.config.reconstruct is not None}
+    wanted = " and ".join(word for word, wanted in asked.items() if wanted)
+    return f"its blocks are not {wanted}" if wanted else ""
