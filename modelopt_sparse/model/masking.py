@@ -439,6 +439,9 @@ def _masked(module: SparseModule, name: str, weight: Any) -> Any:
     if own_mask is None or weight is None:
         return weight
     if is_recorded(weight):
+        if torch.onnx.is_in_onnx_export():
+            problem = "its weights become products with masks, not constants: give mts.export(model)"
+            warnings.warn(f"ONNX export of a sparse {type(module).__name__}: {problem}", stacklevel=2)
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not torch.is_grad_enabled():
             return masked_copy(weight, own_mask)
         if name in module.faint_parameters:

@@ -1,6 +1,7 @@
 """Sparse modules under torch.compile and torch.export."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -167,3 +168,20 @@ def test_exported_program_masks_its_weights(strict: bool):
     expected = module(torch.ones(1, 8))
     drift(module)
     torch.testing.assert_close(program.module()(torch.ones(1, 8)), expected)
+
+
+def test_export_to_onnx_with_masks_warns_that_weights_are_no_constants(tmp_path):
+    """Plain weights are, and come without a word."""
+    pytest.importorskip("onnxscript")
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    mts.sparsify(model, "magnitude", pattern="2:4")
+    options = {"dynamo": True, "external_data": False, "verbose": False}
+    for exported in (False, True):
+        if exported:
+            mts.export(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.onnx.export(model, (torch.randn(2, 16),), tmp_path / "model.onnx", **options)
+        said = [str(each.message) for each in caught if "sparse SparseLinear" in str(each.message)]
+        assert bool(said) is not exported
+        assert all("not constants: give mts.export(model)" in each for each in said)
