@@ -601,7 +601,8 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
         return
     values = memory(weight)
     lost = torch.where(mask, 0, values)
-    if count := int((~(lost.abs() <= torch.finfo(values.dtype).eps * values.abs().max())).sum()):  # more than rounding
+    rounding = torch.finfo(values.dtype).eps * values.abs().max()
+    if count := int(((lost != 0) & ~(lost.abs() <= rounding)).sum()):
         holder.told = (*holder.told, name)
         what = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
         where = "'What masks throw away' in docs/training.md"
