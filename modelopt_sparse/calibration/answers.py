@@ -62,7 +62,7 @@ class Unknown(Tensor):
         try:  # drawing random numbers goes on in the generator, which meta has none of
             where = device if torch.Tag.nondeterministic_seeded in func.tags else torch.device("meta")
             return cls._computed(func, args, kwargs, where, device)
-        except Exception:  # by an index with values, which tells the shape
+        except (RuntimeError, TypeError, IndexError):  # by an index with values, which tells the shape
             return cls._computed(func, args, kwargs, device, device)
 
     @classmethod
@@ -70,19 +70,19 @@ class Unknown(Tensor):
         cls, func: Any, args: tuple, kwargs: dict[str, Any], where: torch.device, device: torch.device
     ) -> Any:
         """The output of an operation, computed on ``where``, with zeros for what is unknown unless that is meta."""
-        given: dict[int, Unknown] = {}
+        by_filled: dict[int, Unknown] = {}
 
         def value(x: Tensor) -> Tensor:
             if not isinstance(x, Unknown):
                 return x.to(where)
             filled = x.meta if where.type == "meta" else torch.zeros_like(x.meta, device=where)
-            given[id(filled)] = x
+            by_filled[id(filled)] = x
             return filled
 
         args, kwargs = map_tensors(value, (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = where
-        first, *others = given.values()
+        first, *others = by_filled.values()
         output = func(*args, **kwargs)
         if any(x is not None and not isinstance(x, Tensor) for x in leaves_of(output)):
             first.need()
@@ -92,7 +92,7 @@ class Unknown(Tensor):
         sources.update(*(x.sources for x in others))
 
         def unknown(x: Tensor) -> Unknown:
-            return given[id(x)] if id(x) in given else cls(x.to("meta"), device, sources, first.need)
+            return by_filled[id(x)] if id(x) in by_filled else cls(x.to("meta"), device, sources, first.need)
 
         return map_tensors(unknown, output)
 
@@ -167,14 +167,14 @@ class Answer:
 
     def only(self, is_wanted: Callable[[int], bool]) -> "Answer":
         """The same without the values of those tensors whose numbers are not wanted."""
-        numbers, kept = count(), list[bool]()
+        numbers, held = count(), list[bool]()
 
         def some(leaf: Leaf) -> Leaf:
-            kept.append(is_wanted(next(numbers)) and leaf.value is not None)
-            return leaf if kept[-1] else replace(leaf, value=None)
+            held.append(is_wanted(next(numbers)) and leaf.value is not None)
+            return leaf if held[-1] else replace(leaf, value=None)
 
         output, written = map_leaves(of_leaves(some), (self.output, self.written))
-        return replace(self, output=output, written=written, holds=any(kept))
+        return replace(self, output=output, written=written, holds=any(held))
 
     def given(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
         """The output of the visit at a ``place`` of its call, for a block that is called with these arguments. What is

@@ -98,7 +98,7 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
 
     # blocks that no call comes to may have layers that need no data
     named = {b for stack in home.values() for name, b in zip(stack.names, stack.blocks) if by_block.get(name)}
-    blocks = [block for block in dense.blocks if block in home]
+    blocks = [block for block in dense.order.blocks if block in home]
     blocks += [block for block in home if block in named and block not in blocks]
     walk, whole_model = dense.walk(data, home, blocks), WholeModel(data)
     tasks: list[BlockTask] = []
@@ -225,32 +225,52 @@ class _InputsOfCall:
     keys: dict[str, list[tuple]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Order:
+    """blocks: in the order in which calls come to them. repeated: those to which some call comes more than once."""
+
+    blocks: list[nn.Module]
+    repeated: set[nn.Module]
+
+
+@dataclass
+class Rows:
+    """of: layer name -> how many rows each of its matrices was multiplied with, on average, padding included, in calls
+    of so many ``units``; once all processes have agreed, for each unit."""
+
+    of: dict[str, Fraction] = field(default_factory=dict)
+    units: int = 0
+
+
 @dataclass
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
-    again: what runs calls; calls: all calls of the model in this process, with their ways.
+    again: all calls of the model in this process, with their ways.
     tried: the calls that running calls again is tried with.
-    blocks: in the order in which calls come to them. repeated: those to which some call comes more than once.
-    whole: stacks whose blocks are calibrated through runs of the whole model.
-    rows: under a budget, layer name -> how many rows each of its matrices was multiplied with, on average, padding
-      included, in calls of so many ``units``; once all processes have agreed, for each unit.
+    order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
+    rows: under a budget, with how many rows layers were multiplied.
     """
 
     data: CalibrationData
     inputs: SeenInputs
     again: Calls
-    calls: list[WalkedCall] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
-    blocks: list[nn.Module] = field(default_factory=list)
-    repeated: set[nn.Module] = field(default_factory=set)
+    order: Order = field(default_factory=lambda: Order([], set()))
     whole: set[Stack] = field(default_factory=set)
-    rows: dict[str, Fraction] = field(default_factory=dict)
-    units: int = 0
+    rows: Rows = field(default_factory=Rows)
+
+    @property
+    def calls(self) -> list[WalkedCall]:
+        return self.again.calls
+
+    def only(self, numbers: Sequence[int]) -> "DenseRun":
+        """The same with the calls of these numbers alone."""
+        return replace(self, again=self.again.only(numbers))
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
-        self.units += _units_of(numbered.call)
+        self.rows.units += _units_of(numbered.call)
 
     def walk(
         self,
@@ -265,14 +285,14 @@ class DenseRun:
         again = Calls(data, home, fresh, set(data.run.plan.blocks) - home.keys(), self.again.shapes)
         if data.run.config.sequential == "none":
             again.keep_what_may_be_needed()
-        return Walk(again, blocks, self.repeated)
+        return Walk(again, blocks, self.order.repeated)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_non_finite(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
         if self.data.run.config.budget is not None:
-            self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
+            self.rows.of[layer.name] = self.rows.of.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 
 
 def run_dense(data: CalibrationData) -> CalibrationData:
@@ -386,7 +406,8 @@ KINDS = 4  # of calls that are tried at most
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
     data, run = dense.data, dense.data.run
-    dense.calls = [WalkedCall(NumberedCall(number, call, data.masks_of(call))) for number, call in enumerate(calls)]
+    numbered = (NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls))
+    dense.again.calls = [WalkedCall(each) for each in numbered]
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
@@ -400,7 +421,7 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
         rows = [_row_of(call.numbered, data) for call in (*chosen[:KINDS], *beside)]
         dense.tried = truth_of(dense.again, rows)
     else:  # each run of the model reads all weights
-        dense.tried = [*truth[:KINDS], *(Tried(WalkedCall(_row_of(call.numbered, data)), None) for call in beside)]
+        dense.tried = [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -466,7 +487,6 @@ def _run_loop(dense: DenseRun) -> None:
     ):
         data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
     dense.inputs.begin(-1)  # the last call is over
-    dense.calls = again.calls
     dense.tried = [Tried(now.call, visits) for now, visits in watch.take()]
     sha256 = digest_of(call.numbered.call for call in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
@@ -486,8 +506,8 @@ def _agree(dense: DenseRun) -> None:
         {name: bool(value) for name, value in seen.finite.items()},
         seen.varying,
         run.report.calibration,
-        dense.rows,
-        dense.units,
+        dense.rows.of,
+        dense.rows.units,
     )
     places, inputs, finites, varying, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
     firsts: dict[str, tuple[int, int]] = {}
@@ -499,7 +519,7 @@ def _agree(dense: DenseRun) -> None:
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
     totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
-    dense.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
+    dense.rows = Rows({name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}, 1)
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
         together = "".join(calibration["sha256"] for calibration in calibrations)
@@ -581,7 +601,7 @@ def _whole_stacks(
             problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
             raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
     for stack in waiting:
-        if not dense.repeated.isdisjoint(stack.blocks):
+        if not dense.order.repeated.isdisjoint(stack.blocks):
             warn_of_repeated(run, stack)
     if waiting and run.config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
@@ -598,8 +618,8 @@ def _learn_ways(dense: DenseRun) -> None:
             dense.again.learn_way(call)
     own = list(dict.fromkeys(tuple(map(blocks.index, call.way.blocks)) for call in dense.calls if call.way is not None))
     ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]
-    dense.blocks = [blocks[index] for index in _merged(ways)]
-    dense.repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
+    repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
+    dense.order = Order([blocks[index] for index in _merged(ways)], repeated)
 
 
 def _why_whole(
@@ -612,14 +632,14 @@ def _why_whole(
             if block in dense.again.outside:
                 return stack, "its blocks are called outside of a call of the model"
             reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
-            if reached and block not in dense.blocks:
+            if reached and block not in dense.order.blocks:
                 return stack, "not its blocks are called, but what is inside of them"
-    places = {block: place for place, block in enumerate(dense.blocks)}
+    places = {block: place for place, block in enumerate(dense.order.blocks)}
     for call in dense.calls if dense.data.run.config.sequential == "none" else ():
         for before, after in pairwise(block for block in (call.way or Way(())).blocks if block in home):
             if places[after] <= places[before]:  # a block that is sparse by then would change what others get
                 return home[after], "calls come to its blocks more than once, or in another order in some of them"
-    blocks = [block for block in dense.blocks if block in home]
+    blocks = [block for block in dense.order.blocks if block in home]
     if not blocks:
         return None
     watch = Watch(dense.again.run)

@@ -47,6 +47,7 @@ from modelopt_sparse.calibration.forward import (
 )
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.devices import (
+    WRAPPED_BY,
     flat_tensors,
     forward_replaced,
     has_hook,
@@ -163,6 +164,11 @@ class Calls:
         self._starts_again = False
         for call in self.calls:
             call.keeps_all |= call.way is not None and call.way.needed is None
+
+    def only(self, numbers: Sequence[int]) -> "Calls":
+        other = copy.copy(self)
+        other.calls = [self.calls[number] for number in numbers]
+        return other
 
     def coming_to(self, block: nn.Module) -> list[WalkedCall]:
         return [call for call in self.calls if call.way is not None and block in call.way.blocks]
@@ -397,7 +403,7 @@ def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
     held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]
     try:
         args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), {id(x): x for x in held})
-    except Exception:  # what cannot be copied, such as a lock, is handed on
+    except (TypeError, RuntimeError, AttributeError):  # what cannot be copied, such as a lock, is handed on
         args, kwargs = map_tensors(lambda x: x, (call.args, dict(call.kwargs)))
 
     @torch.no_grad()
@@ -423,7 +429,7 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
     *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
 ]
-OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_hf_hook"}  # never put back
+OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never put back
 
 
 class ModelState:

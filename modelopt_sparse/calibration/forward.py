@@ -403,7 +403,7 @@ class CalibrationData:
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
         """The user's calls with these numbers alone."""
         assert self.calls is not None
-        dense = self.dense and replace(self.dense, calls=[self.dense.calls[number] for number in numbers])
+        dense = self.dense and self.dense.only(numbers)
         return replace(self, calls=[self.calls[number] for number in numbers], own=0, dense=dense)
 
     @cached_property

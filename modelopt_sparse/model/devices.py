@@ -387,6 +387,9 @@ def give_back_freed_memory() -> None:
 # They wrap a module's forward, and can hold its weights elsewhere between calls (offloading).
 
 
+WRAPPED_BY = frozenset({"forward", "_hf_hook"})  # what it sets on a module
+
+
 def has_hook(module: nn.Module) -> bool:
     """Whether accelerate wraps the forward of this module, or of one of its submodules."""
     return any(hasattr(child, "_hf_hook") for child in module.modules())

@@ -128,8 +128,7 @@ def _streamed(
     host |= {part: memory[part] for part in ("fisher_metrics", "layer_in_float32") if part in memory}
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
-    # activations lie on the device if it has room, which is not known here: they count in both places
-    device = {"one_block": largest, "masks_of_one_block": masks, **held, **solving}
+    device = {"one_block": largest, "masks_of_one_block": masks, **solving}
     return {HOST: host | held, str(config.device): device}
 
 

@@ -574,7 +574,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
             file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
-    return data, Table(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
+    return data, Table(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows.of)
 
 
 def _read(file: Path, plan: Plan) -> Losses:

@@ -253,8 +253,8 @@ def test_plan_estimates_memory_in_the_dtype_of_the_run(run, work):
         done = run("plan", work / "llama", "--json", "--data", work / "text.txt", "--num-samples", 4, *options)
         return json.loads(done.out)["memory_bytes"]["cached_activations"]
 
-    assert cached("--seq-len", 32) == 2 * 4 * 32 * 32 * 4
-    assert cached("--seq-len", 32, "--dtype", "bfloat16") == 2 * 4 * 32 * 32 * 2
+    assert cached("--seq-len", 32) == 4 * 32 * 32 * 4
+    assert cached("--seq-len", 32, "--dtype", "bfloat16") == 4 * 32 * 32 * 2
 
 
 def test_eval(run, work, sparse):

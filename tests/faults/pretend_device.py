@@ -28,7 +28,8 @@ class Backend(_DummyBackendModule):
     ``allocated`` are in use. ``came`` and ``went``: shapes of what moved to the device and away from it. ``waits``: how
     often the host asked for values, for which it would wait until a GPU has done all that it was given."""
 
-    free = reserved = allocated = waits = 0
+    free = 1 << 40
+    reserved = allocated = waits = 0
 
     def __init__(self) -> None:
         self.came: list[tuple[int, ...]] = []
