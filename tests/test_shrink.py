@@ -32,11 +32,11 @@ from tests.models.shrinkable import (
     CLASSES,
     NO_WIDTH,
     WIDTH,
+    CountingLlama,
     InterleavedLlama,
     NormedLlama,
     ScaledByPlace,
     SoftmaxLlama,
-    WritingLlama,
     calls,
     odd,
     shrinkable,
@@ -233,8 +233,8 @@ def test_models_that_are_refused(case):
 def test_influence_is_for_blocks_that_can_be_run_by_themselves():
     options = {"blocks": 1, **LOADER, "progress": False}
     with pytest.raises(ValueError, match="cannot be run by themselves: give blocks_by='kl'"):
-        mts.shrink(odd(WritingLlama), **options, blocks_by="influence")
-    assert len(mts.shrink(odd(WritingLlama), **options).model.layers) == BLOCKS - 1
+        mts.shrink(odd(CountingLlama), **options, blocks_by="influence")
+    assert len(mts.shrink(odd(CountingLlama), **options).model.layers) == BLOCKS - 1
 
 
 def test_the_plan_is_what_is_made():

@@ -167,13 +167,15 @@ class SoftmaxLlama(LlamaForCausalLM):
             layer.mlp = SoftmaxMLP(config)
 
 
-class WritingLlama(LlamaForCausalLM):
-    """Its blocks write to what they get, so that nobody knows what they got."""
+class CountingLlama(LlamaForCausalLM):
+    """Its blocks count how many have run before them in a call, so that none runs without the others."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
+        ran: list[int] = []
+        self.register_forward_pre_hook(lambda *_: ran.clear())
         for layer in self.model.layers:
-            layer.register_forward_pre_hook(lambda module, args: args[0].mul_(1))
+            layer.mlp.register_forward_pre_hook(lambda module, args: ran.append(1) or (args[0] * len(ran) ** -0.1,))
 
 
 def odd(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
