@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import Calls, Inputs, Walk, WalkedCall, Way, WholeModel
 from modelopt_sparse.calibration.data import Call, cut, digest_of
-from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
+from modelopt_sparse.calibration.forward import (
+    CalibrationData,
+    NumberedCall,
+    forward_context,
+    input_hooks,
+    input_key,
+    onloaded_blocks,
+)
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.trial import (
     CHANGES,
@@ -449,6 +456,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
         Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
         nullcontext() if run.storage.resident else watch.watching(again),
         again.watching(),
+        onloaded_blocks(run),
         hooks as padding,
         forward_context(run),
     ):

@@ -241,6 +241,8 @@ class Calls:
                 if now.wanted is not None:  # after all other hooks, which see the output
                     hooks.callback(now.wanted.register_forward_hook(self._after).remove)
                 hooks.enter_context(torch.no_grad())
+                if now.wanted is not None and now.gradients:  # the block's hooks see them, too
+                    hooks.callback(now.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
                 call_model(self.run, own, call.numbered.number, call.numbered.random)
             ended = not now.over
         except Stop:
@@ -387,6 +389,10 @@ class Calls:
         held = copied(x.detach(), self.run)
         alike.append(ref(held))
         return held
+
+
+def _with_gradients(*_: Any) -> None:
+    torch.set_grad_enabled(True)  # until the call is stopped
 
 
 def copied(x: Tensor, run: Run) -> Tensor:

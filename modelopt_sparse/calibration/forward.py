@@ -328,8 +328,7 @@ def watched_outputs(
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        with torch.enable_grad():  # the block may have run with gradients in a call that has none
-            outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
+        outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -439,9 +438,7 @@ class CalibrationData:
             begin(numbered)
 
         with ExitStack() as contexts:
-            for block in run.plan.blocks:
-                if run.config.device is not None and block is not run.model:
-                    contexts.enter_context(onloaded(block, run.config.device, resident=False))
+            contexts.enter_context(onloaded_blocks(run))
             # they see what blocks and layers are given, on the device, in its own precision
             padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
@@ -463,6 +460,16 @@ class CalibrationData:
         with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
             self.run_model(seen.append, numbers=[number])
         return outputs[0], seen[0].masks.at(self.sides[self.run.model])
+
+
+@contextmanager
+def onloaded_blocks(run: Run) -> Iterator[None]:
+    """While entered, each block moves to the execution device, if the user asked for one, for each of its calls."""
+    with ExitStack() as contexts:
+        for block in run.plan.blocks:
+            if run.config.device is not None and block is not run.model:
+                contexts.enter_context(onloaded(block, run.config.device, resident=False))
+        yield
 
 
 def call_model(run: Run, call: Call, number: int, random: Sequence[Any] | None = None) -> None:
