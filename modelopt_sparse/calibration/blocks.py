@@ -27,7 +27,6 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     input_hooks,
     input_key,
-    onloaded_blocks,
 )
 from modelopt_sparse.calibration.run import Run, refuse_non_finite
 from modelopt_sparse.calibration.trial import (
@@ -456,7 +455,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
         Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
         nullcontext() if run.storage.resident else watch.watching(again),
         again.watching(),
-        onloaded_blocks(run),
+        again.moved_by_hooks(),
         hooks as padding,
         forward_context(run),
     ):

@@ -43,6 +43,7 @@ from modelopt_sparse.calibration.forward import (
     call_model,
     forward_context,
     input_hooks,
+    onloaded_blocks,
     watched_outputs,
 )
 from modelopt_sparse.calibration.run import Run
@@ -148,7 +149,7 @@ class Calls:
         self._now: UnderWay | None = None
         self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
-        self._hooked = has_hook(self.run.model)
+        self._hooked, self._moved_by_hooks = has_hook(self.run.model), False
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in stacks if moved and not has_hook(block)}
 
@@ -195,6 +196,17 @@ class Calls:
             for block in self.run.plan.blocks:
                 undo.enter_context(forward_replaced(block, partial(self._visit, block)))
             yield
+
+    @contextmanager
+    def moved_by_hooks(self) -> Iterator[None]:
+        """While entered, hooks that are entered now bring blocks to the execution device, so that others see what they
+        get there."""
+        with onloaded_blocks(self.run):
+            self._moved_by_hooks = True
+            try:
+                yield
+            finally:
+                self._moved_by_hooks = False
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Padding that a module inside the model is told of, in the call under way."""
@@ -347,7 +359,8 @@ class Calls:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
                 return forward(*args, **kwargs)
-        if device is None or block is self.run.model or has_hook(block) or input_device(block) == device:
+        there = block is now.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
+        if device is None or there or input_device(block) == device:
             return forward(*args, **kwargs)
         home = input_device(block)
         block.to(device)
