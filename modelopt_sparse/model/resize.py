@@ -170,6 +170,8 @@ def clone(module: nn.Module, *, hooks: bool = True) -> Any:
     shared: dict[int, Any] = {id(each): each for each in tensors_of(module).values()}
     if not hooks:  # what they are bound to may not be copied
         shared |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
+        forward = vars(module).get("forward")
+        shared[id(forward)] = forward  # one of the instance's own, which holds what it is bound to
     return copy.deepcopy(module, shared)
 
 
