@@ -388,6 +388,9 @@ def test_refit_brings_predictions_closer(name):
     """In the model that is there afterwards as in what the report says; what is not refitted is as it is without."""
     model: Any = tiny_model(name)
     strengthen(model)
+    for key, weight in model.named_parameters():
+        if ".experts." in key:  # transformers draws them so small that nothing depends on them
+            weight.data.mul_(8)
     whole, plain = copy.deepcopy(model), copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": torch.randint(3, 50, (4, 12), generator=generator)} for _ in range(24)]

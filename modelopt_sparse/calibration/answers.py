@@ -151,7 +151,7 @@ class Answer:
         output: Any,
         args: tuple,
         kwargs: dict[str, Any],
-        hold: Callable[[Tensor], Tensor],
+        hold: Callable[[Tensor, int], Tensor],
         is_wanted: Callable[[int], bool],
     ) -> "Answer":
         """The same with values: what ``hold`` makes of those tensors whose numbers are wanted."""
@@ -160,7 +160,7 @@ class Answer:
 
         def with_value(leaf: Leaf) -> Leaf:
             number, x = next(values)
-            return replace(leaf, value=hold(x.to(leaf.device))) if is_wanted(number) else leaf
+            return replace(leaf, value=hold(x.to(leaf.device), number)) if is_wanted(number) else leaf
 
         output, written = map_leaves(of_leaves(with_value), (self.output, self.written))
         return replace(self, output=output, written=written, holds=True)

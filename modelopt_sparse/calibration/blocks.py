@@ -454,8 +454,8 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
     with (
         Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
         nullcontext() if run.storage.resident else watch.watching(again),
-        again.watching(),
         again.moved_by_hooks(),
+        again.watching(),
         hooks as padding,
         forward_context(run),
     ):

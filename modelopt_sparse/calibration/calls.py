@@ -36,6 +36,7 @@ from modelopt_sparse.calibration.answers import (
 )
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import (
+    NOT_OF_THE_BATCH,
     Begin,
     CalibrationData,
     NumberedCall,
@@ -98,7 +99,7 @@ class UnderWay:
     wanted: the block that it is run for, with gradients or without; None: it runs to its end.
     finished: blocks whose outputs are kept. only_shapes: no block runs, all that they put out is unknown.
     last: the place of the last visit of the wanted block, while the call goes its way.
-    begun: whether the wanted block has begun to run. over: what follows is not wanted.
+    begun: whether the wanted block has begun to run. over: the call was stopped, what follows is not wanted.
     guessed: something in this run is unknown. needed: its values were asked for.
     """
 
@@ -190,7 +191,8 @@ class Calls:
     def watching(self) -> Iterator[None]:
         """While entered, each block answers, runs or stops the call, as the call under way wants it."""
         with ExitStack() as undo:
-            undo.enter_context(self.run.storage.on_request())
+            if not self._moved_by_hooks:  # a block has its weights before it moves
+                undo.enter_context(self.run.storage.on_request())
             for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
                 undo.enter_context(module.register_forward_pre_hook(self._tell, with_kwargs=True))
             for block in self.run.plan.blocks:
@@ -199,8 +201,8 @@ class Calls:
 
     @contextmanager
     def moved_by_hooks(self) -> Iterator[None]:
-        """While entered, hooks that are entered now bring blocks to the execution device, so that others see what they
-        get there."""
+        """While entered, before `watching`, hooks bring blocks to the execution device, so that others that are entered
+        later see what they get there."""
         with onloaded_blocks(self.run):
             self._moved_by_hooks = True
             try:
@@ -259,9 +261,9 @@ class Calls:
             ended = not now.over
         except Stop:
             pass
-        except Exception:
-            if now.guessed and not now.over:  # by what takes no tensor without values
-                raise Needed from None
+        except Exception as error:
+            if now.guessed and not now.over and not isinstance(error, (*NOT_OF_THE_BATCH, MemoryError)):
+                raise Needed from None  # by what takes no tensor without values
             if not now.over:
                 raise
         finally:
@@ -344,11 +346,12 @@ class Calls:
             assert now.call.way is not None
             if now.call.way.blocks[place : place + 1] != (block,):
                 now.last = None  # another way than before: it is run to its end
-            now.over = place == now.last
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
-        if self._now is not None and self._now.over:
+        now = self._now
+        if now is not None and now.last == len(now.visits) - 1:
+            now.over = True
             raise Stop
 
     def _forward(self, now: UnderWay, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -392,9 +395,11 @@ class Calls:
         call.answers.append(answer)
 
     @torch.inference_mode(False)
-    def _hold(self, x: Tensor) -> Tensor:
-        """A copy of ``x``, where activations are held, that nothing writes to. What equals a tensor of another call, as
-        position biases do, is held once."""
+    def _hold(self, x: Tensor, number: int) -> Tensor:
+        """A copy of ``x``, where activations are held, that nothing writes to. ``number``: of the tensor in its output.
+        What follows the first, as position biases do, is held once if it equals a tensor of another call."""
+        if number == 0:
+            return copied(x.detach(), self.run)
         alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
         for newest in alike:
             if (y := newest()) is not None and y.device == x.device and torch.equal(x, y):

@@ -157,9 +157,11 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
-    """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding."""
+    """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
+    modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
+    hf = any(of.__module__.startswith("transformers.") for of in type(model).mro())
     real = {
-        name: ~value if value.dtype == torch.bool else value == 0
+        name: value != 0 if hf and name == "padding_mask" else ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()
         if name.endswith(PADDING) and isinstance(value, Tensor)
     }
@@ -487,12 +489,15 @@ def _batch_of(run: Run, call: Call, number: int) -> int:
     return number * run.processes.size + run.processes.rank if call.step is None else call.step
 
 
+NOT_OF_THE_BATCH = (PaddingError, Unreadable, OSError, SafetensorError)  # what no batch is to blame for
+
+
 @contextmanager
 def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
     """An error of the user's model names the batch that it was called with."""
     try:
         yield
-    except (PaddingError, Unreadable, OSError, SafetensorError):  # the batch is not to blame
+    except NOT_OF_THE_BATCH:
         raise
     except Exception as error:
         if is_out_of_memory(error):

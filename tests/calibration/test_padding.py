@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
@@ -300,6 +301,16 @@ def bert() -> nn.Module:
     return BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
 
 
+class IdsOfTransformers(Ids):
+    """Blocks as those of transformers' audio models, whose padding_mask is 1 at a real token."""
+
+    class Block(Ids.Block, GradientCheckpointingLayer):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__(given=lambda ids: {"padding_mask": ids != 0})
+
+
 class Lightning(nn.Module):
     """Holds a model of transformers, and makes its mask."""
 
@@ -333,6 +344,7 @@ MADE_INSIDE = {
     "of a model of transformers": (Lightning, ["model.encoder.layer.0", "model.encoder.layer.1"]),
     "of nn.TransformerEncoder": (lambda: OfTorch(batch_first=True), ["encoder.layers.0", "encoder.layers.1"]),
     "of blocks, True = padding": (lambda: Ids(given=lambda ids: {"padding_mask": ids == 0}), ID_BLOCKS),
+    "padding_mask of blocks of transformers": (IdsOfTransformers, ID_BLOCKS),
     "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
     "of blocks, to broadcast": (
         lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0)[:, None, None]}),

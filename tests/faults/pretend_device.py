@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from modelopt_sparse.calibration.answers import Unknown
+
 NAME = "pretend"
 
 
@@ -113,6 +115,8 @@ def pretend_device() -> Iterator[torch.device]:
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if any(isinstance(x, Unknown) for x in tensors):
+        return NotImplemented  # they know what to do
     there = [x for x in tensors if isinstance(x, Pretended)]
     here = [x for x in tensors if not isinstance(x, Pretended) and x.dim() > 0]
     if there and here and func not in MOVES | INDEXED:
@@ -131,7 +135,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         source = args[1] if func is aten.copy_.default else args[0]
         if isinstance(source, Pretended) != goes:
             (BACKEND.came if goes else BACKEND.went).append(tuple(source.shape))
-            BACKEND.waits += not goes
+            BACKEND.waits += not goes and device != torch.device("meta")
     picked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
     BACKEND.waits += bool(there) and (func in ASKING or picked)  # by a mask: how many elements that are
     result = func(*inner_args, **inner_kwargs)

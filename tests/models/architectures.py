@@ -32,14 +32,14 @@ def _attention_mask(batch: Batch, name: str) -> Tensor | None:
 class Architecture:
     """``blocks``: class names of the blocks, which run in module order. ``real``: (batch, layer name) -> which rows of
     that layer's input are real tokens. ``dense``: parameters inside the blocks that stay dense, by the end of their
-    name, and why. ``chained=False``: the blocks cannot be run one by one, and sparsify says so."""
+    name, and why. ``repeats``: a call comes to a block more than once."""
 
     make: Callable[[], nn.Module]
     blocks: tuple[str, ...]
     batches: Callable[[str], list[Batch]]
     real: Callable[[Batch, str], Tensor | None] = _all_real
     dense: Mapping[str, str] = field(default_factory=dict)
-    chained: bool = True
+    repeats: bool = False
 
     def build(self) -> nn.Module:
         """The model in evaluation mode, with weights of a size that lets every layer matter."""
@@ -394,7 +394,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("AlbertLayer",),
         texts,
         _attention_mask,
-        chained=False,  # both blocks are one module, called twice
+        repeats=True,  # both blocks are one module
     ),
     "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), ("ViTLayer",), images),
     "swin": Architecture(

@@ -259,11 +259,8 @@ NOT_REACHED: dict[str, str] = {
 
 # a stack is calibrated through the whole model, for this reason
 WHOLE_RUNS: dict[str, str] = {
-    "albert": "one block, called for every layer: one run of the model has the inputs of all of its calls",
-    "flaubert": "attentions and MLPs are two lists that take turns, with norms between them",
     "flava": "the text model is called twice, with the text as it is and with masked text",
     "hrm_text": "two stacks take turns, each called several times with what both put out",
-    "squeezebert": "calls the forward of its blocks, not the blocks, so that no hook sees what they are given",
     "xlm": "attentions and MLPs are two lists that take turns, with norms between them",
 }
 
