@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -57,6 +57,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
         watch(parameter_of(owner, param), owner, param)
     owner.masked_path = name.rpartition(".")[0]
+    owner.count_kept()
     renew_all_zeros(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
@@ -87,6 +88,7 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     with torch.no_grad():
         own.copy_(mask)
     assert isinstance(owner, SparseModule)
+    owner.count_kept()
     renew_zeros(stored(owner, param), own, owner, param, tell=False)
 
 
@@ -264,7 +266,7 @@ class SparseModule(nn.Module):
 
     ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
     ``faint_parameters`` are those of them whose gradients reach pruned places (`let_gradients_through`). ``told`` are
-    those of which `_tell` has warned.
+    those of which `_tell` has warned. ``kept``: in a copy of a module, how many weights each mask keeps, by its name.
     """
 
     base: ClassVar[type[nn.Module]]
@@ -272,11 +274,28 @@ class SparseModule(nn.Module):
     masked_path: str = ""
     told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
+    kept: Mapping[str, int] | None = None
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
+            self._refuse_averaged_masks()
             apply_masks(self, recurse=False)
         return super().train(mode)
+
+    def count_kept(self, *, copied: bool = False) -> None:
+        """A mask was set, or the module has been ``copied``."""
+        if copied or self.kept is not None:
+            masks = [(name, mask) for name, mask in _own_masks(self) if not mask.is_meta]
+            self.kept = {name: int(mask.count_nonzero()) for name, mask in masks}
+
+    def _refuse_averaged_masks(self) -> None:
+        """An average of models is a copy, and averages of masks keep what any of the models has kept."""
+        for name, mask in _own_masks(self):
+            kept = (self.kept or {}).get(name)
+            if kept is not None and not mask.is_meta and (now := int(mask.count_nonzero())) != kept:
+                problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {kept}"
+                cause = "something else than this package has written to it, as AveragedModel(use_buffers=True) does"
+                raise ValueError(f"{problem}: {cause}: see 'Averages of weights' in docs/training.md")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         weight, _, part = name.rpartition("_")
@@ -313,6 +332,7 @@ class SparseModule(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        self.count_kept(copied=True)
         _watch_weights(self)
 
     def extra_repr(self) -> str:
@@ -328,6 +348,7 @@ class SparseModule(nn.Module):
         return _rebuild, (self.base,), *state
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        self._refuse_averaged_masks()
         apply_masks(self, recurse=False)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -343,6 +364,7 @@ class SparseModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self.count_kept()
         apply_masks(self, recurse=False)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import modelopt_sparse as mts
 from tests.model.sparse_modules import (
@@ -141,3 +142,37 @@ def test_a_model_that_an_older_version_wrote_whole_is_read():
         assert torch.equal(layer(torch.ones(1, 4)).detach(), weight.sum(1)[None] + layer.bias)
     assert len(mts.verify(model, "2:4").layers) == len(mts.report(model).layers) == 2
     assert type(mts.export(model)[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize(
+    "how", [{"avg_fn": get_ema_avg_fn(0.9)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}], ids=["one by one", "at once"]
+)
+def test_an_average_has_the_masks_of_its_model_or_is_refused(how, use_buffers):
+    """Masks that stay are no matter. If they move, an average of buffers keeps what any of the models has kept."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8)).train()
+    masks = {name: torch.rand(model.get_parameter(name).shape) < 0.3 for name in ("0.weight", "2.weight")}
+    for name, mask in masks.items():
+        mts.set_mask(model, name, mask)
+    average = AveragedModel(model, use_buffers=use_buffers, **how)
+    for _ in range(3):
+        average.update_parameters(model)
+    average.eval()
+    for _ in range(3):
+        for name, mask in masks.items():
+            mts.set_mask(model, name, mask.roll(1, 1))
+            masks[name] = mask.roll(1, 1)
+        average.update_parameters(model)
+    if use_buffers:
+        for door in (average.train, average.state_dict):
+            with pytest.raises(ValueError, match=r"the mask of '0\.weight' keeps \d+ weights, and kept .*use_buffers"):
+                door()
+    for name, mask in masks.items():  # as docs/training.md says
+        mts.set_mask(average.module, name, mask)
+    average.train()
+    for name, mask in mts.named_masks(average.module):
+        assert torch.equal(mask, masks[name])
+        assert not average.module.get_parameter(name)[~mask].any()
+    again = copy.deepcopy(average.module)
+    again.load_state_dict({key: x.roll(1) for key, x in average.module.state_dict().items()})
+    again.eval()

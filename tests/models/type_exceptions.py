@@ -194,6 +194,7 @@ NOT_RUN: dict[str, str] = {
 
 # sparsify refuses the model, in these words
 REFUSED: dict[str, str] = {
+    "bit": "nothing to prune in this BitForImageClassification: its forward does something else with the weight",
     "encodec": "nothing to prune",
     "ibert": "nothing to prune",
     "wavtokenizer_encoder": "nothing to prune",
@@ -255,13 +256,6 @@ NOT_REACHED: dict[str, str] = {
     "vjepa2": "vjepa2.predictor.layer.0.attention.query",
     "voxtral": "model.audio_tower",
     "wavlm": "wavlm.encoder",
-}
-
-# a stack is calibrated through the whole model, for this reason
-WHOLE_RUNS: dict[str, str] = {
-    "flava": "the text model is called twice, with the text as it is and with masked text",
-    "hrm_text": "two stacks take turns, each called several times with what both put out",
-    "xlm": "attentions and MLPs are two lists that take turns, with norms between them",
 }
 
 # less than 98 % of the weights in the blocks are covered: the share, and what has no adapter
