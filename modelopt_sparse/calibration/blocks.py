@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import Calls, Inputs, Walk, WalkedCall, Way, WholeModel
-from modelopt_sparse.calibration.data import Call, cut, digest_of
+from modelopt_sparse.calibration.data import Call, digest_of, rows_of
 from modelopt_sparse.calibration.forward import (
     CalibrationData,
     NumberedCall,
@@ -423,9 +423,8 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
         _run_some(dense, [call for call in dense.calls if all(call is not each for each in chosen)])
     beside = [call for call in dense.calls if all(call is not each for each in chosen)][:1]
-    if run.storage.resident:  # rows of calls are enough
-        rows = [_row_of(call.numbered, data) for call in (*chosen[:KINDS], *beside)]
-        dense.tried = truth_of(dense.again, rows)
+    if run.storage.resident:
+        dense.tried = [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
     else:  # each run of the model reads all weights
         dense.tried = [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
 
@@ -440,11 +439,15 @@ def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
     return chosen
 
 
-def _row_of(numbered: NumberedCall, data: CalibrationData) -> NumberedCall:
-    """A row of a call, with padding if the call has some; the call itself if it cannot be cut."""
-    rows = [NumberedCall(numbered.number, row, data.masks_of(row)) for row in cut(numbered.call, lambda *_: 1)]
-    alike = [row for row in rows if _all_real(row) == _all_real(numbered)]
-    return alike[0] if alike and len(rows) > 1 else numbered
+def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
+    """What is tried of a call: a row, with padding if the call has some; all of it where the model takes no row."""
+    rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in rows_of(numbered.call))
+    row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
+    try:
+        (tried,) = truth_of(dense.again, [row])
+    except ValueError:
+        (tried,) = truth_of(dense.again, [numbered])
+    return tried
 
 
 def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:

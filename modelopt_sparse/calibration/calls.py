@@ -146,7 +146,7 @@ class Calls:
         self.outside: set[nn.Module] = set()
         self.seen: Seen | None = None
         self.shapes = {} if shapes is None else shapes
-        self._stacks, self._whole = stacks, whole
+        self._stacks, self._whole, self._modules = stacks, whole, [*self.run.model.modules()]
         self._now: UnderWay | None = None
         self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
@@ -249,7 +249,7 @@ class Calls:
         if now.wanted is not None:
             assert call.way is not None
             now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
-        state, (own, put_back) = ModelState(self.run.model), own_arguments(call.numbered.call)
+        state, (own, put_back) = ModelState(self._modules), own_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
                 if now.wanted is not None:  # after all other hooks, which see the output
@@ -457,15 +457,15 @@ OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never 
 
 
 class ModelState:
-    """Attributes of a model's modules, what lists, sets and dicts among them hold, their buffers (not what these hold),
-    and torch's flags for the process."""
+    """Attributes of modules, what lists, sets and dicts among them hold, their buffers (not what these hold), and
+    torch's flags for the process."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._attributes = [
             (own, {key: (value, _contents(value)) for key, value in own.items() if key not in OF_A_MODULE})
-            for own in map(vars, model.modules())
+            for own in map(vars, modules)
         ]
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._flags = [get() for get, _ in FLAGS]
 
     def put_back(self) -> None:
