@@ -241,7 +241,9 @@ def drawing_from(states: Sequence[Any] | int) -> Iterator[None]:
     """While entered, random numbers are drawn from these states, or by this seed; afterwards from those of before."""
     before = random_states()
     if isinstance(states, int):
-        torch.manual_seed(states)
+        torch.default_generator.manual_seed(states)  # `torch.manual_seed` formats a stack for each absent accelerator
+        if before[1]:
+            torch.cuda.manual_seed_all(states)
         random.seed(states)
         np.random.seed(states % 2**32)  # noqa: NPY002
     else:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -461,22 +462,21 @@ class ModelState:
     torch's flags for the process."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._attributes = [
-            (own, {key: (value, _contents(value)) for key, value in own.items() if key not in OF_A_MODULE})
-            for own in map(vars, modules)
-        ]
+        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, modules)]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._flags = [get() for get, _ in FLAGS]
 
     def put_back(self) -> None:
-        for own, before in self._attributes:
-            for key in own.keys() - before.keys() - OF_A_MODULE:
-                del own[key]
-            for key, (value, contents) in before.items():
-                own[key] = value
-                if contents is not None:
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(contents)
+        for own, before, contents in self._attributes:
+            same = len(own) == len(before) and all(map(is_, own.values(), before.values()))
+            for key in () if same else (own.keys() | before.keys()) - OF_A_MODULE:
+                if key in before:
+                    own[key] = before[key]
+                else:
+                    del own[key]
+            for value, was in contents:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(was)
         for buffers, before in self._buffers:
             buffers.update(before)
         for (get, put), before in zip(FLAGS, self._flags):
@@ -484,8 +484,10 @@ class ModelState:
                 put(before)
 
 
-def _contents(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, set, dict) else None
+def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Lists, sets and dicts among a module's attributes, each with a copy."""
+    containers = [(key, value) for key, value in own.items() if type(value) in (list, set, dict)]
+    return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
 
 
 # the inputs of one block after the other ------------------------------------------------------------------------------

@@ -193,6 +193,11 @@ def test_random_numbers_are_those_of_a_whole_call():
 # what blocks put out, and is not kept ---------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("modelopt_sparse_tests::count", mutates_args=())
+def count(x: Tensor) -> int:
+    return int(x.count_nonzero())
+
+
 def unknown(x: Tensor, place: int = 0) -> Unknown:
     def need():
         raise Needed
@@ -214,8 +219,9 @@ def unknown(x: Tensor, place: int = 0) -> Unknown:
         lambda x: torch.nan_to_num(x).tolist(),
         lambda x: x.unique(),
         lambda x: torch.ones(3, 4).masked_fill_(x > 0, 1),
+        lambda x: torch.ops.modelopt_sparse_tests.count(x),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_whatever_looks_at_a_value_that_is_not_known_is_refused(looks):
     with pytest.raises((Needed, RuntimeError)), torch.no_grad():  # of an error, runs make `Needed` as well
@@ -236,19 +242,28 @@ def test_what_is_computed_from_it_is_not_known_and_says_from_what():
 
 
 class Skips(Stacked):
-    """The last block reads what the first one put out; in batches of more than six rows by its values."""
+    """The last block reads what the first one put out. Batches of more than six rows look at values of one of both."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, skipped: Tensor | None = None) -> Tensor:
+            return super().forward(x if skipped is None else x + skipped)
+
+    def __init__(self, looks_at: int) -> None:
+        super().__init__(block=self.Block)
+        self.looks_at = looks_at
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.blocks[0](self.stem(x))
         x = self.blocks[1](first)
-        if len(x) > 6 and first.mean() > 100:
+        if len(x) > 6 and (first, x)[self.looks_at].mean() > 100:
             return x
-        return self.head(self.blocks[2](x + first))
+        return self.head(self.blocks[2](x, first))
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
-def test_what_later_blocks_need_is_kept(sequential):
-    model = assert_calibrated(Skips(), STACKED, vectors(4), sequential)
+@pytest.mark.parametrize("looks_at", [0, 1])
+def test_what_later_blocks_need_is_kept(looks_at, sequential):
+    model = assert_calibrated(Skips(looks_at), STACKED, vectors(4), sequential)
     assert not any("whole model" in note for note in mts.report(model).notes)
 
 
