@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -148,6 +149,7 @@ class Calls:
         self.seen: Seen | None = None
         self.shapes = {} if shapes is None else shapes
         self._stacks, self._whole, self._modules = stacks, whole, [*self.run.model.modules()]
+        self._objects = objects_of(self._modules)
         self._now: UnderWay | None = None
         self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
@@ -250,7 +252,7 @@ class Calls:
         if now.wanted is not None:
             assert call.way is not None
             now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
-        state, (own, put_back) = ModelState(self._modules), own_arguments(call.numbered.call)
+        state, (own, put_back) = ModelState(self._modules, self._objects), own_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
                 if now.wanted is not None:  # after all other hooks, which see the output
@@ -442,7 +444,7 @@ def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
 
 # what a call that was stopped leaves behind ---------------------------------------------------------------------------
 
-CUDA = torch.backends.cuda
+CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
 FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -453,16 +455,21 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
     (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
     *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
+    *((partial(torch.get_autocast_dtype, x), partial(torch.set_autocast_dtype, x)) for x in ("cpu", "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    *((partial(getattr, CUDNN, x), partial(setattr, CUDNN, x)) for x in ("enabled", "benchmark", "deterministic")),
 ]
 OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never put back
 
 
 class ModelState:
-    """Attributes of modules, what lists, sets and dicts among them hold, their buffers (not what these hold), and
-    torch's flags for the process."""
+    """Attributes of modules, what lists, sets and dicts among them hold, attributes of objects among them such as
+    configs, buffers (not what these hold), and torch's flags for the process."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, modules)]
+    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
+        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, (*modules, *objects))]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._flags = [get() for get, _ in FLAGS]
 
@@ -482,6 +489,13 @@ class ModelState:
         for (get, put), before in zip(FLAGS, self._flags):
             if get() != before:
                 put(before)
+
+
+def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
+    values = {id(value): value for own in map(vars, modules) for key, value in own.items() if key not in OF_A_MODULE}
+    others = (nn.Module, Tensor, type, FunctionType, MethodType, partial, ModuleType)
+    return [x for x in values.values() if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, others)]
 
 
 def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:

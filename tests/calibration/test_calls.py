@@ -91,20 +91,28 @@ def test_an_error_between_blocks_shows_the_batch_and_the_users_line():
     assert 'assert x.abs().max() < self.limit, "too large"' in frames
 
 
+def set_flags(default: torch.dtype, autocast: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    torch.set_autocast_dtype("cpu", autocast)
+
+
 class Setting(Stacked):
-    """Sets around its blocks what it sets back after them: an attribute, a list, a buffer and a flag of torch."""
+    """Sets around its blocks what it sets back after them: an attribute, a list, an attribute of an object, a buffer,
+    and flags of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain, self.states, self.table = 1.0, [], None
+        self.gain, self.states, self.config = 1.0, [], SimpleNamespace(depth=0)
         self.register_buffer("scale", torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
         before, scale, self.gain, self.scale = self.gain, self.scale, 2.0, self.scale * 0.5
         self.states.append(len(x))
-        torch.set_default_dtype(torch.float64)
-        x = super().forward(x * self.gain * self.scale)
-        torch.set_default_dtype(torch.float32)
+        self.config.depth += 1
+        set_flags(torch.float64, torch.float16)
+        x = super().forward(x * self.gain * self.scale * self.config.depth * len(self.states))
+        set_flags(torch.float32, torch.bfloat16)
+        self.config.depth -= 1
         self.gain, self.scale = before, scale
         self.states.clear()
         return x
@@ -112,7 +120,8 @@ class Setting(Stacked):
 
 def test_what_a_call_sets_around_its_blocks_is_put_back():
     model = assert_calibrated(Setting(), STACKED, vectors(), "block")
-    assert (model.gain, model.states, torch.get_default_dtype()) == (1.0, [], torch.float32)
+    assert (model.gain, model.states, model.config.depth) == (1.0, [], 0)
+    assert (torch.get_default_dtype(), torch.get_autocast_dtype("cpu")) == (torch.float32, torch.bfloat16)
     assert torch.equal(model.scale, torch.ones(16))
     assert not any("whole model" in note for note in mts.report(model).notes)
 
