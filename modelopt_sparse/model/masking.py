@@ -148,7 +148,7 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
         if any(_own_masks(child)):
             continue
         with without_hook(child):
-            for attribute in ("masked_names", "masked_path", "gradient_observers", "faint_parameters", "told"):
+            for attribute in ("masked_names", "masked_path", "gradient_observers", "faint_parameters", "told", "kept"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -433,18 +433,23 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
-    """The forward of nn.Linear, which runs for each token that a language model writes.
+    """The forward of nn.Linear, which runs for each token that a language model writes, and in each training step.
 
-    It saves what nn.Linear spends on finding its parameters; so a small layer takes about as long as a dense one
-    (examples/benchmarks/masks.py).
+    It saves what nn.Linear spends on finding its parameters, and a copy of the gradient, which here belongs to nobody
+    else yet; so a layer takes about as long as a dense one (examples/benchmarks/masks.py).
     """
+    parameters = self._parameters
+    weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
     recorded = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
-    if len(args) == 1 and isinstance(args[0], Tensor) and not torch.is_grad_enabled() and not recorded:
-        parameters = self._parameters
-        weight, mask = parameters.get("weight"), self._buffers.get("weight_mask")
-        if weight is not None and mask is not None and self.masked_names == ("weight",) and holds_zeros(weight, mask):
-            bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (looks up both)
-            return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[attr-defined]  # of a MaskedParameter
+    plain = self.masked_names == ("weight",) and len(args) == 1 and isinstance(args[0], Tensor)
+    if recorded or not plain or mask is None or not isinstance(weight, MaskedParameter):
+        return _forward(self, *args, **kwargs)
+    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (looks up both)
+    if not torch.is_grad_enabled() and holds_zeros(weight, mask):
+        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # it holds zeros
+    whole = self.faint_parameters or self.__dict__.get("gradient_observers") or is_recorded(weight)
+    if torch.is_grad_enabled() and weight.requires_grad and not whole:
+        return F.linear(args[0], _CutInPlace.apply(_masked(self, "weight", weight), mask), bias)
     return _forward(self, *args, **kwargs)
 
 
@@ -728,9 +733,12 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         observer(gradient.detach())
     if gradient.layout == torch.sparse_coo:
         return _masked_sparse(gradient, mask)
-    mask = mask_like(mask, gradient)
     if name in module.faint_parameters:
-        return faint_gradient(gradient, mask)
+        return faint_gradient(gradient, mask_like(mask, gradient))
+    of, *versions = getattr(gradient, "masked", (None,))
+    if of is mask and versions == [mask._version, gradient._version]:
+        return None
+    mask = mask_like(mask, gradient)
     if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
         return torch.where(mask, gradient, 0)  # differentiable once more
     masked = torch.empty_like(gradient)  # somebody else may have this one
@@ -741,6 +749,25 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
     for (numbers, part), (into, _) in pieces:
         torch.mul(numbers, part, out=into)
     return masked
+
+
+class _CutInPlace(torch.autograd.Function):
+    """Identity on a weight. Its gradient, which nobody else has yet, is masked in place; `_cut` sees that it is, if
+    nothing is added to it."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, mask: Tensor) -> Tensor:
+        # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
+        ctx.mask = mask
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        if not (torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient)):
+            write_zeros(gradient, ctx.mask)
+            gradient.masked = ctx.mask, ctx.mask._version, gradient._version
+        return gradient, None
 
 
 def _masked_sparse(tensor: Tensor, mask: Tensor) -> Tensor:
