@@ -148,12 +148,13 @@ class Calls:
         self.outside: set[nn.Module] = set()
         self.seen: Seen | None = None
         self.shapes = {} if shapes is None else shapes
-        self._stacks, self._whole, self._modules = stacks, whole, [*self.run.model.modules()]
-        self._objects = objects_of(self._modules)
+        self._stacks, self._whole = stacks, whole
+        modules = [*self.run.model.modules()]
+        self._state = partial(ModelState, modules, objects_of(modules))
         self._now: UnderWay | None = None
         self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
-        self._hooked, self._moved_by_hooks = has_hook(self.run.model), False
+        self._moved_by_hooks = False
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in stacks if moved and not has_hook(block)}
 
@@ -252,7 +253,7 @@ class Calls:
         if now.wanted is not None:
             assert call.way is not None
             now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
-        state, (own, put_back) = ModelState(self._modules, self._objects), own_arguments(call.numbered.call)
+        state, (own, put_back) = self._state(), own_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
                 if now.wanted is not None:  # after all other hooks, which see the output
@@ -274,7 +275,7 @@ class Calls:
             put_back()
             if not ended or now.only_shapes:
                 state.put_back()
-                if self._hooked:
+                if has_hook(self.run.model):
                     offload_again(self.run.model)
         if now.needed:  # and the model has caught it
             raise Needed

@@ -148,7 +148,14 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
         if any(_own_masks(child)):
             continue
         with without_hook(child):
-            for attribute in ("masked_names", "masked_path", "gradient_observers", "faint_parameters", "told", "kept"):
+            for attribute in (
+                "masked_names",
+                "masked_path",
+                "gradient_observers",
+                "faint_parameters",
+                "told",
+                "mask_sizes",
+            ):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -266,7 +273,7 @@ class SparseModule(nn.Module):
 
     ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
     ``faint_parameters`` are those of them whose gradients reach pruned places (`let_gradients_through`). ``told`` are
-    those of which `_tell` has warned. ``kept``: in a copy of a module, how many weights each mask keeps, by its name.
+    those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps.
     """
 
     base: ClassVar[type[nn.Module]]
@@ -274,7 +281,7 @@ class SparseModule(nn.Module):
     masked_path: str = ""
     told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
-    kept: Mapping[str, int] | None = None
+    mask_sizes: Mapping[str, int] | None = None
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
@@ -284,16 +291,16 @@ class SparseModule(nn.Module):
 
     def count_kept(self, *, copied: bool = False) -> None:
         """A mask was set, or the module has been ``copied``."""
-        if copied or self.kept is not None:
+        if copied or self.mask_sizes is not None:
             masks = [(name, mask) for name, mask in _own_masks(self) if not mask.is_meta]
-            self.kept = {name: int(mask.count_nonzero()) for name, mask in masks}
+            self.mask_sizes = {name: int(mask.count_nonzero()) for name, mask in masks}
 
     def _refuse_averaged_masks(self) -> None:
         """An average of models is a copy, and averages of masks keep what any of the models has kept."""
         for name, mask in _own_masks(self):
-            kept = (self.kept or {}).get(name)
-            if kept is not None and not mask.is_meta and (now := int(mask.count_nonzero())) != kept:
-                problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {kept}"
+            size = (self.mask_sizes or {}).get(name)
+            if size is not None and not mask.is_meta and (now := int(mask.count_nonzero())) != size:
+                problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {size}"
                 cause = "something else than this package has written to it, as AveragedModel(use_buffers=True) does"
                 raise ValueError(f"{problem}: {cause}: see 'Averages of weights' in docs/training.md")
 
