@@ -107,15 +107,16 @@ def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
     return [Call(*map_tensors(lambda x, at=at: x[at : at + each], (call.args, call.kwargs))) for at in begins]
 
 
-def rows_of(call: Call) -> list[Call]:
+def rows_of(call: Call) -> Iterator[Call]:
     """Calls of one row each, if all tensors of a batch have the same number of rows; else the batch. What has rows is
     taken to have samples, which may be wrong: whether the model takes them is seen."""
     tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
     plain = all(x.layout == torch.strided and not x.is_nested and x.dim() > 0 for x in tensors)
     if not plain or len({len(x) for x in tensors}) != 1:
-        return [call]
-    rows = range(len(tensors[0]))
-    return [Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs))) for at in rows]
+        yield call
+        return
+    for at in range(len(tensors[0])):  # made as they are asked for: a batch may have many
+        yield Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs)))
 
 
 def _copied(x: Tensor) -> Tensor:

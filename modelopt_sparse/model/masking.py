@@ -451,9 +451,9 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     plain = self.masked_names == ("weight",) and len(args) == 1 and isinstance(args[0], Tensor)
     if recorded or not plain or mask is None or not isinstance(weight, MaskedParameter):
         return _forward(self, *args, **kwargs)
-    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (looks up both)
+    bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (`get` would look up both)
     if not torch.is_grad_enabled() and holds_zeros(weight, mask):
-        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # it holds zeros
+        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # set: `holds_zeros`
     whole = self.faint_parameters or self.__dict__.get("gradient_observers") or is_recorded(weight)
     if torch.is_grad_enabled() and weight.requires_grad and not whole:
         return F.linear(args[0], _CutInPlace.apply(_masked(self, "weight", weight), mask), bias)
