@@ -766,7 +766,7 @@ class _CutInPlace(torch.autograd.Function):
     def forward(ctx, weight: Tensor, mask: Tensor) -> Tensor:
         # not in `setup_context`: torch would bind the arguments by name in each call, which takes as long as the rest
         ctx.mask = mask
-        return weight.view_as(weight)
+        return weight.detach()  # counts writes with the weight; of a view, torch would refuse what reads it after one
 
     @staticmethod
     def backward(ctx, *gradients):

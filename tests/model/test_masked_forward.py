@@ -167,7 +167,7 @@ def test_a_weight_changed_between_forward_and_backward_is_still_an_error():
     loss = module(torch.ones(1, 8, requires_grad=True)).sum()
     with torch.no_grad():
         module.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified inplace"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
