@@ -597,8 +597,8 @@ sparse llama: sparsegpt forward_loop=LOOP; wanda collect_func=SHORT data_loader=
 sparse llama: sparsegpt deterministic=true; sparsegpt autocast=bfloat16; alps dtype=FLOAT64
 sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=balanced sequential=stage
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
-sparse llama: DEFAULT quality=best; sparsegpt permute=true; wanda refine=true; ria polish=true; alps update=false
-sparse llama: sparsegpt update=false refine=2; sparsegpt reconstruct=true; wanda reconstruct=CHILDREN
+sparse llama: DEFAULT quality=best; sparsegpt permute=true; ria polish=true; alps update=false
+sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=CHILDREN
 sparse llama: wanda pattern=60% allocation=owl
 sparse llama: wanda budget="60% zeros"; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj

@@ -95,7 +95,7 @@ class Method(ABC):
     - ``scope``: the scope of an unstructured pattern if the user names none. "matrix" (the default): the zeros are
       counted over the whole matrix. "row": each row has the same number.
     - ``updates``: whether ``solve`` changes the weights that it keeps. If True, ``update=False`` puts their dense
-      values back, and ``refine`` is only allowed with it. Default: False.
+      values back. Default: False.
     - ``rows_independent``: whether ``solve`` can be called with some rows ``[..., r, C]`` of a weight, and the same
       state, and then returns for them exactly what it returns when it gets all rows. It is asked of N:M patterns and of
       those with scope "row". If True, a layer that is too large for memory is solved some rows at a time. Default:

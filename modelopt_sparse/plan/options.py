@@ -280,8 +280,8 @@ def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
 
 # config ---------------------------------------------------------------------------------------------------------------
 
-LEAST = {"refine": 0, "polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
-TRUE_MEANS = {"refine": 3, "polish": 30}  # sweeps, and iterations
+LEAST = {"polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
+TRUE_MEANS = {"polish": 30}  # iterations
 DEFAULT_PATTERN = "2:4"
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
@@ -306,7 +306,7 @@ OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="
 # the options in a report; those of the second line only where the data is text
 REPORTED = (
     *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
-    *("self_data", "quality", "permute", "update", "refine", "polish", "reconstruct", "distill", "allocation"),
+    *("self_data", "quality", "permute", "update", "polish", "reconstruct", "distill", "allocation"),
     *("budget", "choices", "runtime", "autocast", "float32_products", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
@@ -364,8 +364,6 @@ class SparsifyConfig:
       permute: reorder the hidden channels of MLPs, and those inside of value heads, so that an N:M pattern keeps more;
         the dense model computes the same. Channels inside of fused experts stay in their order.
       update: False keeps the dense values of the weights that stay: masks only.
-      refine: swap kept and pruned weights while that lowers the layer's error with dense values: how many sweeps; True
-        is 3.
       polish: after the method, the best values for the kept weights of each layer by conjugate gradients: how many
         iterations at most; True is 30.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
@@ -427,7 +425,6 @@ class SparsifyConfig:
     sequential: Literal["block", "stage", "none"] = "block"
     permute: bool = False
     update: bool = True
-    refine: int = 0
     polish: int = 0
     reconstruct: Reconstruct | None = None
     distill: Distill | None = None
@@ -614,7 +611,6 @@ def _device(value: Any) -> torch.device | None:
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "pattern": parse_pattern,
     "rules": lambda value: parse_rules(value or ()),
-    "refine": lambda value: _times("refine", value),
     "polish": lambda value: _times("polish", value),
     "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
     "distill": lambda value: _parse_tuning("distill", Distill, value),
@@ -702,7 +698,6 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "a budget of kl goes alone: the most zeros within it are searched for"
     choosing = {
         "budget": bool(units),
-        "refine": config.refine,
         "permute": config.permute,
         "allocation": config.allocation != "uniform",
     }

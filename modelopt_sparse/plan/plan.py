@@ -38,8 +38,7 @@ class LayerPlan:
     method, options: the method, and all of its options with their values.
     pattern: the pattern, with its scope filled in.
     needs: the statistics of the layer's input that the method and ``steps`` need, one of `methods.base.NEEDS`.
-    steps: what follows the method, in order: of "dense-values", "refine", "polish", "reconstruct",
-      "distill".
+    steps: what follows the method, in order: of "dense-values", "polish", "reconstruct", "distill".
     layer: the parameter and its modules in the model.
     at_once: how many experts of a mixture are solved together under a memory limit, None if all are.
     within_mask: whether the layer carries a mask whose zeros stay: the new mask lies within it.

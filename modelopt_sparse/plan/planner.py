@@ -81,7 +81,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
             continue
         layer_method, pattern, layer_options, choices = outcome
         steps = _steps(layer, layer_method, block, config)
-        needs = "gram" if {"refine", "polish"} & set(steps) else layer_method.needs
+        needs = "gram" if "polish" in steps else layer_method.needs
         if needs == "nothing" and config.permute and any(isinstance(each, NM) for each in (*choices, pattern)):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
@@ -281,11 +281,8 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
 
 def _steps(layer: Layer, method: Method, block: str | None, config: SparsifyConfig) -> tuple[str, ...]:
     """The steps that follow the method for one layer, in order."""
-    if config.refine and config.update and method.updates:
-        raise ValueError(f"refine {layer.name!r}: {method.name!r} changes values: add update=False, or use polish")
     wanted = {
         "dense-values": method.updates and not config.update,
-        "refine": config.refine,
         "polish": config.polish,
         "reconstruct": config.reconstruct is not None and block is not None,
         "distill": config.distill is not None,

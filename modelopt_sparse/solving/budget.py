@@ -63,7 +63,7 @@ def dense_inputs(
 ) -> Iterator[tuple[BlockTask, list[SharedInput], Run]]:
     """Block by block, the statistics of these layers' inputs in the dense model, which stays as it is; and the run that
     they are collected in, whose weights of the block can be read."""
-    tuned = {"reconstruct": None, "distill": None, "permute": False, "refine": 0, "polish": 0}
+    tuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
     config = replace(data.run.config, **tuned, sequential="none", progress=False)
     # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
     report, plan = Report(notes=[FEWER, BY_SIZE]), replace(data.run.plan, layers=tuple(layer_plans))

@@ -29,7 +29,7 @@ from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedIn
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
-from modelopt_sparse.methods.scores import REFINE_DAMPING, GivenMask, refine
+from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -122,7 +122,7 @@ class SolvedPiece:
 def solve_piece(job: Job, rows: slice, began: float, run: Run) -> SolvedPiece:
     """The method, and the steps that follow it, on some rows; time counts from ``began``.
 
-    Refinement and polish leave no row worse by their own objectives; dense values may.
+    Polish leaves no row worse by its own objective; dense values may.
     """
     plan, weight, stats, config = job.plan, job.weight[..., rows, :], job.states.stats, run.config
     method, pattern = plan.method, cut(plan.pattern, rows)
@@ -135,10 +135,6 @@ def solve_piece(job: Job, rows: slice, began: float, run: Run) -> SolvedPiece:
         began = time.perf_counter()
         if step == "dense-values":
             solution = masked_solution(weight, solution.mask, stats)
-        elif step == "refine":
-            assert stats is not None
-            mask = refine(weight, solution.mask, stats, pattern, config.refine, REFINE_DAMPING)
-            solution = masked_solution(weight, mask, stats)
         elif step == "polish":
             scaled = job.states.scaled(plan.options.get("damping", DAMPING))
             solution = polish(weight, solution, scaled, config.polish)

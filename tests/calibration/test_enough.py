@@ -94,11 +94,9 @@ def test_relu_units_that_never_fire():
             assert any(note.endswith("input channels were zero on all calibration data (dead)") for note in layer.notes)
 
 
-@pytest.mark.parametrize("more", [{"refine": True}, {"polish": True}, {"permute": True}, {"reconstruct": 2}], ids=str)
+@pytest.mark.parametrize("more", [{"polish": True}, {"permute": True}, {"reconstruct": 2}], ids=str)
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more):
-    if "refine" in more and method == "sparsegpt":
-        more = {**more, "update": False}
     model = llama_with_dead_units()
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     mts.sparsify(model, method, pattern="2:4", data_loader=token_batches(), progress=False, **more)
@@ -202,14 +200,12 @@ def silent() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("steps", [{}, {"refine": 2, "update": False}, {"polish": 2}, {"reconstruct": {"epochs": 1}}])
+@pytest.mark.parametrize("steps", [{}, {"update": False}, {"polish": 2}, {"reconstruct": {"epochs": 1}}])
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 @every_calibrated_method
 def test_a_layer_that_saw_nothing_but_zeros_is_chosen_by_size(method, sequential, steps):
     """As in the first decoder layer of DETR, by construction. One warning, and the report does not say that this is
     without error."""
-    if "refine" in steps and method in ("wanda", "ria"):
-        steps = {"refine": 2}
     if "reconstruct" in steps and sequential == "none":
         pytest.skip("refused together")
     model = silent()

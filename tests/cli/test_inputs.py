@@ -141,7 +141,6 @@ VALUES = {
     "deterministic": "true",
     "update": "true",
     "permute": "true",
-    "refine": "false",
     "polish": "5",
     "reconstruct": "{epochs: 2, target: sparse}",
     "distill": "true",

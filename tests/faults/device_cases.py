@@ -36,7 +36,7 @@ WAYS = {
     "sparsegpt by stages": ("sparsegpt", {"sequential": "stage"}),
     "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%", "allocation": "owl"}),
     "alps": ("alps", {}),
-    "permuted, refined and polished": ("wanda", {"permute": True, "polish": True, "refine": True}),
+    "permuted and polished": ("wanda", {"permute": True, "polish": True}),
     "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),
     "reconstructed by the Fisher metric": ("sparsegpt", {"reconstruct": {"metric": "fisher", "epochs": 2}}),
     "reconstructed to the dense model": ("sparsegpt", {"reconstruct": {"target": "dense", "epochs": 2}}),

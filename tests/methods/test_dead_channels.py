@@ -7,9 +7,8 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled, polish
-from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution, relative_error
+from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.methods.scores import refine
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
 
@@ -158,17 +157,3 @@ def test_polish_leaves_weights_of_dead_channels_dense_and_improves_the_others():
     assert polished.error < 0.9 * solution.error
     assert not torch.equal(polished.weight, solution.weight)
     assert torch.equal(polished.weight[:, DEAD], solution.weight[:, DEAD])
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
-def test_refinement_does_not_empty_dead_channels(pattern):
-    weight, inputs = problem(DEAD)
-    stats, spelled = stats_of(inputs), parse_pattern(pattern)
-    solution = solve("wanda", weight, stats, pattern)
-    mask = refine(weight, solution.mask, stats, spelled, 9, 0.3)
-    assert spelled.count_kept_wrong(mask) == 0
-    if pattern == "2:4":
-        assert torch.equal(mask[:, 8:12], solution.mask[:, 8:12])
-    assert mask[:, DEAD].any()
-    refined = weight.masked_fill(~mask, 0)
-    assert relative_error(weight, refined, stats) < solution.error

@@ -465,7 +465,6 @@ STEPS = {
     "ria": ("ria", {}),
     "alps": ("alps", {}),
     "polish": ("magnitude", {"polish": 3}),
-    "refine": ("wanda", {"refine": True}),
     "dense values": ("sparsegpt", {"update": False}),
     "1:4": ("sparsegpt", {"pattern": "1:4"}),
     "half": ("sparsegpt", {"pattern": 0.5}),

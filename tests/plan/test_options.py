@@ -87,9 +87,9 @@ def test_any_iterable_is_a_data_loader(loader):
 
 def test_a_config_takes_values_as_sparsify_does():
     config = SparsifyConfig(
-        polish=True, refine=False, reconstruct=2, pattern="1:4", device="cpu", memory_limit="1KB", exclude="*.o_proj"
+        polish=True, reconstruct=2, pattern="1:4", device="cpu", memory_limit="1KB", exclude="*.o_proj"
     )
-    assert (config.polish, config.refine, config.memory_limit) == (30, 0, 1000)
+    assert (config.polish, config.memory_limit) == (30, 1000)
     assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
     assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))
     with pytest.raises(ValueError, match="polish=-1: must be a whole number of at least 0"):

@@ -10,7 +10,7 @@ import torch
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
-from modelopt_sparse.plan.options import QUALITIES, TRUE_MEANS, Distill, Reconstruct
+from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
@@ -18,7 +18,6 @@ OFF = {
     "self_data": 0,
     "permute": False,
     "update": True,
-    "refine": 0,
     "polish": 0,
     "reconstruct": None,
     "distill": None,
@@ -107,7 +106,7 @@ def test_quality_with_dense_values_says_who_asked_for_what():
         mts.make_plan(tiny_llama(), quality="best", update=False)
 
 
-# dense values and refinement ----------------------------------------------------------------------------------------
+# dense values -------------------------------------------------------------------------------------------------------
 
 
 def test_update_false_keeps_the_mask_and_the_dense_values():
@@ -120,35 +119,6 @@ def test_update_false_keeps_the_mask_and_the_dense_values():
         assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
     assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
     assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "60%"])
-def test_refine_lowers_the_error_of_every_layer_or_leaves_it(pattern):
-    model, dense = sparsified("wanda", pattern=pattern, refine=True), tiny_llama()
-    better = 0
-    for layer in mts.report(model).layers:
-        assert layer.recipe == "wanda+refine"
-        before, after = layer.errors
-        assert after <= before
-        better += after < before
-        assert layer.error_from == "gram"
-    assert better > 7
-    for name, mask in mts.named_masks(model):
-        assert_bits(model.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
-
-
-def test_refine_after_a_compensating_method_needs_update_false():
-    with pytest.raises(ValueError, match=r"q_proj': 'sparsegpt' changes values: add update=False"):
-        mts.make_plan(tiny_llama(), "sparsegpt", refine=True)
-    model = sparsified("sparsegpt", refine=True, update=False)
-    assert {layer.recipe for layer in mts.report(model).layers} == {"sparsegpt+dense-values+refine"}
-
-
-def test_refine_true_is_a_number_of_sweeps():
-    assert settings("wanda", refine=True)[1]["refine"] == TRUE_MEANS["refine"]
-    assert settings("wanda", refine=False)[1]["refine"] == settings("wanda", refine=None)[1]["refine"] == 0
-    with pytest.raises(ValueError, match=r"refine=-1: must be a whole number of at least 0"):
-        mts.make_plan(tiny_llama(), "wanda", refine=-1)
 
 
 # masks --------------------------------------------------------------------------------------------------------------
@@ -226,10 +196,10 @@ def test_masks_that_do_not_fit(change, message):
     assert_same_state(model, before)
 
 
-def test_masks_with_a_method_or_with_refine():
+def test_masks_with_a_method_or_with_what_chooses_others():
     with pytest.raises(ValueError, match="masks= takes the place of a method"):
         mts.make_plan(tiny_llama(), "wanda", masks=some_masks())
-    for name, value in (("refine", True), ("permute", True), ("allocation", "owl")):
+    for name, value in (("permute", True), ("allocation", "owl")):
         with pytest.raises(ValueError, match=f"masks= says which weights stay, and {name} would choose others"):
             mts.make_plan(tiny_llama(), masks=some_masks(), **{name: value})
 

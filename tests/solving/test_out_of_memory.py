@@ -116,7 +116,6 @@ def test_an_allocation_that_no_machine_has_is_one():
         ("sparsegpt", "cuda", {"pattern": "2:4"}),
         ("sparsegpt", "cpu", {"pattern": "60% per row"}),
         ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
-        ("wanda", "cuda", {"pattern": "2:4", "refine": 2}),
     ],
     ids=str,
 )

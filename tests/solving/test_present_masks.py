@@ -49,8 +49,7 @@ def test_fewer_zeros_than_the_mask_has_are_refused():
 
 STEPS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in METHODS},
-    "refined": {"method": "wanda", "refine": True},
-    "dense values, refined": {"method": "sparsegpt", "update": False, "refine": 5},
+    "dense values": {"method": "sparsegpt", "update": False},
     "polished": {"method": "magnitude", "polish": True},
     "reconstructed": {"method": "wanda", "reconstruct": 1},
     "small blocks": {"method": "sparsegpt", "block_size": 5},
@@ -123,7 +122,7 @@ def test_the_same_level_again_changes_nothing(method):
 # what the rule does not reach ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", ["magnitude", "sparsegpt", "alps", "refined"])
+@pytest.mark.parametrize("steps", ["magnitude", "sparsegpt", "alps", "dense values"])
 def test_replace_solves_the_layer_as_a_dense_one(steps):
     """To the bit what is made of the same weights without masks."""
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
