@@ -22,7 +22,6 @@ from .methods.patterns import Unstructured as Unstructured
 from .model.masking import apply_masks as apply_masks
 from .model.masking import attach_optimizer as attach_optimizer
 from .model.masking import named_masks as named_masks
-from .model.masking import observe_gradient as observe_gradient
 from .model.masking import set_mask as set_mask
 from .oneshot import budget_curve as budget_curve
 from .oneshot import export as export

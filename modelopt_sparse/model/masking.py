@@ -29,7 +29,6 @@ from modelopt_sparse.model.devices import full_name, has_hook, parameter_of, sto
 from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 
 SUFFIX = "_mask"
-GradientObserver = Callable[[Tensor], None]
 
 # masks of a model -----------------------------------------------------------------------------------------------------
 
@@ -148,14 +147,7 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
         if any(_own_masks(child)):
             continue
         with without_hook(child):
-            for attribute in (
-                "masked_names",
-                "masked_path",
-                "gradient_observers",
-                "faint_parameters",
-                "told",
-                "mask_sizes",
-            ):
+            for attribute in ("masked_names", "masked_path", "faint_parameters", "told", "mask_sizes"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
@@ -176,21 +168,6 @@ def without_masks(module: nn.Module) -> Iterator[None]:
         for child, names in before.items():
             child.masked_names = names
         renew_all_zeros(module, tell=False)
-
-
-def observe_gradient(module: nn.Module, name: str, observer: GradientObserver | None) -> None:
-    """Hand the unmasked gradient of a masked parameter to ``observer`` in every backward pass; None ends it.
-
-    ``name`` is the parameter's full name. Raises ValueError if there is no such parameter, or if it carries no mask.
-    """
-    owner, param, _ = _find_parameter(module, name)
-    if not isinstance(owner, SparseModule):
-        raise ValueError(f"parameter {name!r} carries no mask; set one with set_mask first")
-    observers = owner.__dict__.setdefault("gradient_observers", {})
-    if observer is None:
-        observers.pop(param, None)
-    else:
-        observers[param] = observer
 
 
 def let_gradients_through(module: nn.Module, through: bool, names: Container[str]) -> None:
@@ -454,7 +431,7 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (`get` would look up both)
     if not torch.is_grad_enabled() and holds_zeros(weight, mask):
         return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # set: `holds_zeros`
-    whole = self.faint_parameters or self.__dict__.get("gradient_observers") or is_recorded(weight)
+    whole = self.faint_parameters or is_recorded(weight)
     if torch.is_grad_enabled() and weight.requires_grad and not whole:
         return F.linear(args[0], _CutInPlace.apply(_masked(self, "weight", weight), mask), bias)
     return _forward(self, *args, **kwargs)
@@ -736,8 +713,6 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
     if isinstance(weight := module._parameters.get(name), MaskedParameter):
         weight.zeroed = None  # an optimizer may follow; fused ones do not count up the version
         weight.backwards += 1
-    if observer := module.__dict__.get("gradient_observers", {}).get(name):
-        observer(gradient.detach())
     if gradient.layout == torch.sparse_coo:
         return _masked_sparse(gradient, mask)
     if name in module.faint_parameters:

@@ -77,31 +77,6 @@ def test_nan_and_infinite_gradients_at_pruned_places_stay_out():
     torch.testing.assert_close(module.weight.grad, torch.tensor([[1.0, 0.0], [torch.inf, torch.inf]]))
 
 
-def test_observer_is_handed_the_gradient_before_masking():
-    module, mask = sparse_linear()
-    dense = copy.deepcopy(module)
-    mts.export(dense)
-    seen: list[Tensor] = []
-    mts.observe_gradient(module, "weight", seen.append)
-    x = torch.randn(3, 8)
-    module(x).square().sum().backward()
-    dense(x).square().sum().backward()
-    (gradient,) = seen
-    assert not gradient.requires_grad
-    torch.testing.assert_close(gradient, dense.weight.grad)
-    assert gradient[~mask].any()
-    torch.testing.assert_close(module.weight.grad, dense.weight.grad * mask)
-
-    mts.observe_gradient(module, "weight", None)
-    module(x).sum().backward()
-    assert len(seen) == 1
-
-
-def test_observer_is_refused_where_there_is_no_mask():
-    with pytest.raises(ValueError, match="'weight' carries no mask; set one with set_mask"):
-        mts.observe_gradient(nn.Linear(4, 4), "weight", print)
-
-
 @every_case
 def test_no_masked_copy_of_a_weight_is_kept_for_the_backward_pass(case: Case):
     sparse, _, masks = sparse_and_dense(case)

@@ -41,7 +41,6 @@ def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
     masks = {name: random_mask(parameters[name], seed) for seed, name in enumerate(case.names)}
     for name, mask in masks.items():
         mts.set_mask(module, name, mask)
-        mts.observe_gradient(module, name, print)
 
     assert isinstance(module, classes[0])
     assert {name: mask.tolist() for name, mask in mts.named_masks(module)} == {
