@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import modelopt_sparse as mts
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.runtime.kernels import quantize_rows
 from modelopt_sparse.runtime.timing import TIMERS, Timer
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +32,6 @@ SHAPES = {  # of Llama-3-8B: rows x columns
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 BATCHES = (1, 16, 64, 256)
-FORMATS = ("bfloat16", "fp8", "int8")
 ANY = 1e-9  # a min_speedup that packs whatever can be packed
 Pack = Callable[..., Any]
 
@@ -53,62 +50,33 @@ def sparse_linear(rows: int, columns: int, device: str) -> nn.Linear:
     return layer
 
 
-def measure_layer(name: str, given: argparse.Namespace, kind: str, pack: Pack, timer: Timer) -> list[dict[str, Any]]:
-    """Seconds of one shape at each token count: dense bfloat16, dense in the same 8-bit format where torch has it, and
-    2:4. Raises Failed if the layer cannot be packed."""
+def measure_layer(name: str, given: argparse.Namespace, pack: Pack) -> list[dict[str, Any]]:
+    """Seconds of one shape at each token count, dense and 2:4, in bfloat16. Raises Failed if the layer cannot be
+    packed."""
     rows, columns = SHAPES[name]
     layer = sparse_linear(rows, columns, given.device)
-    weight = layer.weight.detach()
-    quantize = None if kind == "bfloat16" else kind
     try:
-        pack(layer, tune=given.tokens, timing=given.timing, quantize=quantize, min_speedup=ANY)
+        pack(layer, tune=given.tokens, timing=given.timing, min_speedup=ANY)
     except ValueError as error:
         raise Failed(one_line(error)) from error
     (entry,) = mts.semi_structured_report(layer).layers
     if not entry.timings:
         raise Failed(entry.reason)
-    dense_8_bits = dict.fromkeys(given.tokens)
-    if kind == "fp8":
-        dense_8_bits = {count: dense_fp8(weight, count, timer) for count in given.tokens}
     return [
         {
             "layer": name,
             "shape": f"{rows} x {columns}",
-            "format": kind,
             "tokens": timing.tokens,
             "dense": timing.dense,
             "dense_library": timing.dense_library,
-            "dense_8_bits": dense_8_bits[timing.tokens],
             "sparse": timing.sparse,
             "algorithm": list(timing.algorithm),
             "speedup": timing.speedup,
             "bytes": entry.bytes,
             "dense_bytes": entry.dense_bytes,
-            "weight_error": entry.weight_error,
-            "output_error": entry.output_error,
         }
         for timing in entry.timings
     ]
-
-
-def dense_fp8(weight: Tensor, tokens: int, timer: Timer) -> float | None:
-    """Seconds of the dense layer in fp8, scales per row and per token, rounding of the input included; None if torch
-    has no such multiplication here."""
-    codes, scales = quantize_rows(weight, torch.float8_e4m3fn)
-    x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype)
-    cache = torch.cuda.get_device_properties(weight.device).L2_cache_size if weight.is_cuda else 0
-    copies = min(max(-(-2 * cache // codes.nbytes), 1), 64)
-    weights = [codes] + [codes.clone() for _ in range(copies - 1)]
-
-    def call(one: Tensor) -> Tensor:
-        x_codes, x_scales = quantize_rows(x, torch.float8_e4m3fn)
-        return torch._scaled_mm(x_codes, one.t(), x_scales, scales.t(), out_dtype=x.dtype)
-
-    try:
-        return timer([partial(call, one) for one in weights])
-    except RuntimeError as error:
-        print(f"dense fp8 at {tokens} tokens: {one_line(error)}", file=sys.stderr)
-        return None
 
 
 # the model ----------------------------------------------------------------------------------------------------------
@@ -157,9 +125,6 @@ def variants(given: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
     counts = tuple(sorted({*given.tokens, *given.batches}))
     found: dict[str, dict[str, Any] | None] = {"dense": None, "2:4": {}}
     found["2:4 where faster"] = {"tune": counts, "keep_both": True}
-    for kind in given.formats:
-        if kind != "bfloat16":
-            found[f"2:4 {kind}"] = {"quantize": kind}
     return found
 
 
@@ -176,7 +141,7 @@ def measure_model(model: Any, given: argparse.Namespace, pack: Pack, timer: Time
             found[name] = timed_model(model, given, timer)
         except (ValueError, RuntimeError) as error:  # what this GPU, or its memory, does not take
             found[name] = one_line(error)
-        mts.to_dense(model)  # rounded weights stay rounded, which changes no time
+        mts.to_dense(model)
         gc.collect()
     return found
 
@@ -210,16 +175,15 @@ def one_line(error: BaseException) -> str:
 
 def layer_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| layer | shape | format | tokens | dense us | dense 8 bits us | 2:4 us | dense / 2:4 |",
-        "| --- | --- | --- |" + " ---: |" * 5,
+        "| layer | shape | tokens | dense us | 2:4 us | dense / 2:4 |",
+        "| --- | --- |" + " ---: |" * 4,
     ]
     for row in rows:
-        start = f"| {row['layer']} | {row['shape']} | {row['format']} |"
+        start = f"| {row['layer']} | {row['shape']} |"
         if "failed" in row:
-            lines.append(f"{start} failed: {row['failed'].replace('|', '/')} | | | | |")
+            lines.append(f"{start} failed: {row['failed'].replace('|', '/')} | | | |")
             continue
-        eight = "" if row["dense_8_bits"] is None else f"{row['dense_8_bits'] * 1e6:.1f}"
-        figures = f"{row['dense'] * 1e6:.1f} | {eight} | {row['sparse'] * 1e6:.1f} | {row['speedup']:.2f}"
+        figures = f"{row['dense'] * 1e6:.1f} | {row['sparse'] * 1e6:.1f} | {row['speedup']:.2f}"
         lines.append(f"{start} {row['tokens']} | {figures} |")
     return "\n".join(lines)
 
@@ -266,29 +230,24 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=counts, default=TOKENS, help="rows of a layer's input, tokens of a prompt")
     parser.add_argument("--batches", type=counts, default=BATCHES, help="sequences of a decoding step")
     parser.add_argument("--context", type=int, default=512, help="tokens before a decoding step")
-    parser.add_argument("--formats", type=lambda text: tuple(text.split(",")), default=("bfloat16", "fp8"))
     parser.add_argument("--layers", type=int, default=32, help="decoder layers of the model; 0 leaves it out")
     parser.add_argument("--timing", choices=tuple(TIMERS), default="eager", help="of single layers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results" / "semi_structured", help="writes OUT.md, OUT.json"
     )
-    found = parser.parse_args(given)
-    if unknown := set(found.formats) - set(FORMATS):
-        parser.error(f"--formats {','.join(sorted(unknown))}: allowed are {','.join(FORMATS)}")
-    return found
+    return parser.parse_args(given)
 
 
 def measure(given: argparse.Namespace, pack: Pack, timers: dict[str, Timer], **changes: Any) -> dict[str, Any]:
     """All results: rows of layers, the model's times, and what they were made with."""
     rows: list[dict[str, Any]] = []
     for name, (height, width) in SHAPES.items():
-        for kind in given.formats:
-            progress(f"{name} {kind}")
-            try:
-                rows += measure_layer(name, given, kind, pack, timers[given.timing])
-            except Failed as error:
-                rows.append({"layer": name, "shape": f"{height} x {width}", "format": kind, "failed": str(error)})
+        progress(name)
+        try:
+            rows += measure_layer(name, given, pack)
+        except Failed as error:
+            rows.append({"layer": name, "shape": f"{height} x {width}", "failed": str(error)})
     model = None
     if given.layers:
         progress("model")

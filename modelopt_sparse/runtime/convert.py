@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.distributed import is_sharded
@@ -24,19 +23,14 @@ from modelopt_sparse.runtime.kernels import (
     ALWAYS_SPARSE,
     BACKENDS,
     DTYPES,
-    FORMATS,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
     dtype_name,
     library_version,
     misfit,
-    multiply,
-    no_fp8,
     pack,
     pack_module,
-    quantize_rows,
-    relative_squared_error,
     shape_misfit,
     unpack_module,
 )
@@ -45,8 +39,6 @@ from modelopt_sparse.values import check_choice, check_number, is_whole
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
 SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
-ERROR_TOKENS = 256  # rows of the inputs that the output error of a quantized layer is measured on
-ERROR_SEED = 20_240_813  # of those inputs; an unusual one, so that test weights are not drawn with the same seed
 
 # options --------------------------------------------------------------------------------------------------------------
 
@@ -62,7 +54,6 @@ class Settings:
     timing: str = "eager"
     min_speedup: float = 1.05
     keep_both: bool = False
-    quantize: str | None = None
     backend: str | None = None
     cache: str | Path | None = None
 
@@ -78,7 +69,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("timing", self.timing, list(TIMERS))
-        check_choice("quantize", self.quantize, [*FORMATS, None])
         check_choice("backend", self.backend, [*BACKENDS, None])
         check_number("min_speedup", self.min_speedup, "(0, inf]")
         if self.tune is not None:
@@ -89,20 +79,11 @@ class Settings:
             for key in ("keep_both", "cache"):
                 if getattr(self, key):
                     raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
-        if self.keep_both and self.quantize:
-            raise ValueError("keep_both with quantize would give one token other values than two: choose one of them")
-
-    @property
-    def packed_dtype(self) -> torch.dtype | None:
-        """The 8-bit dtype that packed weights are quantized to, or None."""
-        return None if self.quantize is None else FORMATS[self.quantize]
 
 
 def _place(device: torch.device, settings: Settings) -> Place:
-    """A CUDA device as a place. Raises ValueError for what does not run there."""
+    """A CUDA device as a place. Raises ValueError for a backend that does not run there."""
     backend, properties = choose_backend(device, settings.backend), torch.cuda.get_device_properties(device)
-    if settings.quantize == "fp8" and (reason := no_fp8(device, backend)):
-        raise ValueError(f'quantize="fp8" does not run on {properties.name}: {reason}')
     return Place(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
 
 
@@ -138,10 +119,8 @@ class LayerSpeed:
     runs: "2:4", "2:4 and dense" or "dense".
     bytes, dense_bytes: what the weight takes now, and what it takes dense.
     reason: why the layer is dense, or "".
-    backend, packed_dtype: the library that it is packed for, and the dtype of the packed values; "" if it is dense.
+    backend: the library that it is packed for; "" if it is dense.
     timings: one for each token count; empty if the layer was not timed.
-    weight_error, output_error: relative squared errors of a quantized layer against the unquantized one; the outputs
-      are those of normally distributed inputs. None for other layers.
     notes: sentences on what did not go the usual way.
     """
 
@@ -153,10 +132,7 @@ class LayerSpeed:
     dense_bytes: int
     reason: str = ""
     backend: str = ""
-    packed_dtype: str = ""
     timings: tuple[Timing, ...] = ()
-    weight_error: float | None = None
-    output_error: float | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -204,11 +180,9 @@ class SpeedReport(Printed):
         del all_rows
         shown = [layer for layer in self.layers if layer.runs != DENSE or layer.timings]
         counts = sorted({timing.tokens for layer in shown for timing in layer.timings})
-        quantized = any(layer.weight_error is not None for layer in shown)
-        heads = ("layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts))
-        heads += ("weight error", "output error", "notes") if quantized else ("notes",)
+        heads = ("layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts), "notes")
         reasons = {layer.name: layer.reason for layer in self.layers if layer.runs == DENSE}
-        parts = [table(heads, [_row(layer, counts, quantized) for layer in shown])] if shown else []
+        parts = [table(heads, [_row(layer, counts) for layer in shown])] if shown else []
         if reasons:
             parts.append(by_reason("stays dense", reasons, all_rows=True))
         ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4 on {self.device}, "
@@ -220,23 +194,17 @@ class SpeedReport(Printed):
             )
         elif self.packed:
             ending += "\nNot timed: 2:4 may be slower here. Name the token counts that matter with tune=."
-        if quantized:
-            ending += "\nErrors: ||A - B||^2 / ||B||^2 against the unquantized layer; outputs on normal inputs."
         parts.append(ending)
         return "\n\n".join(parts)
 
 
-def _row(layer: LayerSpeed, counts: list[int], quantized: bool) -> tuple[str, ...]:
+def _row(layer: LayerSpeed, counts: list[int]) -> tuple[str, ...]:
     timed = {timing.tokens: timing for timing in layer.timings}
     cells = [layer.name, " x ".join(map(str, layer.shape)), layer.runs]
-    if layer.packed_dtype and layer.packed_dtype != layer.dtype:
-        cells[-1] += f" {layer.packed_dtype}"
     cells.append(f"{_mib(layer.dense_bytes)} -> {_mib(layer.bytes)}" if layer.runs != DENSE else _mib(layer.bytes))
     for count in counts:
         timing = timed.get(count)
         cells.append(f"{timing.dense * 1e6:.1f} -> {timing.sparse * 1e6:.1f}" if timing else "")
-    if quantized:
-        cells += ["" if error is None else f"{error:.2e}" for error in (layer.weight_error, layer.output_error)]
     return (*cells, "; ".join(layer.notes))
 
 
@@ -261,7 +229,6 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
     - ``keep_both``: True packs layers for which 2:4 wins at some of the counts only, and keeps their dense weights too,
       for 1.56 times the dense memory. Each count uses the faster form.
     - ``cache``: a JSON file in which timings are kept.
-    - ``quantize``: "fp8" or "int8" also rounds packed layers to 8 bits; the report has the error.
     - ``include``, ``exclude``: globs of layer names. A layer that ``include`` names in full must be packable.
     - ``strict``: True: every layer that ``include`` and ``exclude`` leave must be packable.
     - ``backend``: "cusparselt" or "cutlass". Default: the first that runs here.
@@ -284,8 +251,8 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
 def to_dense(model: nn.Module) -> nn.Module:
     """Turn packed layers back into plain nn.Linear, in place, and return the model.
 
-    The weights are bit for bit those that were packed; those of quantized layers are the rounded ones. They are new
-    Parameters, on the layer's device. A model without packed layers is returned as it is.
+    The weights are bit for bit those that were packed. They are new Parameters, on the layer's device. A model without
+    packed layers is returned as it is.
     """
     for module in list(model.modules()):
         if isinstance(module, SemiStructuredLinear):
@@ -405,8 +372,7 @@ def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_o
     bias: Tensor | None = module.bias
     if bias is not None and bias.dtype != weight.dtype:
         return f"dtype: its bias is {dtype_name(bias.dtype)}, its weight {dtype_name(weight.dtype)}"
-    packed_dtype = settings.packed_dtype or weight.dtype
-    return shape_misfit(weight.shape, packed_dtype, place.backend) or misfit(weight.detach())
+    return shape_misfit(weight.shape, weight.dtype, place.backend) or misfit(weight.detach())
 
 
 def _must_be_packed(name: str, settings: Settings) -> bool:
@@ -423,45 +389,33 @@ def _convert_layer(
     """
     weight = module.get_parameter("weight").detach().to(place.device)
     bias = None if module.bias is None else module.bias.detach().to(place.device)
-    codes, scales = weight, None
-    if settings.packed_dtype is not None:
-        codes, scales = quantize_rows(weight, settings.packed_dtype)
     try:
-        packed = pack(codes, place.backend)
+        packed = pack(weight, place.backend)
     except NotPackable as reason:
         return replace(dense, reason=str(reason))
     measured: list[Timing] = []
     choices = ALWAYS_SPARSE
     if settings.tune is not None:
-        key = timing_key(place, settings.timing, weight, codes.dtype, bias)
+        key = timing_key(place, settings.timing, weight, bias)
         known = timings.get(key, settings.tune)
         if known is None:
-            known = time_layer(settings.tune, weight, bias, packed, scales, place)
+            known = time_layer(settings.tune, weight, bias, packed, place)
             timings.put(key, known)
         measured, choices = known, decide(known, settings.min_speedup, settings.keep_both)
         if choices is None:
             lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
             slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
-    errors = {}
-    if scales is not None:  # from tensors, not by calling the module: its bias may not be on the device yet
-        x = torch.randn(ERROR_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(ERROR_SEED)).to(weight)
-        output = multiply(x, *packed, scales, None, bias, len(weight), place.backend.name, ALWAYS_SPARSE)
-        wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        errors["weight_error"] = relative_squared_error(codes.float() * scales, weight)
-        errors["output_error"] = relative_squared_error(output, wanted)
-    pack_module(module, packed, scales, place.backend, choices)
+    pack_module(module, packed, place.backend, choices)
     assert isinstance(module, SemiStructuredLinear)
-    negative = int(((codes == 0) & torch.signbit(codes)).sum()) if codes.dtype in DTYPES else 0
+    negative = int(((weight == 0) & torch.signbit(weight)).sum())
     module.record = replace(
         dense,
         runs=SPARSE if module.dense_weight is None else BOTH,
         bytes=module.weight_bytes,
         backend=place.backend.name,
-        packed_dtype=dtype_name(codes.dtype),
         timings=tuple(measured),
         notes=(f"{negative} weights were -0.0 and are +0.0 now",) if negative else (),
-        **errors,
     )
     return module.record
 

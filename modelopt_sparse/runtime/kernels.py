@@ -1,11 +1,11 @@
-"""Packs, quantizes and multiplies 2:4 weights with torch's two 2:4 libraries, behind one contract; and the Linear layer
+"""Packs and multiplies 2:4 weights with torch's two 2:4 libraries, behind one contract; and the Linear layer
 that holds such a weight: its forward, and what happens when it is moved, copied or saved.
 
 No other file touches torch's private 2:4 functions. torch's public interface, the tensor subclasses of torch.sparse, is
 not enough:
 
 - a tensor holds one algorithm for all token counts;
-- it takes no fp8, and refuses non-contiguous inputs in `linear`;
+- it refuses non-contiguous inputs in `linear`;
 - cuSPARSELt's search, and the converters of the CUTLASS format, have no public name.
 
 No class flag of torch is ever set: a backend is chosen by calling its own functions.
@@ -16,7 +16,7 @@ Shape letters: R rows (out features), C columns (in features), G groups of four 
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,12 +36,7 @@ from modelopt_sparse.model.masking import drop_bound_forward
 # backends -------------------------------------------------------------------------------------------------------------
 
 
-DTYPES = (torch.float16, torch.bfloat16)  # of weights that can be packed; they are also quantized from these
-FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-# dtypes of the sums of products of codes: exact for int8; for fp8 with the range of float32, as sums can pass 65,504,
-# the largest number of float16
-SUMS = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.int32}
+DTYPES = (torch.float16, torch.bfloat16)  # of weights that can be packed
 UNPACKED_AT_ONCE = 1024  # columns of the identity matrix that unpacking multiplies with at a time
 ALIGNMENT = 16  # bytes: both libraries are told that every operand's address is a multiple of this
 
@@ -73,7 +68,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
     tensor_class: ClassVar[type[SparseSemiStructuredTensor]]
-    dtypes: ClassVar[tuple[torch.dtype, ...]]  # of the packed weight
 
     def multiples(self, dtype: torch.dtype) -> Multiples:
         """What shapes must be multiples of, for weights packed as ``dtype``."""
@@ -102,14 +96,11 @@ class Backend(ABC):
         metadata: Tensor | None,
         x: Tensor,
         bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
         algorithm: Algorithm = DEFAULT,
     ) -> Tensor:
         """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T a multiple of `multiples`' ``tokens``."""
 
-    def search(
-        self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-    ) -> list[Algorithm]:
+    def search(self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None) -> list[Algorithm]:
         """The algorithms worth timing for this input, the default first."""
         return [DEFAULT]
 
@@ -124,7 +115,6 @@ class CuSparseLt(Backend):
 
     name = "cusparselt"
     tensor_class = SparseSemiStructuredTensorCUSPARSELT
-    dtypes = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
     def unavailable(self, device):
         if not torch.backends.cusparselt.is_available():
@@ -147,25 +137,23 @@ class CuSparseLt(Backend):
             size = min(UNPACKED_AT_ONCE, columns - start)
             identity = torch.zeros(size, columns, dtype=torch.float16, device=packed.device)
             identity.diagonal(start).fill_(1)
-            product = self.multiply(packed, metadata, identity.to(packed.dtype), None, SUMS.get(packed.dtype))
-            parts.append(product.t().to(packed.dtype))
+            parts.append(self.multiply(packed, metadata, identity.to(packed.dtype)).t())
         return torch.cat(parts, dim=1)
 
-    def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=DEFAULT):
+    def multiply(self, packed, metadata, x, bias=None, algorithm=DEFAULT):
         return torch._cslt_sparse_mm(
             packed,
             x.t(),
             bias=bias,
-            out_dtype=out_dtype,
             transpose_result=True,
             alg_id=algorithm.alg_id,
             split_k=algorithm.split_k,
             split_k_mode=algorithm.split_k_mode,
         )
 
-    def search(self, packed, metadata, x, bias, out_dtype):
+    def search(self, packed, metadata, x, bias):
         private: Any = torch._C
-        alg_id, split_k, mode, _ = private._cusparselt.mm_search(packed, x.t(), bias, None, out_dtype, True)
+        alg_id, split_k, mode, _ = private._cusparselt.mm_search(packed, x.t(), bias, None, None, True)
         fastest = Algorithm(int(alg_id), int(split_k), int(mode) if split_k != 1 else -1)
         return [DEFAULT] if fastest == DEFAULT else [DEFAULT, fastest]
 
@@ -175,7 +163,6 @@ class Cutlass(Backend):
 
     name = "cutlass"
     tensor_class = SparseSemiStructuredTensorCUTLASS
-    dtypes = (torch.float16, torch.bfloat16, torch.int8)  # float32 would be 1:2
 
     def unavailable(self, device):
         capability = torch.cuda.get_device_capability(device)
@@ -195,12 +182,12 @@ class Cutlass(Backend):
 
         return sparse_semi_structured_to_dense_cutlass(packed, metadata)
 
-    def multiply(self, packed, metadata, x, bias=None, out_dtype=None, algorithm=DEFAULT):
+    def multiply(self, packed, metadata, x, bias=None, algorithm=DEFAULT):
         assert metadata is not None
         if bias is None:
-            product = torch._sparse_semi_structured_mm(packed, metadata, x.t(), out_dtype=out_dtype)
+            product = torch._sparse_semi_structured_mm(packed, metadata, x.t())
         else:
-            product = torch._sparse_semi_structured_addmm(bias, packed, metadata, x.t(), out_dtype=out_dtype)
+            product = torch._sparse_semi_structured_addmm(bias, packed, metadata, x.t())
         return product.t().contiguous()
 
 
@@ -226,15 +213,6 @@ def library_version(backend: Backend) -> str:
     if backend.name == "cusparselt":
         return f"cuSPARSELt {torch.backends.cusparselt.version()}"
     return f"torch {torch.__version__}"
-
-
-def no_fp8(device: torch.device, backend: Backend) -> str:
-    """Why fp8 does not run on a CUDA device, or ""."""
-    if torch.float8_e4m3fn not in backend.dtypes:
-        return f'{backend.name} has no fp8; quantize="int8" runs with it'
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return 'fp8 Tensor Cores came with compute capability 8.9; quantize="int8" runs here'
-    return ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -284,8 +262,6 @@ def misfit(weight: Tensor) -> str:
 
 def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str:
     """Why a backend cannot pack a weight of shape [R, C] as ``dtype``, or ""."""
-    if dtype not in backend.dtypes:
-        return f"dtype: {backend.name} has no kernel for {dtype}"
     rows, columns, _ = backend.multiples(dtype)
     if shape[0] % rows or shape[1] % columns:
         return f"shape: {shape[0]} x {shape[1]} is no multiple of the {rows} x {columns} that {backend.name} takes"
@@ -294,9 +270,6 @@ def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str
 
 def without_negative_zeros(weight: Tensor) -> Tensor:
     """A contiguous copy in which -0.0 is +0.0."""
-    if weight.dtype == torch.float8_e4m3fn:  # torch cannot compare this dtype
-        bits = weight.view(torch.uint8)
-        return bits.masked_fill(bits == 0x80, 0).view(weight.dtype).contiguous()
     return weight.masked_fill(weight == 0, 0).contiguous()
 
 
@@ -304,10 +277,9 @@ def without_negative_zeros(weight: Tensor) -> Tensor:
 def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
     """(values, metadata) of a 2:4 weight [R, C].
 
-    Raises NotPackable if it is not 2:4, if its shape or dtype does not fit, or if it does not unpack bit for bit.
+    Raises NotPackable if it is not 2:4, if its shape does not fit, or if it does not unpack bit for bit.
     """
-    values = weight.float() if weight.dtype == torch.float8_e4m3fn else weight
-    if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(values):
+    if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(weight):
         raise NotPackable(reason)
     clean = without_negative_zeros(weight.detach())
     packed, metadata = backend.pack(clean)
@@ -315,40 +287,6 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
     if not torch.equal(back.view(torch.uint8), clean.view(torch.uint8)):
         raise NotPackable(f"{backend.name} does not give its weight back bit for bit")
     return packed, metadata
-
-
-# quantizing -----------------------------------------------------------------------------------------------------------
-# 8-bit codes have one scale for each row of the weight and one for each token of the input. The scales are applied to
-# the product, not inside the kernel: to pass one to cuSPARSELt, torch reads it on the host. That waits for the GPU in
-# every call, and no CUDA graph can capture it. The kernel would also take only one scale for all rows and tokens.
-
-
-def quantize_rows(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes [..., C] of ``dtype``, float32 scales [..., 1]), so that matrix ~ codes * scales.
-
-    The largest entry of a row gets the largest code. Zeros stay zeros; a row of zeros has scale 1.
-    """
-    wide = matrix.float()
-    scales = wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]
-    scales = scales.masked_fill(scales == 0, 1)
-    scaled = (wide / scales).clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
-
-
-def rescaled(sums: Tensor, tokens: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sums of products of codes [T, R], times the scales of tokens [T, 1] and of rows [R, 1], plus the bias [R].
-
-    It is computed in float32 and returned as ``dtype``.
-    """
-    out = sums.float() * tokens * rows.t()
-    return (out if bias is None else out + bias.float()).to(dtype)
-
-
-def relative_squared_error(actual: Tensor, wanted: Tensor) -> float:
-    """||actual - wanted||^2 / ||wanted||^2, in float64; if ``wanted`` is zero, ||actual||^2."""
-    size = wanted.double().square().sum()
-    distance = (actual.double() - wanted.double()).square().sum()
-    return float(distance / size) if size else float(distance)
 
 
 # multiplying ----------------------------------------------------------------------------------------------------------
@@ -377,49 +315,22 @@ def multiply(
     x: Tensor,
     packed: Tensor,
     metadata: Tensor | None,
-    scales: Tensor | None,
     dense: Tensor | None,
     bias: Tensor | None,
     rows: int,
     backend: str,
     choices: Sequence[Choice],
 ) -> Tensor:
-    """x W^T + bias as [T, R] for x [T, C]: by the packed weight, or by the dense one where a choice says so.
-
-    In a compiled graph only the product itself is an opaque operator, so that torch.compile can fuse the rounding of x
-    to 8 bits with other operations.
-    """
-    if torch.compiler.is_compiling():
-        opaque = torch.ops.modelopt_sparse.product_24
-        run = functools.partial(opaque, rows=rows, backend=backend, choices=as_numbers(choices))
-    else:
-        run = functools.partial(product, rows=rows, backend=backend, choices=choices)
-    if scales is None:
-        return run(x, packed, metadata, dense, bias)
-    codes, of_tokens = quantize_rows(x, packed.dtype)
-    return rescaled(run(codes, packed, metadata, None, None), of_tokens, scales, bias, x.dtype)
-
-
-def product(
-    x: Tensor,
-    packed: Tensor,
-    metadata: Tensor | None,
-    dense: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    backend: str,
-    choices: Sequence[Choice],
-) -> Tensor:
-    """x W^T (+ bias) as [T, R] for x [T, C] in the dtype of the packed weight; of 8-bit codes the unscaled sums."""
-    tokens, out_dtype, kernels = x.shape[0], SUMS.get(packed.dtype), BACKENDS[backend]
+    """x W^T (+ bias) as [T, R] for x [T, C]: by the packed weight, or by the dense one where a choice says so."""
+    tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
-        return x.new_empty(0, rows, dtype=out_dtype)
+        return x.new_empty(0, rows)
     choice = choice_for(tokens, choices)
     if not choice.sparse:
         assert dense is not None
         return F.linear(x, dense, bias)
     x = operand(x, kernels.multiples(packed.dtype).tokens)
-    return kernels.multiply(packed, metadata, x, bias, out_dtype, choice.algorithm)[:tokens]
+    return kernels.multiply(packed, metadata, x, bias, choice.algorithm)[:tokens]
 
 
 def operand(x: Tensor, multiple: int) -> Tensor:
@@ -431,51 +342,42 @@ def operand(x: Tensor, multiple: int) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-# the arguments of `product` and of `multiply`, as torch writes them
-PRODUCT = (
+# the arguments of `multiply`, as torch writes them
+LINEAR = (
     "(Tensor x, Tensor packed, Tensor? metadata, Tensor? dense, Tensor? bias, SymInt rows, str backend, "
     "SymInt[] choices) -> Tensor"
 )
-LINEAR = PRODUCT.replace("Tensor? dense", "Tensor? scales, Tensor? dense")
 
 
 @functools.cache
 def register_operators() -> None:
-    """Register `product` and `multiply` as operators, which torch.compile does not trace into.
+    """Register `multiply` as an operator, which torch.compile does not trace into.
 
     One graph then serves any number of tokens. It is done when the first layer is packed, not at import. The backward
-    pass of `multiply` is an operator that raises when it runs: a model may be compiled with gradients on, but a
-    gradient that leaves this layer out would be wrong.
+    pass is an operator that raises when it runs: a model may be compiled with gradients on, but a gradient that leaves
+    this layer out would be wrong.
     """
 
-    def by_numbers(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *operands: function(*operands[:-1], choices=_choices(operands[-1]))
+    def by_numbers(*operands: Any) -> Tensor:
+        return multiply(*operands[:-1], choices=_choices(operands[-1]))
 
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError("layers packed 2:4 have no backward pass: call modelopt_sparse.to_dense(model) to train")
 
     def shapes(ctx, inputs, output):
-        x, _, _, _, dense, bias, *_ = inputs
+        x, _, _, dense, bias, *_ = inputs
         ctx.shapes = [None if tensor is None else list(tensor.shape) for tensor in (x, dense, bias)]
 
     def backward(ctx, gradient):
         refuse = torch.ops.modelopt_sparse.no_gradient
         x, dense, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
-        return x, None, None, None, dense, bias, None, None, None
+        return x, None, None, dense, bias, None, None, None
 
-    bare = torch.library.custom_op("modelopt_sparse::product_24", by_numbers(product), mutates_args=(), schema=PRODUCT)
-    bare.register_fake(
-        lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(
-            x.shape[0], rows, dtype=SUMS.get(packed.dtype)
-        )
-    )
-    whole = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers(multiply), mutates_args=(), schema=LINEAR)
-    whole.register_fake(
-        lambda x, packed, metadata, scales, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows)
-    )
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR)
+    linear.register_fake(lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
-    whole.register_autograd(backward, setup_context=shapes)
+    linear.register_autograd(backward, setup_context=shapes)
 
 
 def as_numbers(choices: Sequence[Choice]) -> list[int]:
@@ -492,7 +394,7 @@ def _choices(numbers: Sequence[int]) -> list[Choice]:
 # the layer ------------------------------------------------------------------------------------------------------------
 
 
-PACKED = ("packed", "metadata", "scales")  # the buffers of a packed layer
+PACKED = ("packed", "metadata")  # the buffers of a packed layer
 
 
 class SemiStructuredLinear(PackedLayer):
@@ -510,7 +412,6 @@ class SemiStructuredLinear(PackedLayer):
     dense_weight: nn.Parameter | None
     packed: Tensor
     metadata: Tensor | None
-    scales: Tensor | None
     dtype: torch.dtype  # of inputs, outputs and the weight before packing
     requires_grad_before: bool
     backend: str
@@ -524,11 +425,11 @@ class SemiStructuredLinear(PackedLayer):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             wanted = f"{self.dtype} inputs of {self.in_features} channels"
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
-        tensors = (self.packed, self.metadata, self.scales, self.dense_weight, self.bias)
+        tensors = (self.packed, self.metadata, self.dense_weight, self.bias)
         flat = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled():
-            whole = torch.ops.modelopt_sparse.linear_24
-            out = whole(flat, *tensors, self.out_features, self.backend, as_numbers(self.choices))
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            opaque = torch.ops.modelopt_sparse.linear_24
+            out = opaque(flat, *tensors, self.out_features, self.backend, as_numbers(self.choices))
         else:
             out = multiply(flat, *tensors, self.out_features, self.backend, self.choices)
         return out.view(*x.shape[:-1], self.out_features)
@@ -544,25 +445,21 @@ class SemiStructuredLinear(PackedLayer):
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weight occupies, dense copy included; torch's tensor subclass would report the dense size."""
-        held = (self.packed, self.metadata, self.scales, self.dense_weight)
+        held = (self.packed, self.metadata, self.dense_weight)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
-        """The dense weight, bit for bit as it was packed; codes times scales if it was quantized."""
+        """The dense weight, bit for bit as it was packed."""
         if self.dense_weight is not None:
             return self.dense_weight.detach()
-        weight = BACKENDS[self.backend].unpack(self.packed, self.metadata, self.in_features)
-        if self.scales is None:
-            return weight
-        return (weight.float() * self.scales).to(self.dtype)
+        return BACKENDS[self.backend].unpack(self.packed, self.metadata, self.in_features)
 
     def extra_repr(self) -> str:
-        kind = dtype_name(self.dtype if self.scales is None else self.packed.dtype)
         both = ", dense beside it" if self.dense_weight is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"2:4 {kind} packed by {self.backend}{both}"
+            f"2:4 {dtype_name(self.dtype)} packed by {self.backend}{both}"
         )
 
     def _apply(self, fn, recurse: bool = True):
@@ -582,8 +479,6 @@ class SemiStructuredLinear(PackedLayer):
         register_operators()  # the process that a copy is unpickled in may have packed nothing yet
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        if self.scales is not None:
-            raise ValueError(f"{prefix}weight is quantized for this GPU: save the model before to_semi_structured")
         destination[f"{prefix}weight"] = self.unpacked().cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
@@ -599,14 +494,13 @@ class SemiStructuredLinear(PackedLayer):
 def pack_module(
     module: Any,
     packed: tuple[Tensor, Tensor | None],
-    scales: Tensor | None,
     backend: Backend,
     choices: Sequence[Choice] = ALWAYS_SPARSE,
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 
-    ``packed`` are (values, metadata) of its weight, ``scales`` those of a quantized one. The dense Parameter stays
-    beside them, as ``dense_weight``, if one of the choices is dense; otherwise it leaves the module.
+    ``packed`` are (values, metadata) of its weight. The dense Parameter stays beside them, as ``dense_weight``, if one
+    of the choices is dense; otherwise it leaves the module.
     """
     register_operators()
     weight = module.get_parameter("weight")
@@ -614,7 +508,7 @@ def pack_module(
         drop_bound_forward(module)
         del module.weight
         object.__setattr__(module, "__class__", SemiStructuredLinear)
-        for name, tensor in zip(PACKED, (*packed, scales)):
+        for name, tensor in zip(PACKED, packed):
             module.register_buffer(name, tensor, persistent=False)
         module.register_parameter("dense_weight", None if all(choice.sparse for choice in choices) else weight)
         module.dtype, module.backend, module.choices = weight.dtype, backend.name, tuple(choices)

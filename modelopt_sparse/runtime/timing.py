@@ -17,7 +17,6 @@ from torch import Tensor
 
 from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.runtime.kernels import (
-    SUMS,
     Algorithm,
     Backend,
     Choice,
@@ -25,7 +24,6 @@ from modelopt_sparse.runtime.kernels import (
     library_version,
     multiply,
     operand,
-    quantize_rows,
 )
 
 Calls = Sequence[Callable[[], Any]]
@@ -116,7 +114,6 @@ def time_layer(
     weight: Tensor,
     bias: Tensor | None,
     packed: tuple[Tensor, Tensor | None],
-    scales: Tensor | None,
     place: Place,
 ) -> list[Timing]:
     """Time F.linear with the dense weight [R, C] against the packed one, for each token count.
@@ -138,16 +135,11 @@ def time_layer(
                     dense[library] = place.timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
             values, metadata = packed
             probe = operand(x, place.backend.multiples(values.dtype).tokens)
-            if scales is None:
-                algorithms = place.backend.search(values, metadata, probe, bias, None)
-            else:
-                codes = quantize_rows(probe, values.dtype)[0]
-                algorithms = place.backend.search(values, metadata, codes, None, SUMS[values.dtype])
             sparse: dict[Algorithm, float] = {}
-            for algorithm in algorithms:
+            for algorithm in place.backend.search(values, metadata, probe, bias):
                 choices = (Choice(0, True, algorithm),)
                 product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
-                sparse[algorithm] = place.timer([partial(product, x, *one, scales, None, bias) for one in sparse_set])
+                sparse[algorithm] = place.timer([partial(product, x, *one, None, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
     return timings
@@ -189,14 +181,11 @@ def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tu
 # timings of earlier runs ----------------------------------------------------------------------------------------------
 
 
-def timing_key(place: Place, mode: str, weight: Tensor, packed_dtype: torch.dtype, bias: Tensor | None) -> str:
+def timing_key(place: Place, mode: str, weight: Tensor, bias: Tensor | None) -> str:
     """A text with everything that a timing depends on, except for the token count."""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(place.backend)}"
-    kind = dtype_name(weight.dtype)
-    if packed_dtype != weight.dtype:
-        kind += f" as {dtype_name(packed_dtype)}"
     shape = f"{weight.shape[0]} x {weight.shape[1]}{'' if bias is None else ' + bias'}"
-    return f"{place.title}; {versions}; {place.backend.name}; {mode}; {kind}; {shape}"
+    return f"{place.title}; {versions}; {place.backend.name}; {mode}; {dtype_name(weight.dtype)}; {shape}"
 
 
 class TimingCache:

@@ -48,11 +48,10 @@ def test_masks_are_to_be_exported_first():
         ({"tune": True}, r"tune=\(True,\): give token counts"),
         ({"timing": "wall"}, "timing='wall': allowed are 'eager', 'graph'"),
         ({"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
-        ({"quantize": "int4"}, "quantize='int4': allowed are 'fp8', 'int8'"),
+        ({"quantize": "int8"}, "option 'quantize' is not known"),
         ({"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
         ({"keep_both": True}, "keep_both is for layers that are timed: give tune="),
         ({"cache": "times.json"}, "cache is for layers that are timed: give tune="),
-        ({"tune": 8, "keep_both": True, "quantize": "fp8"}, "keep_both with quantize would give"),
     ],
 )
 def test_wrong_options_are_refused(options, wrong):
@@ -252,11 +251,9 @@ def test_the_report_says_everything_as_text_and_as_json(backend, blas):
 
 
 def test_the_report_says_when_nothing_was_timed(backend):
-    model = packed_by(backend, chain(pruned(32, 128)), quantize="int8")
+    model = packed_by(backend, chain(pruned(32, 128)))
     text = str(mts.semi_structured_report(model))
     assert "Not timed: 2:4 may be slower here. Name the token counts that matter with tune=." in text
-    assert "2:4 int8" in text
-    assert "Errors: ||A - B||^2 / ||B||^2 against the unquantized layer; outputs on normal inputs." in text
 
 
 def test_negative_zeros_are_told(backend):
@@ -315,9 +312,9 @@ def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(convert, "_place", lambda device, settings: device)
-    settings, place = loading_place(device_map, {"quantize": "fp8", "timing": "graph", "backend": "cutlass"})
+    settings, place = loading_place(device_map, {"timing": "graph", "backend": "cutlass"})
     assert place == torch.device("cuda:0")
-    assert (settings.backend, settings.quantize, settings.timing) == ("cutlass", "fp8", "graph")
+    assert (settings.backend, settings.timing) == ("cutlass", "graph")
 
 
 def test_load_still_checks_weights_against_masks(backend, folder, monkeypatch):

@@ -51,7 +51,7 @@ def test_other_counts_go_with_the_named_one_below_them():
 
 
 def searching(backend: Unpacking, monkeypatch, found=(backends.DEFAULT, FAST)):
-    monkeypatch.setattr(Unpacking, "search", lambda self, packed, metadata, x, bias, out_dtype: list(found))
+    monkeypatch.setattr(Unpacking, "search", lambda self, packed, metadata, x, bias: list(found))
 
 
 def test_both_sides_are_searched_and_the_best_of_each_decides(backend, blas, monkeypatch):
@@ -181,12 +181,11 @@ def test_each_side_goes_through_twice_the_cache(backend, blas):
     assert stopwatch.sets == [10, 10, 18]
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_timing_changes_no_random_state(backend, blas, quantize):
+def test_timing_changes_no_random_state(backend, blas):
     model = chain(pruned(32, 128))
     before = torch.get_rng_state()
     place = timed_place(backend, Stopwatch(**TABLE))
-    convert.convert(model, Settings.of({"tune": (1, 64), "quantize": quantize}), lambda device: place)
+    convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: place)
     assert type(model[0]) is SemiStructuredLinear
     assert torch.equal(torch.get_rng_state(), before)
 
