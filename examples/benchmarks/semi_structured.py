@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import modelopt_sparse as mts
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.runtime.timing import TIMERS, Timer
+from modelopt_sparse.runtime.timing import Timer, eager_seconds
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {  # of Llama-3-8B: rows x columns
@@ -56,7 +56,7 @@ def measure_layer(name: str, given: argparse.Namespace, pack: Pack) -> list[dict
     rows, columns = SHAPES[name]
     layer = sparse_linear(rows, columns, given.device)
     try:
-        pack(layer, tune=given.tokens, timing=given.timing, min_speedup=ANY)
+        pack(layer, tune=given.tokens, min_speedup=ANY)
     except ValueError as error:
         raise Failed(one_line(error)) from error
     (entry,) = mts.semi_structured_report(layer).layers
@@ -124,7 +124,7 @@ def variants(given: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
     """Ways to run the model -> options of to_semi_structured; None is dense."""
     counts = tuple(sorted({*given.tokens, *given.batches}))
     found: dict[str, dict[str, Any] | None] = {"dense": None, "2:4": {}}
-    found["2:4 where faster"] = {"tune": counts, "keep_both": True}
+    found["2:4 where faster"] = {"tune": counts}
     return found
 
 
@@ -207,7 +207,7 @@ def text(results: dict[str, Any]) -> str:
         parts.append(f"Llama-3-8B of {results['settings']['layers']} decoder layers, random weights:")
         parts.append(model_table(results["model"]))
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    parts.append(f"- {results['device']}; timing {results['settings']['timing']}\n- {versions}\n- {results['date']}")
+    parts.append(f"- {results['device']}\n- {versions}\n- {results['date']}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -231,7 +231,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=counts, default=BATCHES, help="sequences of a decoding step")
     parser.add_argument("--context", type=int, default=512, help="tokens before a decoding step")
     parser.add_argument("--layers", type=int, default=32, help="decoder layers of the model; 0 leaves it out")
-    parser.add_argument("--timing", choices=tuple(TIMERS), default="eager", help="of single layers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results" / "semi_structured", help="writes OUT.md, OUT.json"
@@ -239,7 +238,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def measure(given: argparse.Namespace, pack: Pack, timers: dict[str, Timer], **changes: Any) -> dict[str, Any]:
+def measure(given: argparse.Namespace, pack: Pack, timer: Timer, **changes: Any) -> dict[str, Any]:
     """All results: rows of layers, the model's times, and what they were made with."""
     rows: list[dict[str, Any]] = []
     for name, (height, width) in SHAPES.items():
@@ -252,7 +251,7 @@ def measure(given: argparse.Namespace, pack: Pack, timers: dict[str, Timer], **c
     if given.layers:
         progress("model")
         llama = random_llama(given.layers, given.device, **changes)
-        model = measure_model(llama, given, pack, timers["eager"])
+        model = measure_model(llama, given, pack, timer)
     return {
         "device": torch.cuda.get_device_name(given.device) if torch.cuda.is_available() else given.device,
         "versions": {
@@ -271,8 +270,8 @@ def main() -> None:
     given = arguments()
     if not torch.cuda.is_available():
         raise SystemExit("semi_structured.py: 2:4 kernels run on CUDA devices (Ampere or later) and there is none here")
-    torch.cuda.set_device(given.device)  # timers and graphs go by the current device
-    results = measure(given, mts.to_semi_structured, dict(TIMERS))
+    torch.cuda.set_device(given.device)  # the timer goes by the current device
+    results = measure(given, mts.to_semi_structured, eager_seconds)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     given.out.with_suffix(".md").write_text(text(results), encoding="utf-8")

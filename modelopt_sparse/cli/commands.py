@@ -592,8 +592,6 @@ def report(
 def speed(
     folder: Folder,
     tokens: Annotated[str, Option(help="Token counts that matter, for example 1,64,2048.")],
-    timing: str = Option("eager", help="eager: as called from Python. graph: as in a CUDA graph."),
-    cache: Path | None = Option(None, help="JSON file that timings are kept in."),
     device: str = Option("cuda", help="The CUDA device to time on."),
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -603,7 +601,7 @@ def speed(
     counts = tokens.split(",")
     if wrong := [count for count in counts if not count.strip().isdecimal()]:
         raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is not a number of tokens; write for example 1,64,2048")
-    settings = {"tune": tuple(map(int, counts)), "timing": timing, "cache": cache}
+    settings = {"tune": tuple(map(int, counts))}
     more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
     result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
     typer.echo(result.to_json() if as_json else result)

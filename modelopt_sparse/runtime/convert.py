@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from modelopt_sparse.plan.options import check_globs, first_match
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.text import Printed, by_reason, first_few, refuse_unknown, table
 from modelopt_sparse.runtime.kernels import (
-    ALWAYS_SPARSE,
     BACKENDS,
     DTYPES,
+    UNTIMED,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
@@ -34,11 +33,11 @@ from modelopt_sparse.runtime.kernels import (
     shape_misfit,
     unpack_module,
 )
-from modelopt_sparse.runtime.timing import TIMERS, Place, Timing, TimingCache, decide, time_layer, timing_key
+from modelopt_sparse.runtime.timing import Place, Timing, decide, eager_seconds, time_layer
 from modelopt_sparse.values import check_choice, check_number, is_whole
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
-SPARSE, BOTH, DENSE = "2:4", "2:4 and dense", "dense"  # values of LayerSpeed.runs
+SPARSE, DENSE = "2:4", "dense"  # values of LayerSpeed.runs
 
 # options --------------------------------------------------------------------------------------------------------------
 
@@ -51,11 +50,8 @@ class Settings:
     exclude: tuple[str, ...] = ()
     strict: bool = False
     tune: tuple[int, ...] | None = None
-    timing: str = "eager"
     min_speedup: float = 1.05
-    keep_both: bool = False
     backend: str | None = None
-    cache: str | Path | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
@@ -68,23 +64,18 @@ class Settings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        check_choice("timing", self.timing, list(TIMERS))
         check_choice("backend", self.backend, [*BACKENDS, None])
         check_number("min_speedup", self.min_speedup, "(0, inf]")
         if self.tune is not None:
             if not self.tune or not all(is_whole(count, 1) for count in self.tune):
                 raise ValueError(f"tune={self.tune}: give token counts from 1, for example tune=(1, 64, 2048)")
             object.__setattr__(self, "tune", tuple(sorted(set(self.tune))))
-        else:
-            for key in ("keep_both", "cache"):
-                if getattr(self, key):
-                    raise ValueError(f"{key} is for layers that are timed: give tune=, for example tune=(1, 64, 2048)")
 
 
 def _place(device: torch.device, settings: Settings) -> Place:
     """A CUDA device as a place. Raises ValueError for a backend that does not run there."""
     backend, properties = choose_backend(device, settings.backend), torch.cuda.get_device_properties(device)
-    return Place(device, backend, properties.name, TIMERS[settings.timing], properties.L2_cache_size)
+    return Place(device, backend, properties.name, eager_seconds, properties.L2_cache_size)
 
 
 def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) -> tuple[Settings, Place]:
@@ -116,7 +107,7 @@ class LayerSpeed:
     """One weight of two or more dimensions, and how its layer runs.
 
     name, shape, dtype: of the dense weight; the dtype as a name, "bfloat16".
-    runs: "2:4", "2:4 and dense" or "dense".
+    runs: "2:4" or "dense".
     bytes, dense_bytes: what the weight takes now, and what it takes dense.
     reason: why the layer is dense, or "".
     backend: the library that it is packed for; "" if it is dense.
@@ -158,7 +149,7 @@ class SpeedReport(Printed):
 
     @property
     def packed(self) -> list[LayerSpeed]:
-        """The layers that run 2:4, those that also keep their dense weight included."""
+        """The layers that run 2:4."""
         return [layer for layer in self.layers if layer.runs != DENSE]
 
     @property
@@ -188,10 +179,7 @@ class SpeedReport(Printed):
         ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4 on {self.device}, "
         ending += f"weights {_mib(self.dense_bytes)} -> {_mib(self.bytes)} MiB."
         if counts:
-            ending += (
-                "\nus: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm; "
-                f"timed {self.settings.get('timing', '')}."
-            )
+            ending += "\nus: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm."
         elif self.packed:
             ending += "\nNot timed: 2:4 may be slower here. Name the token counts that matter with tune=."
         parts.append(ending)
@@ -225,10 +213,6 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
     - ``tune``: token counts such as (1, 64, 2048). Each layer is timed on them, dense against 2:4, and stays dense
       unless 2:4 is at least ``min_speedup`` (1.05) times as fast at every one of them. Without it every 2:4 layer is
       packed.
-    - ``timing``: "eager", with the cost of launching from Python, or "graph", as in a CUDA graph.
-    - ``keep_both``: True packs layers for which 2:4 wins at some of the counts only, and keeps their dense weights too,
-      for 1.56 times the dense memory. Each count uses the faster form.
-    - ``cache``: a JSON file in which timings are kept.
     - ``include``, ``exclude``: globs of layer names. A layer that ``include`` names in full must be packable.
     - ``strict``: True: every layer that ``include`` and ``exclude`` leave must be packable.
     - ``backend``: "cusparselt" or "cutlass". Default: the first that runs here.
@@ -293,10 +277,10 @@ def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedRep
         raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
     report = SpeedReport(
         layers=[replace(module.record, name=name) for name, module in _packed(model)],
-        settings={key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+        settings=asdict(settings),
         versions=library_versions(),
     )
-    timings = TimingCache(settings.cache)
+    timings: dict[Any, list[Timing]] = {}  # of layers that are alike
     try:
         for index, (module, layer) in enumerate(weights):
             if not layer.reason:
@@ -381,7 +365,7 @@ def _must_be_packed(name: str, settings: Settings) -> bool:
 
 
 def _convert_layer(
-    module: Any, dense: LayerSpeed, settings: Settings, place: Place, timings: TimingCache
+    module: Any, dense: LayerSpeed, settings: Settings, place: Place, timings: dict[Any, list[Timing]]
 ) -> LayerSpeed:
     """Pack one layer, or leave it dense -> its entry in the report, ``dense`` if nothing changes.
 
@@ -394,14 +378,12 @@ def _convert_layer(
     except NotPackable as reason:
         return replace(dense, reason=str(reason))
     measured: list[Timing] = []
-    choices = ALWAYS_SPARSE
+    choices = UNTIMED
     if settings.tune is not None:
-        key = timing_key(place, settings.timing, weight, bias)
-        known = timings.get(key, settings.tune)
-        if known is None:
-            known = time_layer(settings.tune, weight, bias, packed, place)
-            timings.put(key, known)
-        measured, choices = known, decide(known, settings.min_speedup, settings.keep_both)
+        key = place.title, weight.shape, weight.dtype, bias is None
+        if key not in timings:
+            timings[key] = time_layer(settings.tune, weight, bias, packed, place)
+        measured, choices = timings[key], decide(timings[key], settings.min_speedup)
         if choices is None:
             lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
             slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
@@ -411,7 +393,7 @@ def _convert_layer(
     negative = int(((weight == 0) & torch.signbit(weight)).sum())
     module.record = replace(
         dense,
-        runs=SPARSE if module.dense_weight is None else BOTH,
+        runs=SPARSE,
         bytes=module.weight_bytes,
         backend=place.backend.name,
         timings=tuple(measured),

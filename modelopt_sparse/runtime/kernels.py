@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.sparse import (
     SparseSemiStructuredTensor,
@@ -293,17 +292,13 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
 
 
 class Choice(NamedTuple):
-    """How inputs of at least ``tokens`` rows, and fewer than the next choice has, are multiplied.
-
-    ``sparse``: by the packed weight, with ``algorithm``; otherwise by the dense weight.
-    """
+    """The algorithm for inputs of at least ``tokens`` rows, and fewer than the next choice has."""
 
     tokens: int
-    sparse: bool
     algorithm: Algorithm = DEFAULT
 
 
-ALWAYS_SPARSE = (Choice(0, True),)
+UNTIMED = (Choice(0),)
 
 
 def choice_for(tokens: int, choices: Sequence[Choice]) -> Choice:
@@ -315,22 +310,17 @@ def multiply(
     x: Tensor,
     packed: Tensor,
     metadata: Tensor | None,
-    dense: Tensor | None,
     bias: Tensor | None,
     rows: int,
     backend: str,
     choices: Sequence[Choice],
 ) -> Tensor:
-    """x W^T (+ bias) as [T, R] for x [T, C]: by the packed weight, or by the dense one where a choice says so."""
+    """x W^T (+ bias) as [T, R] for x [T, C]."""
     tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
         return x.new_empty(0, rows)
-    choice = choice_for(tokens, choices)
-    if not choice.sparse:
-        assert dense is not None
-        return F.linear(x, dense, bias)
     x = operand(x, kernels.multiples(packed.dtype).tokens)
-    return kernels.multiply(packed, metadata, x, bias, choice.algorithm)[:tokens]
+    return kernels.multiply(packed, metadata, x, bias, choice_for(tokens, choices).algorithm)[:tokens]
 
 
 def operand(x: Tensor, multiple: int) -> Tensor:
@@ -344,8 +334,7 @@ def operand(x: Tensor, multiple: int) -> Tensor:
 
 # the arguments of `multiply`, as torch writes them
 LINEAR = (
-    "(Tensor x, Tensor packed, Tensor? metadata, Tensor? dense, Tensor? bias, SymInt rows, str backend, "
-    "SymInt[] choices) -> Tensor"
+    "(Tensor x, Tensor packed, Tensor? metadata, Tensor? bias, SymInt rows, str backend, SymInt[] choices) -> Tensor"
 )
 
 
@@ -365,30 +354,30 @@ def register_operators() -> None:
         raise RuntimeError("layers packed 2:4 have no backward pass: call modelopt_sparse.to_dense(model) to train")
 
     def shapes(ctx, inputs, output):
-        x, _, _, dense, bias, *_ = inputs
-        ctx.shapes = [None if tensor is None else list(tensor.shape) for tensor in (x, dense, bias)]
+        x, _, _, bias, *_ = inputs
+        ctx.shapes = [None if tensor is None else list(tensor.shape) for tensor in (x, bias)]
 
     def backward(ctx, gradient):
         refuse = torch.ops.modelopt_sparse.no_gradient
-        x, dense, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
-        return x, None, None, dense, bias, None, None, None
+        x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
+        return x, None, None, bias, None, None, None
 
     linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR)
-    linear.register_fake(lambda x, packed, metadata, dense, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
+    linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
     linear.register_autograd(backward, setup_context=shapes)
 
 
 def as_numbers(choices: Sequence[Choice]) -> list[int]:
-    """Choices as integers, five for each, because an operator takes no tuples."""
-    return [number for choice in choices for number in (choice.tokens, int(choice.sparse), *choice.algorithm)]
+    """Choices as integers, four for each, because an operator takes no tuples."""
+    return [number for choice in choices for number in (choice.tokens, *choice.algorithm)]
 
 
 def _choices(numbers: Sequence[int]) -> list[Choice]:
     """The inverse of `as_numbers`."""
-    fives = (numbers[start : start + 5] for start in range(0, len(numbers), 5))
-    return [Choice(tokens, bool(sparse), Algorithm(*algorithm)) for tokens, sparse, *algorithm in fives]
+    fours = (numbers[start : start + 4] for start in range(0, len(numbers), 4))
+    return [Choice(tokens, Algorithm(*algorithm)) for tokens, *algorithm in fours]
 
 
 # the layer ------------------------------------------------------------------------------------------------------------
@@ -409,7 +398,6 @@ class SemiStructuredLinear(PackedLayer):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
-    dense_weight: nn.Parameter | None
     packed: Tensor
     metadata: Tensor | None
     dtype: torch.dtype  # of inputs, outputs and the weight before packing
@@ -425,7 +413,7 @@ class SemiStructuredLinear(PackedLayer):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             wanted = f"{self.dtype} inputs of {self.in_features} channels"
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
-        tensors = (self.packed, self.metadata, self.dense_weight, self.bias)
+        tensors = (self.packed, self.metadata, self.bias)
         flat = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             opaque = torch.ops.modelopt_sparse.linear_24
@@ -436,30 +424,25 @@ class SemiStructuredLinear(PackedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight if it was kept, else the packed one as torch's tensor subclass."""
-        if self.dense_weight is not None:
-            return self.dense_weight
+        """The packed weight as torch's tensor subclass."""
         shape = torch.Size((self.out_features, self.in_features))
         return BACKENDS[self.backend].as_tensor(self.packed, self.metadata, shape)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weight occupies, dense copy included; torch's tensor subclass would report the dense size."""
-        held = (self.packed, self.metadata, self.dense_weight)
+        """Bytes that the weight occupies; torch's tensor subclass would report the dense size."""
+        held = (self.packed, self.metadata)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
         """The dense weight, bit for bit as it was packed."""
-        if self.dense_weight is not None:
-            return self.dense_weight.detach()
         return BACKENDS[self.backend].unpack(self.packed, self.metadata, self.in_features)
 
     def extra_repr(self) -> str:
-        both = ", dense beside it" if self.dense_weight is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"2:4 {dtype_name(self.dtype)} packed by {self.backend}{both}"
+            f"2:4 {dtype_name(self.dtype)} packed by {self.backend}"
         )
 
     def _apply(self, fn, recurse: bool = True):
@@ -495,12 +478,11 @@ def pack_module(
     module: Any,
     packed: tuple[Tensor, Tensor | None],
     backend: Backend,
-    choices: Sequence[Choice] = ALWAYS_SPARSE,
+    choices: Sequence[Choice] = UNTIMED,
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 
-    ``packed`` are (values, metadata) of its weight. The dense Parameter stays beside them, as ``dense_weight``, if one
-    of the choices is dense; otherwise it leaves the module.
+    ``packed`` are (values, metadata) of its weight, which leaves the module.
     """
     register_operators()
     weight = module.get_parameter("weight")
@@ -510,7 +492,6 @@ def pack_module(
         object.__setattr__(module, "__class__", SemiStructuredLinear)
         for name, tensor in zip(PACKED, packed):
             module.register_buffer(name, tensor, persistent=False)
-        module.register_parameter("dense_weight", None if all(choice.sparse for choice in choices) else weight)
         module.dtype, module.backend, module.choices = weight.dtype, backend.name, tuple(choices)
         module.requires_grad_before = weight.requires_grad
 
@@ -519,11 +500,9 @@ def pack_module(
 def unpack_module(module: SemiStructuredLinear) -> None:
     """Turn a `SemiStructuredLinear` back, in place, into the nn.Linear that it was."""
     with without_hook(module), torch.inference_mode(False):
-        weight, bias = module.dense_weight, module.bias
-        if weight is None:
-            weight = nn.Parameter(module.unpacked(), module.requires_grad_before)
+        weight, bias = nn.Parameter(module.unpacked(), module.requires_grad_before), module.bias
         drop_bound_forward(module)
-        for name in (*PACKED, "dense_weight", "bias"):
+        for name in (*PACKED, "bias"):
             delattr(module, name)
         for name in ("dtype", "backend", "choices", "requires_grad_before", "record"):
             module.__dict__.pop(name, None)

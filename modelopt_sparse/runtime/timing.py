@@ -3,25 +3,20 @@
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.runtime.kernels import (
     Algorithm,
     Backend,
     Choice,
-    dtype_name,
-    library_version,
     multiply,
     operand,
 )
@@ -32,8 +27,6 @@ Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls tha
 LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
 TIMED_SECONDS = 0.1  # a time is the median of what runs in about so long
 LARGEST_SET = 64  # most copies of a weight that one timing goes through, so that no cache holds them all
-CACHE_FORMAT = "modelopt_sparse 2:4 timings"
-CACHE_VERSION = 1
 
 
 def eager_seconds(calls: Calls) -> float:
@@ -44,31 +37,12 @@ def eager_seconds(calls: Calls) -> float:
     return timer.blocked_autorange(min_run_time=TIMED_SECONDS).median / len(calls)
 
 
-def graph_seconds(calls: Calls) -> float:
-    """Time of a call that is replayed from a CUDA graph. The cost of launching is not included."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return eager_seconds([graph.replay]) / len(calls)
-
-
-TIMERS: dict[str, Timer] = {"eager": eager_seconds, "graph": graph_seconds}
-
-
 @dataclass(frozen=True)
 class Place:
     """A device that layers are packed for.
 
     backend: the library that multiplies there.
-    title: the device's name, for the report and for the cache of timings.
+    title: the device's name, for the report.
     timer: how a layer is timed there.
     cache_bytes: size of the L2 cache.
     libraries: the libraries that dense products are timed with.
@@ -137,9 +111,9 @@ def time_layer(
             probe = operand(x, place.backend.multiples(values.dtype).tokens)
             sparse: dict[Algorithm, float] = {}
             for algorithm in place.backend.search(values, metadata, probe, bias):
-                choices = (Choice(0, True, algorithm),)
+                choices = (Choice(0, algorithm),)
                 product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
-                sparse[algorithm] = place.timer([partial(product, x, *one, None, bias) for one in sparse_set])
+                sparse[algorithm] = place.timer([partial(product, x, *one, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
     return timings
@@ -163,61 +137,13 @@ def blas_library(name: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def decide(timings: Sequence[Timing], min_speedup: float, keep_both: bool) -> tuple[Choice, ...] | None:
+def decide(timings: Sequence[Timing], min_speedup: float) -> tuple[Choice, ...] | None:
     """How a layer is to run, by token count; None if it is to stay dense.
 
     2:4 wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A layer
-    is packed if 2:4 wins at every token count that was timed. With ``keep_both`` it is also packed if 2:4 wins at some
-    of them: then both forms are kept, and each count uses the winner. A count that was not timed runs as the largest
-    timed one below it.
+    is packed if 2:4 wins at every token count that was timed. A count that was not timed runs as the largest timed one
+    below it.
     """
-    ordered = sorted(timings, key=lambda timing: timing.tokens)
-    wins = [timing.speedup >= min_speedup for timing in ordered]
-    if not any(wins) or (not keep_both and not all(wins)):
+    if any(timing.speedup < min_speedup for timing in timings):
         return None
-    return tuple(Choice(timing.tokens, win, timing.algorithm) for timing, win in zip(ordered, wins))
-
-
-# timings of earlier runs ----------------------------------------------------------------------------------------------
-
-
-def timing_key(place: Place, mode: str, weight: Tensor, bias: Tensor | None) -> str:
-    """A text with everything that a timing depends on, except for the token count."""
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {library_version(place.backend)}"
-    shape = f"{weight.shape[0]} x {weight.shape[1]}{'' if bias is None else ' + bias'}"
-    return f"{place.title}; {versions}; {place.backend.name}; {mode}; {dtype_name(weight.dtype)}; {shape}"
-
-
-class TimingCache:
-    """Timings by key and token count: in memory, and in a JSON file if ``path`` names one.
-
-    Raises ValueError if the file holds anything else than timings of this version.
-    """
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        self.path = None if path is None else Path(path)
-        self._timings: dict[str, dict[int, Timing]] = {}
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["format"] != CACHE_FORMAT or data["format_version"] != CACHE_VERSION:
-                raise ValueError(f"format {data['format']!r}, version {data['format_version']!r}")
-            for key, listed in data["timings"].items():
-                self._timings[key] = {timing.tokens: timing for timing in map(Timing.from_dict, listed)}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"cache {str(path)!r} holds no timings ({error!r}): give another path") from None
-
-    def get(self, key: str, tokens: Sequence[int]) -> list[Timing] | None:
-        """The timings of these token counts; None if one of them is missing, as all counts are timed together."""
-        known = self._timings.get(key, {})
-        return [known[count] for count in sorted(tokens)] if all(count in known for count in tokens) else None
-
-    def put(self, key: str, timings: Sequence[Timing]) -> None:
-        """Add timings, and write the file."""
-        self._timings.setdefault(key, {}).update({timing.tokens: timing for timing in timings})
-        if self.path is None:
-            return
-        listed = {key: [asdict(known[count]) for count in sorted(known)] for key, known in self._timings.items()}
-        text = json.dumps({"format": CACHE_FORMAT, "format_version": CACHE_VERSION, "timings": listed}, indent=2)
-        write_whole(self.path, text + "\n")
+    return tuple(Choice(each.tokens, each.algorithm) for each in sorted(timings, key=lambda timing: timing.tokens))

@@ -384,7 +384,7 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
         return Settings.of(options), place
 
     monkeypatch.setattr(checkpoint, "loading_place", loading_place)
-    command = ("speed", tmp_path / "sparse", "--tokens", "1, 64", "--device", "cuda:1", "--timing", "graph")
+    command = ("speed", tmp_path / "sparse", "--tokens", "1, 64", "--device", "cuda:1")
     done = run(*command)
     assert (done.code, done.err) == (0, "")
     assert "us at 1     us at 64" in done.out
@@ -392,7 +392,7 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
     assert "14 of 15 layers run 2:4 on a CPU" in done.out
     found = json.loads(run(*command, "--json").out)
     assert len(found["layers"]) == 15
-    assert asked == [("cuda:1", {"tune": (1, 64), "timing": "graph", "cache": None})] * 2
+    assert asked == [("cuda:1", {"tune": (1, 64)})] * 2
 
 
 # help, and processes ------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ FLAGS = {
     "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",
     "report": "folder --html --compare --evaluation --overwrite --all --json",
-    "speed": "folder --tokens --timing --cache --device --dtype --trust-remote-code --json",
+    "speed": "folder --tokens --device --dtype --trust-remote-code --json",
     "sparse-ift": "model --sparsity --out --member --iso --multiple --include --recipe --overwrite --revision "
     "--trust-remote-code --all --json",
     "finalize": "--input --output",

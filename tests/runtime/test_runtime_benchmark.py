@@ -50,7 +50,7 @@ def results_of(bench, backend, *arguments: str) -> dict[str, Any]:
     def pack(model, **options):
         packed_by(backend, model, clock, **options)
 
-    return bench.measure(given, pack, {"eager": clock, "graph": clock}, **SMALL)
+    return bench.measure(given, pack, clock, **SMALL)
 
 
 def test_without_a_gpu_it_says_so_in_one_line(bench, monkeypatch, capsys):
@@ -65,7 +65,7 @@ def test_without_a_gpu_it_says_so_in_one_line(bench, monkeypatch, capsys):
 
 
 def test_wrong_arguments_are_refused(bench, capsys):
-    for wrong in (["--tokens", "0"], ["--tokens", "a"], ["--timing", "wall"]):
+    for wrong in (["--tokens", "0"], ["--tokens", "a"], ["--context", "x"]):
         with pytest.raises(SystemExit) as ended:
             bench.arguments(wrong)
         assert ended.value.code == 2
