@@ -40,15 +40,17 @@ OTHER_KIND = "the others would be of another kind at their new places"
 
 @dataclass(frozen=True)
 class Judge:
-    """How far the model is from what it was. ``teacher``: what it predicted then; None if it gives no logits."""
+    """How far the model is from what it was. ``teacher``: what it put out then; None if that cannot be compared, and
+    why."""
 
     teacher: Teacher | None
     batches: BatchNumbers
+    why: str = ""
 
     def kl(self, numbers: range | None = None) -> float:
-        """The mean KL divergence on batches of these numbers; None: those that are held back."""
+        """The mean divergence on batches of these numbers; None: those that are held back."""
         if self.teacher is None:
-            raise ValueError("the output has no logits to choose blocks by: name them, or give blocks_by='influence'")
+            raise ValueError(f"{self.why}; or name the blocks that go, or give blocks_by='influence'")
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
         return batches.judged(self.teacher.divergence)
 
@@ -85,7 +87,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> list[int]:
     """The places of the blocks that stay; what was tried is noted in ``shrunk``.
 
-    One block goes after the other: each time the one without which the model's predictions change least. Blocks after
+    One block goes after the other: each time the one without which the model's output changes least. Blocks after
     which the others would not be what they are now are left out.
     """
     stack = depth.stack

@@ -4,9 +4,10 @@ Reconstruction goes block by block. After the layers of a block are solved, thei
 around them, are tuned on the squared error of the block's output against the dense block's, as in EBFT (Guo et al.
 2024, arXiv 2402.12419) and the transformer matching of 3BASiL (arXiv 2603.01376).
 
-Distillation is the last step: the whole sparse model learns to predict what the dense one did, with masks frozen. No
+Distillation is the last step: the whole sparse model learns to put out what the dense one did, with masks frozen. No
 second model is held. What the dense model's output head was called with is kept from before anything is pruned, and
-goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss).
+goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss). Of
+what is no logits of a head, the output itself is kept.
 """
 
 import time
@@ -38,7 +39,7 @@ from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, Paddin
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.evaluate import kl_divergence
+from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import BlockReport, Distilled
 
@@ -163,16 +164,17 @@ def _tuned(
 # distillation ---------------------------------------------------------------------------------------------------------
 
 
-FULL_RATE = 1.0  # the KL divergence in nats, before it, from which on the whole learning rate is taken
+# the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
+FULL_RATE, FULL_OF_SQUARED = 1.0, 0.1
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the dense model predicts on the calibration data.
+    """What the dense model puts out on the calibration data.
 
-    head: the model's output head, and answers: what it was called with in each call, on the host. Of a model without
-    one ``answers`` are its logits.
+    head: the model's output head, and answers: what it was called with in each call, on the host. Of what is no logits
+    of a head ``answers`` are what counts of the output.
     """
 
     data: CalibrationData
@@ -183,65 +185,60 @@ class Teacher:
     def of(cls, data: CalibrationData) -> "Teacher":
         """Recorded while the model is dense: one run over the data.
 
-        Raises ValueError for a model without logits, and for one that does more with what its head puts out than
-        sample by sample.
+        Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
+        head puts out than sample by sample.
         """
-        model, answers = data.run.model, []
-        predicted: list[Tensor | None] = []
+        model, answers, of_head = data.run.model, [], []
+        first: list[Output] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
         def before_head(module: nn.Module, args: tuple) -> None:
-            answers.append(args[0].detach().to("cpu", copy=True))
+            of_head[:] = [args[0]]
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = logits_of(output)
-            if head is None and logits is not None:
-                answers.append(logits.detach().to("cpu", copy=True))
-            if not predicted:
-                predicted.append(None if logits is None else logits.detach())
+            counts = data.counted(output)
+            first[:] = first or [counts]
+            answer = of_head[0] if of_head and counts.is_logits else counts.values
+            answers.append(answer.detach().to("cpu", copy=True))
 
         with ExitStack() as hooks:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
             data.run_model()
-        if predicted[0] is None:
-            raise ValueError(f"distill: the output of this {type(model).__name__} has no logits: leave distill out")
-        teacher = cls(data, head, answers)
-        teacher._check_itself(predicted[0])
+        teacher = cls(data, head if first[0].is_logits else None, answers)
+        teacher._check_itself(first[0].values.detach())
         return teacher
 
-    def predictions(self, index: int) -> tuple[Tensor, Tensor]:
-        """(dense, sparse) logits of call ``index`` ``[T, V]``, of real tokens alone."""
-        dense, sparse, token_mask = self._side_by_side(index, self.answers[index])
-        return of_real_tokens(dense, token_mask), of_real_tokens(sparse, token_mask)
+    def outputs(self, index: int) -> tuple[Output, Output]:
+        """(dense, sparse) output of call ``index``."""
+        return self._side_by_side(index, self.answers[index])
 
-    def divergence(self, index: int) -> tuple[float, float]:
-        """(the sum of the KL divergences of the tokens of call ``index``, how many they are)."""
-        rows = kl_divergence(*self.predictions(index))
-        return float(rows.sum()), len(rows)
+    def divergence(self, index: int) -> list[float]:
+        """The sums of how far the sparse output of call ``index`` is from the dense one, see `Output.sums`."""
+        dense, sparse = self.outputs(index)
+        return dense.sums(sparse)
 
-    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(logits of an ``answer``, of call ``index``, which tokens are real); logits as the model has them."""
+    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Output, Output]:
+        """(what an ``answer`` stands for, the output of call ``index``)."""
 
         def beside(module: nn.Module, args: tuple) -> tuple:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
 
         with nullcontext() if self.head is None else self.head.register_forward_pre_hook(beside):
-            output, token_mask = self.data.output_of(index)
-        logits = logits_of(output)
-        assert logits is not None
+            both = self.data.counted(*self.data.output_of(index))
         if self.head is None:
-            return answer.to(logits.device), logits, token_mask
-        return logits.detach()[: len(answer)], logits[len(answer) :], token_mask
+            return replace(both, values=answer), both
+        dense, sparse = both.values.detach()[: len(answer)], both.values[len(answer) :]
+        return replace(both, values=dense), replace(both, values=sparse)
 
     def _check_itself(self, predicted: Tensor) -> None:
         """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
         try:
-            _, again, _ = self._side_by_side(0, self.answers[0] / 2)
-            if not _close(again.detach(), predicted):
+            _, again = self._side_by_side(0, self.answers[0] / 2)
+            if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:
             why = f"the output head puts out something else beside other samples ({error})"
@@ -249,24 +246,25 @@ class Teacher:
 
 
 def distill(teacher: Teacher, run: Run) -> None:
-    """Tune the kept weights, norms and biases of the whole model by Adam on the mean KL divergence from the dense
-    model's predictions, and report it. Never worse on the batches held back, see `tune`."""
+    """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
+    output, and report it. Never worse on the batches held back, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
     layers = [plan.layer for plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
-    batches = BatchNumbers.of_calls(teacher.data)
+    batches, by = BatchNumbers.of_calls(teacher.data), run.report.settings.get("divergence")
     began = time.perf_counter()
 
     def loss(place: int) -> Tensor:
         # the sum: means of many small gradients would leave float16's range
-        return kl_divergence(*teacher.predictions(place)).sum()
+        dense, sparse = teacher.outputs(place)
+        return dense.apart(sparse).sum()
 
     def judge() -> float:
         divergence = batches.judged(teacher.divergence)
-        bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        bar.say(f"{in_words(by)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
         return divergence
 
     with (
@@ -277,27 +275,13 @@ def distill(teacher: Teacher, run: Run) -> None:
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, run.processes)
         before = batches.judged(teacher.divergence)
-        weights.slow_down(before, FULL_RATE)
+        weights.slow_down(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:
             run.report.notes.append("distillation was broken off; the model has the best values up to then")
             raise
     run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
-
-
-def logits_of(output: Any) -> Tensor | None:
-    """The logits of an output, of a choice among classes or tokens."""
-    logits = getattr(output, "logits", None)
-    usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
-    return logits if usable else None
-
-
-def of_real_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
-    """``[T, V]``, without padding where the mask is one of these logits."""
-    if token_mask is None or token_mask.shape != logits.shape[:-1]:
-        return logits.flatten(0, -2)
-    return logits[token_mask.to(logits.device, torch.bool)]
 
 
 def _without_loss(model: nn.Module, call: Call) -> Call:

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
@@ -228,6 +229,7 @@ def _said(value: object) -> str:
 def cost_of(report: Run) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
+    what, nats = in_words(report.settings.get("divergence"))
     pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
     cost = {}
@@ -240,8 +242,8 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
         if shrunk.kl:
             steps = [*shrunk.kl.items()]
             (first, before), (last, after) = steps[0], steps[-1]
-            words = f"nats, {first} {ARROW} {last}, on calibration batches held back"
-            cost["KL from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
+            words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
+            cost[f"{what} from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None:
@@ -264,8 +266,8 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
         before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
         cost["error of a block"] = (f"{before:.4f} {ARROW} {after:.4f}", "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
-        words = "nats, on calibration batches that it was not tuned on"
-        cost["KL by distillation"] = (f"{tuned.kl_before:.4f} {ARROW} {tuned.kl_after:.4f}", words)
+        words = f"{nats}, on calibration batches that it was not tuned on"
+        cost[f"{what} by distillation"] = (f"{tuned.kl_before:.4f} {ARROW} {tuned.kl_after:.4f}", words)
     if spent := report.time_by_part():
         parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
         cost["time"] = (_duration(sum(spent.values())), parts)
