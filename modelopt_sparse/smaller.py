@@ -42,7 +42,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.output import OutputError, in_words
+from modelopt_sparse.model.output import in_words
 from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -194,8 +194,8 @@ def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget:
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break
     said = "; ".join(f"{said_of(sizes)}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
-    what, _ = in_words(run.report.settings.get("divergence"))
-    run.report.notes.append(f"budget {budget}: {what} after {SHORT} epoch of reconstruction: {said}")
+    by, _ = in_words(run.report.settings.get("divergence"))
+    run.report.notes.append(f"budget {budget}: {by} after {SHORT} epoch of reconstruction: {said}")
     return tried[divergences.index(min(divergences))]
 
 
@@ -215,7 +215,8 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
     with report.timed("metrics"):
         data = with_metrics(data)
     with report.timed("dense predictions"):
-        judge = _judge(data, batches)
+        # streamed, each call would read all weights
+        judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
     shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
     with report.timed("choice of blocks"):
         cutting = cutting.without_blocks(data, judge, how, shrunk)
@@ -251,8 +252,6 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         with report.timed("distillation"):
             distill(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
-    elif run.config.distill is not None:
-        report.notes.append(f"no distillation: {judge.why}")
 
 
 def _complete(
@@ -555,18 +554,6 @@ def _first_call(data: CalibrationData) -> Any:
 
 def _output(data: CalibrationData) -> Tensor:
     return torch.nan_to_num(flat_tensors(_first_call(data))[0].float(), posinf=0, neginf=0)
-
-
-def _judge(data: CalibrationData, batches: BatchNumbers) -> Judge:
-    """Who knows what the model puts out now, if it is known what counts of that."""
-    if not data.run.storage.resident:  # each call would read all weights
-        return Judge(None, batches, "streaming never holds the whole model")
-    try:
-        return Judge(Teacher.of(data), batches)
-    except OutputError as error:
-        if data.run.config.must_distill:
-            raise
-        return Judge(None, batches, str(error))
 
 
 def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:

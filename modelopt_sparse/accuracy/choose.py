@@ -40,17 +40,14 @@ OTHER_KIND = "the others would be of another kind at their new places"
 
 @dataclass(frozen=True)
 class Judge:
-    """How far the model is from what it was. ``teacher``: what it put out then; None if that cannot be compared, and
-    why."""
+    """How far the model is from what it was. ``teacher``: what it put out then; None where that is not compared."""
 
     teacher: Teacher | None
     batches: BatchNumbers
-    why: str = ""
 
     def kl(self, numbers: range | None = None) -> float:
         """The mean divergence on batches of these numbers; None: those that are held back."""
-        if self.teacher is None:
-            raise ValueError(f"{self.why}; or name the blocks that go, or give blocks_by='influence'")
+        assert self.teacher is not None  # streaming refuses what asks for it
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
         return batches.judged(self.teacher.divergence)
 

@@ -151,7 +151,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         numbered = under_way.pop()
-        counts = data.counted(output, numbered.masks.at(data.sides[run.model])).with_gradients()
+        counts = data.counted(output, numbered.masks.at(data.sides[run.model]))
         if counts.values.requires_grad:
             step, row = numbered.call.step, numbered.call.row
             number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step

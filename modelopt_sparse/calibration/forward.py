@@ -466,8 +466,7 @@ class CalibrationData:
 
     def counted(self, output: Any, token_mask: Tensor | None = None) -> Output:
         """What counts of an output of the model; the report says what it is compared by, unless that is KL."""
-        config = self.run.config
-        counts = Output.of(output, config.output, config.divergence, token_mask)
+        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask)
         if counts.by != "kl":
             self.run.report.settings["divergence"] = name_of(counts.by)
         return counts

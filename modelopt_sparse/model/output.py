@@ -4,7 +4,7 @@ Shapes: T rows (predictions of real tokens), V their vocabulary or classes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ def check_output(output: Any, divergence: Any) -> None:
     if not (output is None or isinstance(output, str) or is_whole(output, 0) or callable(output)):
         raise ValueError(f"output={shown(output)}: give a name, an index, or a function from the output to a tensor")
     if not (divergence is None or divergence in NAMES or callable(divergence)):
-        allowed = f"{', '.join(map(repr, NAMES))}, or a function of (dense, sparse)"
-        raise ValueError(f"divergence={shown(divergence)}: allowed are {allowed}")
+        raise ValueError(f"divergence={shown(divergence)}: give {', '.join(NAMES)}, or a function of (dense, sparse)")
 
 
 def name_of(function: Any) -> Any:
@@ -66,10 +65,8 @@ class Output:
     token_mask: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, output: Any, which: Which | None, divergence: Divergence | None, token_mask: Tensor | None = None
-    ) -> "Output":
-        """``which``, ``divergence``: the options of `sparsify`. Raises OutputError where it cannot be told which tensor
+    def of(cls, output: Any, which: Which | None, by: Divergence | None, token_mask: Tensor | None) -> "Output":
+        """``which``, ``by``: the options output and divergence. Raises OutputError where it cannot be told which tensor
         counts, or the divergence is not defined for it."""
         parts = {"": output} if isinstance(output, Tensor) else parts_of(output)
         numbers = {name: x for name, x in parts.items() if _is_usable(x)}
@@ -77,42 +74,43 @@ class Output:
         counting = [logits] if _is_usable(logits) else [*numbers.values()]
         if which is not None:
             counting = [which(output) if callable(which) else {**dict(enumerate(parts.values())), **parts}.get(which)]
-        if len(counting) != 1 or not _is_usable(values := counting[0]):
+        values: Any = counting[0] if len(counting) == 1 else None
+        if not _is_usable(values):
             holds = ", ".join(f"{name!r} {list(x.shape)}" for name, x in numbers.items()) or "no tensor of numbers"
-            problem = "no logits" if which is None else f"no tensor of numbers for output={shown(name_of(which))}"
-            advice = "give output=, a name, an index, or a function that returns the tensor that counts"
-            raise OutputError(f"the output, a {type(output).__name__}, has {problem}, but {holds}: {advice}")
+            what = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
+            raise OutputError(f"the output is {what} but {holds}: give output=, a name, an index, or a function of it")
         is_logits, classes = values is logits, values.dim() > 1 and values.shape[-1] > 1
-        by = divergence or ("kl" if is_logits and classes and values.dim() < 4 else "squared")
+        by = by or ("kl" if is_logits and classes and values.dim() < 4 else "squared")
         if by == "kl" and not classes:
-            what = f"divergence='kl' is of logits [..., classes], and the output is {list(values.shape)}"
-            raise OutputError(f"{what}: give divergence='squared' or 'bernoulli', or another output=")
-        if by == "bernoulli":
-            values = torch.stack([torch.zeros_like(values), values if is_logits else _logits_of(values)], -1)
-        return cls(values if by in ("kl", "bernoulli") else values.unsqueeze(-1), by, is_logits, token_mask)
+            raise OutputError(f"divergence='kl' is of logits [..., classes], not of {list(values.shape)}: give another")
+        if by == "bernoulli" and not is_logits:
+            if ((values < 0) | (values > 1)).any():
+                raise OutputError("divergence='bernoulli' is of numbers in [0, 1]: let output= take the sigmoid")
+            values = values.float().logit(torch.finfo(torch.float32).eps)  # 0 and 1 have none that is finite
+        if by != "kl":
+            values = torch.stack([torch.zeros_like(values), values], -1) if by == "bernoulli" else values.unsqueeze(-1)
+        return cls(values, by, is_logits, token_mask)
 
     def _real(self, x: Tensor) -> Tensor:
         """Of x, whose first axes are those of the values, what is no padding. There is a value for each token where
         there are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
-        mask, rows = self.token_mask, x
-        if mask is not None and mask.numel() == len(x):
-            rows = x[mask.flatten().to(x.device, torch.bool)]
-        elif mask is not None and self.values.dim() > 2 + (self.by != "kl") and mask.shape == x.shape[:2]:
-            rows = x[mask.to(x.device, torch.bool)]
-        return rows
+        if (mask := self.token_mask) is None:
+            return x
+        per_token = self.values.dim() > 2 + (self.by != "kl") and mask.shape == x.shape[:2]
+        rows = x.flatten(0, 1) if per_token else x
+        return rows[mask.flatten().to(x.device, torch.bool)] if len(rows) == mask.numel() else x
 
     def apart(self, sparse: "Output") -> Tensor:
         """How far ``sparse`` is from this dense output, for each row ``[T]``; of "squared" the square of each number,
         not yet in parts of the variance. The gradient is that of ``sparse``."""
         p, q = self._real(self.values).to(sparse.values.device), sparse._real(sparse.values)
         if p.shape != q.shape:
-            sizes = f"the dense model's is {list(self.values.shape)}, the other's {list(sparse.values.shape)}"
-            raise OutputError(f"outputs cannot be compared, {sizes}: give the dense model that it was made from")
+            sizes = f"{list(self.values.shape)}, and the other's is {list(sparse.values.shape)}"
+            raise OutputError(f"the output of the reference is {sizes}: give the dense model that it was made from")
         if callable(self.by):
             return torch.as_tensor(self.by(p.squeeze(-1), q.squeeze(-1))).flatten()
         if self.by == "squared":
-            work = torch.promote_types(q.dtype, torch.float32)
-            return (q.to(work) - p.to(work)).square().flatten()
+            return (q.double() - p.double()).square().flatten()
         return kl_divergence(p.flatten(0, -2), q.flatten(0, -2))
 
     def sums(self, sparse: "Output") -> list[float]:
@@ -127,10 +125,6 @@ class Output:
         wide = self._real(self.values.detach()).double()
         return [float(wide.square().sum()), float(wide.sum()), float(wide.numel())]
 
-    def with_gradients(self) -> "Output":
-        """The same with a divergence that `drawn_loss` knows: "squared" in the place of a function."""
-        return replace(self, by="squared") if callable(self.by) else self
-
     def drawn_loss(self, seed: int, first: int = 0) -> Tensor:
         """A loss of each prediction or number of real tokens. Of its gradients g, d^T E[g g^T] d / 2 is what a small
         change d costs: -log p(y), with y drawn from the predictions; of all but classes the number times a random sign
@@ -138,19 +132,11 @@ class Output:
         rows, generator = self.values.flatten(0, -2), torch.Generator().manual_seed(seed)
         before = first * len(rows) // max(len(self.values), 1)
         places = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
-        if self.by == "squared":
+        if self.values.shape[-1] == 1:
             each = rows[:, 0].float() * torch.where(places < 0.5, -(2**0.5), 2**0.5).float()
         else:
             each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
         return self._real(each.view(self.values.shape[:-1])).flatten()
-
-
-def _logits_of(probabilities: Tensor) -> Tensor:
-    wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-    if ((wide < 0) | (wide > 1)).any():
-        advice = "give output=, a function that takes the sigmoid"
-        raise OutputError(f"divergence='bernoulli' is of probabilities, and some are not in [0, 1]: {advice}")
-    return wide.logit(torch.finfo(wide.dtype).eps)  # 0 and 1 have none that is finite
 
 
 def relative(sums: Sequence[float]) -> float:

@@ -515,9 +515,7 @@ class SparsifyConfig:
         made = cls(**options, options=of_method)
         used = made.budget or made.distill or (made.reconstruct and made.reconstruct.metric != "plain")
         if not used and (extra := [name for name in OF_OUTPUT if getattr(made, name) is not None]):
-            raise ValueError(
-                f"{' and '.join(extra)} go with budget=, distill=, or reconstruct's metric: give one of them"
-            )
+            raise ValueError(f"{' and '.join(extra)} go with budget=, distill= or reconstruct's metric: give one")
         return made
 
     @classmethod
@@ -548,8 +546,7 @@ class SparsifyConfig:
         values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
         values |= {"budget": None if self.budget is None else str(self.budget)}
         values |= {"choices": None if self.choices is None else [str(choice or DENSE) for choice in self.choices]}
-        of_output = {name: name_of(getattr(self, name)) for name in OF_OUTPUT}
-        values |= {name: value for name, value in of_output.items() if value is not None}
+        values |= {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
         return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
 
     def widens(self, model: torch.nn.Module) -> bool:

@@ -246,7 +246,9 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
             cost[f"{what} from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
-    if measured is not None:
+    if measured is not None and measured.perplexity is None:
+        cost["held-out batches"] = (f"{measured.kl:.4f}", str(measured))
+    elif measured is not None:
         windows = f"{measured.windows:,} windows of {measured.seq_len:,} tokens"
         value, words = f"{measured.perplexity:.3f}", f"sparse, {windows}"
         if measured.reference_perplexity is not None:
@@ -426,15 +428,15 @@ def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure | None]:
         _curve(budget),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
         _experts(layers),
-        *([] if report.shrunk is None else _shrunk(report.shrunk)),
+        *([] if report.shrunk is None else _shrunk(report.shrunk, report.settings.get("divergence"))),
         _mask_maps(masks, report),
     ]
 
 
-def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
+def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
     """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": _axis("KL from the model before, in nats", rangemode="tozero")}
+    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(by)), rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
         (what, place_of(name)[0], error)
@@ -496,9 +498,10 @@ def _curve(budget: Mapping[str, Any]) -> Figure | None:
     shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
     lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
     traces = [_points(name, [*shares], [*y]) for name, y in lines.items()]
-    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis("KL from dense, in nats")}
+    what, nats = in_words(budget.get("divergence"))
+    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis(f"{what} from dense, in {nats}")}
     caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
-    return Figure("curve", "KL by budget", caption, traces, layout)
+    return Figure("curve", f"{what} by budget", caption, traces, layout)
 
 
 def _tried(budget: Mapping[str, Any]) -> Figure | None:
@@ -517,7 +520,8 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
     caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
-    layout = {"xaxis": _axis("KL from dense, in nats", range=room), "yaxis": {"autorange": "reversed"}}
+    what = "{} from dense, in {}".format(*in_words(budget.get("divergence")))
+    layout = {"xaxis": _axis(what, range=room), "yaxis": {"autorange": "reversed"}}
     return Figure("tried", "Plans tried", caption, [bars], layout)
 
 

@@ -86,8 +86,7 @@ class Report(Printed):
         """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
         self.settings["budget"] = dict(said)
         tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in said["tried"].items())
-        what, _ = in_words(said.get("divergence"))
-        kl = f"{what} from dense on the batches held back, before any repair: {tried}"
+        kl = f"{in_words(said.get('divergence'))[0]} from dense on the batches held back, before any repair: {tried}"
         self.notes.append(f"budget {said['asked']}: {said['taken']}; {kl}")
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
@@ -220,10 +219,8 @@ class Report(Printed):
             parts.append(rows_of("reconstructed", blocks, columns, all_rows=all_rows))
         if (tuned := self.distillation) is not None:
             what, unit = in_words(self.settings.get("divergence"))
-            divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} {unit}"
-            said = (
-                f"distilled: {what} from the dense model {divergences}, on calibration batches that it was not tuned on"
-            )
+            divergences = f"{what} from the dense model {tuned.kl_before:.4f} -> {tuned.kl_after:.4f} {unit}"
+            said = f"distilled: {divergences}, on calibration batches that it was not tuned on"
             said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
             parts.append(say("; ".join([said, *tuned.notes])))
         if reasons:

@@ -468,7 +468,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     if said is None:
         try:
             data, said = decided(data)
-        except NoLosses as why:
+        except (NoLosses, OutputError) as why:
             if run.config.budget is None or not run.config.budget.optional:
                 raise
             run.report.settings.update(budget=None, choices=None)
@@ -557,10 +557,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         losses = _read(file, run.plan)
     else:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
-        try:
-            gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
-        except OutputError as error:
-            raise NoLosses(f"{error}; or give allocation='owl', or rules") from None
+        gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
             raise NoLosses("no gradient of the output reaches the layers: give allocation='owl', or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
