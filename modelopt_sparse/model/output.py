@@ -94,11 +94,9 @@ class Output:
     def _real(self, x: Tensor) -> Tensor:
         """Of x, whose first axes are those of the values, what is no padding. There is a value for each token where
         there are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
-        if (mask := self.token_mask) is None:
-            return x
-        per_token = self.values.dim() > 2 + (self.by != "kl") and mask.shape == x.shape[:2]
-        rows = x.flatten(0, 1) if per_token else x
-        return rows[mask.flatten().to(x.device, torch.bool)] if len(rows) == mask.numel() else x
+        mask, axes = self.token_mask, self.values.dim() - (self.by != "kl")
+        rows = x.flatten(0, 1) if mask is not None and axes > 2 and mask.shape == x.shape[:2] else x
+        return rows[mask.flatten().to(x.device, torch.bool)] if mask is not None and len(rows) == mask.numel() else x
 
     def apart(self, sparse: "Output") -> Tensor:
         """How far ``sparse`` is from this dense output, for each row ``[T]``; of "squared" the square of each number,

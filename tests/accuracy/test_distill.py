@@ -514,6 +514,6 @@ def test_quality_max_leaves_out_what_the_model_cannot_have(why):
 def test_distill_by_name_is_refused_after_one_call():
     model, calls = TwoOutputs(tiny_llama().config), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match="no logits but .*: give output=, a name"):
+    with pytest.raises(ValueError, match=r"no logits but .*: give output=, a name"):
         mts.sparsify(model, "wanda", data_loader=token_batches(4), distill=True, progress=False)
     assert len(calls) == 1

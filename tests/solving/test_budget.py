@@ -279,7 +279,7 @@ def test_errors_say_what_to_give():
     both = {"zeros": "50%", "flops": "10%"}
     with pytest.raises(ValueError, match=r"at least 50.0% of the weights, 50.0% of flops \(each alone\)"):
         mts.sparsify(tiny_llama(), "sparsegpt", budget=both, choices=["dense", "2:4"], **DATA)
-    with pytest.raises(ValueError, match="with no logits but 'last_hidden_state' .* 'pooled' .*give output="):
+    with pytest.raises(ValueError, match=r"with no logits but 'last_hidden_state' .* 'pooled' .*give output="):
         mts.sparsify(TwoOutputs(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
 
 
