@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaModel, ViTConfig, ViTForImageClassification
+from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import fisher as recompute
@@ -29,7 +29,7 @@ from tests.helpers import (
     tiny_llama,
     token_batches,
 )
-from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_t5
+from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
 BATCHES = 9  # eight to tune on, one held back
@@ -370,15 +370,6 @@ def test_a_folder_keeps_the_report(tmp_path):
     model = sparsified()
     mts.save(model, tmp_path / "sparse")
     assert mts.report(tmp_path / "sparse").distillation == mts.report(model).distillation
-
-
-class TwoOutputs(LlamaModel):
-    """Which of them counts is not known."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output["pooled"] = output.last_hidden_state.mean(1)
-        return output
 
 
 class Centred(type(tiny_llama())):

@@ -7,7 +7,7 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from torch import nn
-from transformers import LlamaModel, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
@@ -18,6 +18,7 @@ from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures
 
 DATA = {"data_loader": token_batches(4), "progress": False}
@@ -222,15 +223,6 @@ def test_a_model_that_accelerate_offloads_is_refused():
         mts.sparsify(model, "sparsegpt", budget="40% zeros", **DATA)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
-
-
-class TwoOutputs(LlamaModel):
-    """Which of them counts is not known."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output["pooled"] = output.last_hidden_state.mean(1)
-        return output
 
 
 WHY = {
