@@ -11,11 +11,12 @@ what is no logits of a head, the output itself is kept.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,25 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     ]
 
 
+class Way(NamedTuple):
+    """How a block is tuned: whether its masks move, and whether its errors are those of the Fisher metric."""
+
+    moves: bool
+    fisher: bool
+
+    def __str__(self) -> str:
+        return f"masks {'move' if self.moves else 'frozen'}, {'fisher' if self.fisher else 'plain'} metric"
+
+
+class Tried(NamedTuple):
+    """What a way came to. ``loss``: how far the model's output is from the dense model's, on the calls held back; where
+    that is not asked, the error of the block."""
+
+    loss: float
+    reports: list[BlockReport]
+    values: list[Tensor]
+
+
 def reconstruct(
     block: BlockTask,
     tuned: list[TunedModule],
@@ -88,34 +108,102 @@ def reconstruct(
     movable: Mapping[nn.Parameter, Movable],
     inputs: Inputs,
     run: Run,
+    judge: Callable[[], float] | None = None,
 ) -> None:
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept; None: all of it is tuned); those of ``movable`` move.
+    (True = kept; None: all of it is tuned); those of ``movable`` may move.
+
+    The first block of a stack is tuned in all ways that `Reconstruct` leaves open ("auto"), and the others in the one
+    that was best. ``judge`` says how far the model's output is from the dense model's on the calls held back, with this
+    block as it is: a block whose tuned values are worse by it than those that were solved for gets these back.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
     options = run.config.reconstruct
     assert options is not None
     assert isinstance(inputs, AtBlock)
-    outputs = outputs_of(block.layer_plans)
+    weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
+    solved, as_solved = _values(weights, movable), None if judge is None else judge()
+    tried: dict[Way, Tried] = {}
+    try:
+        for way in _ways(inputs, movable, tuned, proved=judge is not None):
+            _write(weights, movable, solved)
+            reports = [*_tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)]
+            if reports:
+                loss = reports[-1].error_after if judge is None else judge()
+                tried[way] = Tried(loss, reports, _values(weights, movable))
+    except BaseException:
+        run.report.notes.append(
+            f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
+        )
+        raise
+    for way in sorted(tried, key=lambda way: tried[way].loss)[:1]:
+        best = tried[way]
+        _write(weights, movable, best.values)
+        notes = [f"{other}: {tried[other].loss:.4g}" for other in tried] if len(tried) > 1 else []
+        for report in best.reports:
+            report = replace(report, way=str(way), notes=[*report.notes, *notes])
+            if as_solved is not None and as_solved <= best.loss:
+                _write(weights, movable, solved)
+                off = f"is off by {as_solved:.4g}, and by {best.loss:.4g} if tuned"
+                why = f"left as solved: the output of the model {off}"
+                report = replace(report, error_after=report.error_before, epoch=0, notes=[why, *notes])
+            run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
+
+
+def _ways(
+    inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
+) -> list[Way]:
+    """Those that the options leave open, or the one that an earlier block of the stack has taken, by the report. Errors
+    in two metrics cannot be compared: unless the model's output is asked, the metric is taken that there is."""
+    options = inputs.run.config.reconstruct
+    assert options is not None
+    moves = {"frozen": [False], "move": [True], "auto": [False, True]}[options.masks] if movable else [False]
+    metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
+    metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
+    ways = [Way(*way) for way in product(moves, metrics)]
+    taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(inputs.stack.names)}
+    return [way for way in ways if str(way) in taken] or ways
+
+
+def _values(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> list[Tensor]:
+    """Copies of weights, and then of the masks of those that may move."""
+    masks = [movable[weight].mask_in_place() for weight in weights if weight in movable]
+    return [x.detach().clone() for x in (*weights, *masks)]
+
+
+@torch.no_grad()
+def _write(weights: Masks, movable: Mapping[nn.Parameter, Movable], values: list[Tensor]) -> None:
+    """`_values` back into the model."""
+    masks = iter(values[len(weights) :])
+    for weight, value in zip(weights, values):
+        if weight in movable:
+            movable[weight].set_mask(next(masks))
+        weight.copy_(value)
+
+
+def _tuned_parts(
+    block: BlockTask,
+    tuned: list[TunedModule],
+    weights: Masks,
+    movable: Mapping[nn.Parameter, Movable],
+    inputs: AtBlock,
+    way: Way,
+) -> Iterator[BlockReport]:
+    run, outputs = inputs.run, outputs_of(block.layer_plans)
+    assert run.config.reconstruct is not None
+    rate, rest = run.config.reconstruct.learning_rate, dict(weights)
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
-        rest = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-        try:
-            for part in tuned:
-                inside = set(part.module.parameters())
-                chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
-                if chosen:
-                    weights = TunedWeights(chosen, outputs, options.learning_rate, movable, processes=run.processes)
-                    with only_these_require_grad(inputs.block, chosen, masked=not movable):
-                        tuned_part = _tuned(part, inputs, token_masks, batches, weights)
-                    run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
-        except BaseException:
-            run.report.notes.append(
-                f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
-            )
-            raise
+        for part in tuned:
+            part = part if way.fisher else replace(part, metric=None)
+            inside = set(part.module.parameters())
+            chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
+            if chosen:
+                values = TunedWeights(chosen, outputs, rate, movable, processes=run.processes)
+                with only_these_require_grad(inputs.block, chosen, masked=not movable):
+                    yield _tuned(part, inputs, token_masks, batches, values)
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
@@ -173,22 +261,22 @@ OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that
 class Teacher:
     """What the dense model puts out on the calibration data.
 
-    head: the model's output head, and answers: what it was called with in each call, on the host. Of what is no logits
-    of a head ``answers`` are what counts of the output.
+    head: the model's output head, and answers: what it was called with in each call, by its number, on the host. Of
+    what is no logits of a head ``answers`` are what counts of the output.
     """
 
     data: CalibrationData
     head: nn.Module | None
-    answers: list[Tensor]
+    answers: dict[int, Tensor]
 
     @classmethod
-    def of(cls, data: CalibrationData) -> "Teacher":
-        """Recorded while the model is dense: one run over the data.
+    def of(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "Teacher":
+        """Recorded while the model is dense: one run over the data, or over the calls of these ``numbers``.
 
         Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
         head puts out than sample by sample.
         """
-        model, answers, of_head = data.run.model, [], []
+        model, answers, of_head = data.run.model, list[Tensor](), list[Tensor]()
         first: list[Output] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
@@ -207,9 +295,10 @@ class Teacher:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
-            data.run_model()
-        teacher = cls(data, head if first[0].is_logits else None, answers)
-        teacher._check_itself(first[0].values.detach())
+            data.run_model(numbers=numbers)
+        numbers = range(len(answers)) if numbers is None else sorted(numbers)
+        teacher = cls(data, head if first[0].is_logits else None, dict(zip(numbers, answers, strict=True)))
+        teacher._check_itself(numbers[0], first[0].values.detach())
         return teacher
 
     def outputs(self, index: int) -> tuple[Output, Output]:
@@ -234,10 +323,11 @@ class Teacher:
         dense, sparse = both.values.detach()[: len(answer)], both.values[len(answer) :]
         return replace(both, values=dense), replace(both, values=sparse)
 
-    def _check_itself(self, predicted: Tensor) -> None:
-        """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
+    def _check_itself(self, number: int, predicted: Tensor) -> None:
+        """The call of this number has to be ``predicted`` as before, beside another answer than its own if there is a
+        head."""
         try:
-            _, again = self._side_by_side(0, self.answers[0] / 2)
+            _, again = self._side_by_side(number, self.answers[number] / 2)
             if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:

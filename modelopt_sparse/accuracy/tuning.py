@@ -233,6 +233,10 @@ class Movable:
         scores = self.layer.matrix(values) * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores.abs_()))
 
+    def mask_in_place(self) -> Tensor:
+        """The mask that the layer carries."""
+        return self.layer.owner.get_buffer(self.layer.param + SUFFIX)
+
     def set_mask(self, mask: Tensor) -> None:
         """On every module that holds the weight and carries a mask."""
         for module in (self.layer.owner, *self.layer.tied_modules):

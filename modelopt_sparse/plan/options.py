@@ -217,11 +217,14 @@ class Reconstruct:
       attention) against its own output, then the rest (the MLP and the norms) against the block's.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
-      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": move, but for weights in
-      float16, which is too coarse for it.
+      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
+      block of each stack, and what brings the model's output closest to the dense model's, on the batches held back,
+      is taken for all of it; a block that is worse so than as it was solved is left as it was. Weights in float16,
+      which is too coarse for it, stay frozen.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
-      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": fisher
-      where it is known what counts of the output and the model can be called, else plain, as the report says.
+      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": both
+      are tried, as those of masks; where the model's output is not known, or its calls are not, it is plain, as the
+      report says.
     """
 
     epochs: int = 4

@@ -88,6 +88,7 @@ class BlockReport:
 
     error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
     epoch: the epoch whose values were chosen; 0: those from before.
+    way: whether masks moved, and in which metric errors were measured.
     """
 
     name: str
@@ -96,6 +97,7 @@ class BlockReport:
     epoch: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    way: str = ""
 
 
 @dataclass(frozen=True)
