@@ -1,6 +1,7 @@
 """The public names and their modules: read by type checkers, and by lazy_loader when the package is imported."""
 
 from . import training as training
+from .accuracy.judge import evaluate as evaluate
 from .calibration.own_text import write_text as write_text
 from .checkpoint.save import load as load
 from .checkpoint.save import report as report
@@ -35,7 +36,6 @@ from .plan.shrinking import plan_shrink as plan_shrink
 from .reports.evaluate import Evaluation as Evaluation
 from .reports.evaluate import TaskScore as TaskScore
 from .reports.evaluate import TaskScores as TaskScores
-from .reports.evaluate import evaluate as evaluate
 from .reports.evaluate import evaluate_tasks as evaluate_tasks
 from .reports.report import Report as Report
 from .reports.values import Shrunk as Shrunk

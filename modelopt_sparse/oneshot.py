@@ -1,9 +1,10 @@
 """One-shot pruning: `sparsify` and `export`."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, distill
+from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -109,13 +111,14 @@ def prune(
             data = None if data is None else with_metrics(data)
         with report.timed("dense predictions"):
             teacher = None if data is None or config.distill is None else Teacher.of(data)
+            judge = None if data is None else _judge(data)
         later = []
         with report.timed("blocks"):
             blocks = blocks_in_call_order(run, data)
             with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
                 for block in blocks:
                     bar.say(block.name, *run.so_far())
-                    later += sparsify_block(block, run)
+                    later += sparsify_block(block, run, judge)
                     bar.update()
             for write in later:
                 write()
@@ -221,6 +224,28 @@ def _distillable(data: CalibrationData, method: Method) -> CalibrationData:
     run.report.notes.append(f"no distillation: {why}")
     config = replace(run.config, distill=None)
     return replace(data, run=replace(run, plan=plan_for(run.model, method, config), config=config))
+
+
+def _judge(data: CalibrationData) -> Callable[[], float] | None:
+    """How far the model's output is from what it is now, on the calls held back. None where nothing is left open by
+    `Reconstruct`, or where the model cannot be asked, as the report says."""
+    run, options, judge, why = data.run, data.run.config.reconstruct, None, None
+    if options is None or "auto" not in (options.masks, options.metric):
+        return None
+    try:
+        if data.calls is None or not run.storage.resident:
+            raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
+        _refuse_to_distill(run.model, run.config)
+        batches = BatchNumbers.of_calls(data)
+        teacher = Teacher.of(data, [batches.own[n] for n in batches.held_back if n in batches.own] or [0])
+        judge = partial(batches.judged, teacher.divergence)
+    except ValueError as error:
+        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
+    why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)
+    if why is not None:
+        run.report.notes.append(f"how blocks are tuned is chosen by their own errors, not by the model's output: {why}")
+        return None
+    return judge
 
 
 def check_options(plan: Plan, config: SparsifyConfig) -> None:

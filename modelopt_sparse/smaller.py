@@ -32,7 +32,7 @@ from modelopt_sparse.accuracy.choose import (
     with_channels,
 )
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, logits_of, reconstruct
+from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.data import Call
@@ -42,6 +42,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
+from modelopt_sparse.model.output import in_words
 from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -176,8 +177,9 @@ def shrink_to_one(
 
 
 def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget: Any) -> Sizes:
-    """Of several sizes those with the least KL divergence after a short repair, each on a copy of the model."""
+    """Of several sizes those with the least divergence after a short repair, each on a copy of the model."""
     run = data.run
+    data.counted(_first_call(data))  # refused before any work
     options = run.config.reconstruct or Reconstruct()
     config = replace(run.config, reconstruct=replace(options, epochs=SHORT), distill=None)
     divergences: list[float] = []
@@ -187,13 +189,13 @@ def _best(data: CalibrationData, tried: Sequence[Sizes], how: Criterion, budget:
         trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), known={})
         _shrink(replace(data, run=trial), sizes.of(model, plan), how)
         shrunk = trial.report.shrunk
-        if shrunk is None or not shrunk.kl:
-            raise ValueError("budget= compares what models predict, and the output has no logits: give mlp=, blocks=")
+        assert shrunk is not None
         divergences.append(shrunk.kl["reconstructed"])
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break
     said = "; ".join(f"{said_of(sizes)}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
-    run.report.notes.append(f"budget {budget}: KL after {SHORT} epoch of reconstruction: {said}")
+    by, _ = in_words(run.report.settings.get("divergence"))
+    run.report.notes.append(f"budget {budget}: {by} after {SHORT} epoch of reconstruction: {said}")
     return tried[divergences.index(min(divergences))]
 
 
@@ -214,8 +216,7 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         data = with_metrics(data)
     with report.timed("dense predictions"):
         # streamed, each call would read all weights
-        judged = run.storage.resident and (run.config.must_distill or _has_logits(data))
-        judge = Judge(Teacher.of(data) if judged else None, batches)
+        judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
     shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
     with report.timed("choice of blocks"):
         cutting = cutting.without_blocks(data, judge, how, shrunk)
@@ -251,8 +252,6 @@ def _shrink(data: CalibrationData, sizes: Sizes, how: Criterion) -> None:
         with report.timed("distillation"):
             distill(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
-    elif run.config.distill is not None:
-        report.notes.append(f"no distillation: the output of this {type(model).__name__} has no logits")
 
 
 def _complete(
@@ -555,11 +554,6 @@ def _first_call(data: CalibrationData) -> Any:
 
 def _output(data: CalibrationData) -> Tensor:
     return torch.nan_to_num(flat_tensors(_first_call(data))[0].float(), posinf=0, neginf=0)
-
-
-def _has_logits(data: CalibrationData) -> bool:
-    own = logits_of(_first_call(data)) is not None
-    return any(data.run.processes.all_gather("whether there are logits", own))
 
 
 def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:

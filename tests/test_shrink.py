@@ -41,6 +41,7 @@ from tests.models.shrinkable import (
     odd,
     shrinkable,
 )
+from tests.models.tiny import TwoOutputs
 
 QUICK = ("Llama", "GPT2", "Phi3", "Gemma2")
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -311,8 +312,8 @@ def test_a_budget_is_kept():
     assert new == sum(p.numel() for p in model.parameters()) <= 0.7 * old
     assert model.config.intermediate_size % 16 == 0
     assert "budget 70% params: KL after 1 epoch of reconstruction: " in str(mts.report(model)).replace("\n  ", " ")
-    with pytest.raises(ValueError, match="no logits"):
-        mts.shrink(shrinkable("Llama").model, budget="70% params", **LOADER, progress=False)
+    with pytest.raises(ValueError, match=r"no logits but 'last_hidden_state' .* 'pooled' .*: give output="):
+        mts.shrink(TwoOutputs(model.config), budget="70% params", **LOADER, progress=False)
 
 
 @pytest.mark.slow

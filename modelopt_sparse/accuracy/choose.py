@@ -40,15 +40,14 @@ OTHER_KIND = "the others would be of another kind at their new places"
 
 @dataclass(frozen=True)
 class Judge:
-    """How far the model is from what it was. ``teacher``: what it predicted then; None if it gives no logits."""
+    """How far the model is from what it was. ``teacher``: what it put out then; None where that is not compared."""
 
     teacher: Teacher | None
     batches: BatchNumbers
 
     def kl(self, numbers: range | None = None) -> float:
-        """The mean KL divergence on batches of these numbers; None: those that are held back."""
-        if self.teacher is None:
-            raise ValueError("the output has no logits to choose blocks by: name them, or give blocks_by='influence'")
+        """The mean divergence on batches of these numbers; None: those that are held back."""
+        assert self.teacher is not None  # streaming refuses what asks for it
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
         return batches.judged(self.teacher.divergence)
 
@@ -85,7 +84,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 def blocks(judge: Judge, depth: Depth, gone: int, run: Run, shrunk: Shrunk) -> list[int]:
     """The places of the blocks that stay; what was tried is noted in ``shrunk``.
 
-    One block goes after the other: each time the one without which the model's predictions change least. Blocks after
+    One block goes after the other: each time the one without which the model's output changes least. Blocks after
     which the others would not be what they are now are left out.
     """
     stack = depth.stack

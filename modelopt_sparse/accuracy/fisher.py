@@ -1,8 +1,9 @@
-"""The Fisher metric: which directions of a block's output the model's predictions depend on.
+"""The Fisher metric: which directions of a block's output depends on what the model puts out.
 
 With labels y drawn from the model's own predictions and g the gradient of -log p(y) by a block's output, the mean of
 g g^T is the block of the Fisher information that belongs to that output: a small change d of the output moves the
 predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et al. 2018, arXiv 1801.05787).
+Of a squared error g is the gradient of the output times random signs, and the mean of g g^T the Gauss-Newton matrix.
 """
 
 import functools
@@ -19,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.own_text import drawn
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import SharedSums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.output import OutputError, size_of
 from modelopt_sparse.plan.options import SparsifyConfig
 
 # a backward pass that holds one block at a time -----------------------------------------------------------------------
@@ -98,14 +99,15 @@ PLAIN = 0.1  # share of the plain squared error in the metric: no direction coun
 
 @dataclass
 class Gradients:
-    """Sums over the gradients of -log p(y) of the ``tokens`` that were predicted, up to one factor.
+    """Sums over the gradients of `Output.drawn_loss`.
 
+    tokens: what they are relative to, see `size_of`: how many tokens were predicted.
     informations: block -> the sum of g g^T over the gradients of its output.
     rows: layer name -> ``[..., R]``, the sum over calls of the squared gradient of each row of its weight. As gradients
       of tokens are uncorrelated, or nearly, it is the sum of |g_r|^2 |x|^2 over tokens, for any kind of layer.
     """
 
-    tokens: int
+    tokens: float
     informations: dict[nn.Module, Tensor]
     rows: dict[str, Tensor]
 
@@ -131,14 +133,15 @@ class _OfCall:
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
-    its predictions; of all processes together. None for a model that gives no logits."""
+    its predictions; of all processes together. None where no gradient of the output reaches blocks and layers. Raises
+    OutputError where it is not known what counts of the output."""
     run, places = data.run, {block: place for place, block in enumerate(blocks)}
     numbers = users_first(data, SAMPLES if blocks else WEIGHED)
     sums = SharedSums(run.processes, run.config.device or torch.device("cpu"), exact=run.config.deterministic)
     weights = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
     of_call = _OfCall()
-    tokens = 0
+    moments: list[list[float]] = []
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
@@ -147,15 +150,14 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             state.register_hook(partial(of_call.take_output, places[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
-        nonlocal tokens
-        logits, numbered = getattr(output, "logits", None), under_way.pop()
-        if isinstance(logits, Tensor) and logits.requires_grad:
+        numbered = under_way.pop()
+        counts = data.counted(output, numbered.masks.at(data.sides[run.model]))
+        if counts.values.requires_grad:
             step, row = numbered.call.step, numbered.call.row
             number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step
             # each batch has random numbers of its own, so that any number of processes draws the same labels
-            token_mask = numbered.masks.at(data.sides[run.model])
-            each = drawn_loss(logits, token_mask, (run.config.seed * 1_000_003 + number) % 2**63, row)
-            tokens += len(each)
+            each = counts.drawn_loss((run.config.seed * 1_000_003 + number) % 2**63, row)
+            moments.append(counts.moments(len(each)))
             each.sum().backward()
         sums.add(of_call.sums, grams=range(len(blocks)))
         of_call.sums.clear()
@@ -171,29 +173,18 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(torch.enable_grad())
         totals: Mapping[Any, Tensor] | None = None
         while totals is None:
-            tokens = 0
+            moments.clear()
             if run.processes.rank < data.own % run.processes.size:  # the first call of the user's is another process's
                 sums.add({}, ())
             data.run_model(under_way.append, numbers=numbers)
             totals = sums.totals()
-    tokens = sum(run.processes.all_gather("the tokens of gradients", tokens))
+    of_calls = [each for of_rank in run.processes.all_gather("the tokens of gradients", moments) for each in of_rank]
+    tokens = size_of([sum(column) for column in zip(*of_calls)] or [0.0])
     if not tokens:
         return None
     shapes = {layer.name: layer.matrix(layer.parameter).shape[:-1] for layer in layers}
     rows = {name: totals.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     return Gradients(tokens, {block: totals[place] for block, place in places.items() if place in totals}, rows)
-
-
-def drawn_loss(logits: Tensor, token_mask: Tensor | None, seed: int, first: int = 0) -> Tensor:
-    """-log p(y) of each real token, ``[T]``, with y drawn from the predictions. ``first``: the row of the batch that
-    these logits begin with."""
-    rows, generator = logits.flatten(0, -2), torch.Generator().manual_seed(seed)
-    before = first * len(rows) // max(len(logits), 1)
-    places = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
-    each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-    if token_mask is not None and token_mask.numel() == len(each):
-        each = each[token_mask.flatten().to(each.device, torch.bool)]
-    return each
 
 
 # the metric -----------------------------------------------------------------------------------------------------------
@@ -208,17 +199,19 @@ def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> C
     """Data that knows the metric of each block's output, if `reconstruct` asks for one: by the gradients that were
     given, or by a pass of its own.
 
-    Raises ValueError for a model that gives no logits; with metric="auto" the report says why errors are plain.
+    Raises ValueError where there is none; with metric="auto" the report says why errors are plain.
     """
     run, options = data.run, data.run.config.reconstruct
     if options is None or not wants_metrics(run.config) or data.metrics:
         return data
-    if data.calls is None:
-        why = "a forward_loop calls the model in its own way"
-    elif (gradients := gradients or gradients_of(data, run.plan.blocks, [])) is not None and gradients.informations:
-        return replace(data, metrics={block: metric(fisher) for block, fisher in gradients.informations.items()})
-    else:
-        why = f"the output of a {type(run.model).__name__} has no logits"
+    why = "no gradient of the output reaches a block that puts out [samples, channels] or [samples, tokens, channels]"
+    try:
+        if data.calls is None:
+            why = "a forward_loop calls the model in its own way"
+        elif (gradients := gradients or gradients_of(data, run.plan.blocks, [])) is not None and gradients.informations:
+            return replace(data, metrics={block: metric(fisher) for block, fisher in gradients.informations.items()})
+    except OutputError as error:
+        why = str(error)
     if options.metric == "fisher":
         raise ValueError(f"reconstruct's metric='fisher': {why}: leave it out")
     run.report.notes.append(f"reconstruct's metric is the plain squared error: {why}")

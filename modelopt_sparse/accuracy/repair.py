@@ -4,17 +4,19 @@ Reconstruction goes block by block. After the layers of a block are solved, thei
 around them, are tuned on the squared error of the block's output against the dense block's, as in EBFT (Guo et al.
 2024, arXiv 2402.12419) and the transformer matching of 3BASiL (arXiv 2603.01376).
 
-Distillation is the last step: the whole sparse model learns to predict what the dense one did, with masks frozen. No
+Distillation is the last step: the whole sparse model learns to put out what the dense one did, with masks frozen. No
 second model is held. What the dense model's output head was called with is kept from before anything is pruned, and
-goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss).
+goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss). Of
+what is no logits of a head, the output itself is kept.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, Paddin
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.reports.evaluate import kl_divergence
+from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import BlockReport, Distilled
 
@@ -80,6 +82,25 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     ]
 
 
+class Way(NamedTuple):
+    """How a block is tuned: whether its masks move, and whether its errors are those of the Fisher metric."""
+
+    moves: bool
+    fisher: bool
+
+    def __str__(self) -> str:
+        return f"masks {'move' if self.moves else 'frozen'}, {'fisher' if self.fisher else 'plain'} metric"
+
+
+class Tried(NamedTuple):
+    """What a way came to. ``loss``: how far the model's output is from the dense model's, on the calls held back; where
+    that is not asked, the error of the block."""
+
+    loss: float
+    reports: list[BlockReport]
+    values: list[Tensor]
+
+
 def reconstruct(
     block: BlockTask,
     tuned: list[TunedModule],
@@ -87,34 +108,102 @@ def reconstruct(
     movable: Mapping[nn.Parameter, Movable],
     inputs: Inputs,
     run: Run,
+    judge: Callable[[], float] | None = None,
 ) -> None:
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept; None: all of it is tuned); those of ``movable`` move.
+    (True = kept; None: all of it is tuned); those of ``movable`` may move.
+
+    The first block of a stack is tuned in all ways that `Reconstruct` leaves open ("auto"), and the others in the one
+    that was best. ``judge`` says how far the model's output is from the dense model's on the calls held back, with this
+    block as it is: a block whose tuned values are worse by it than those that were solved for gets these back.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
     options = run.config.reconstruct
     assert options is not None
     assert isinstance(inputs, AtBlock)
-    outputs = outputs_of(block.layer_plans)
+    weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
+    solved, as_solved = _values(weights, movable), None if judge is None else judge()
+    tried: dict[Way, Tried] = {}
+    try:
+        for way in _ways(inputs, movable, tuned, proved=judge is not None):
+            _write(weights, movable, solved)
+            reports = [*_tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)]
+            if reports:
+                loss = reports[-1].error_after if judge is None else judge()
+                tried[way] = Tried(loss, reports, _values(weights, movable))
+    except BaseException:
+        run.report.notes.append(
+            f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
+        )
+        raise
+    for way in sorted(tried, key=lambda way: tried[way].loss)[:1]:
+        best = tried[way]
+        _write(weights, movable, best.values)
+        notes = [f"{other}: {tried[other].loss:.4g}" for other in tried] if len(tried) > 1 else []
+        for report in best.reports:
+            report = replace(report, way=str(way), notes=[*report.notes, *notes])
+            if as_solved is not None and as_solved <= best.loss:
+                _write(weights, movable, solved)
+                off = f"is off by {as_solved:.4g}, and by {best.loss:.4g} if tuned"
+                why = f"left as solved: the output of the model {off}"
+                report = replace(report, error_after=report.error_before, epoch=0, notes=[why, *notes])
+            run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
+
+
+def _ways(
+    inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
+) -> list[Way]:
+    """Those that the options leave open, or the one that an earlier block of the stack has taken, by the report. Errors
+    in two metrics cannot be compared: unless the model's output is asked, the metric is taken that there is."""
+    options = inputs.run.config.reconstruct
+    assert options is not None
+    moves = {"frozen": [False], "move": [True], "auto": [False, True]}[options.masks] if movable else [False]
+    metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
+    metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
+    ways = [Way(*way) for way in product(moves, metrics)]
+    taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(inputs.stack.names)}
+    return [way for way in ways if str(way) in taken] or ways
+
+
+def _values(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> list[Tensor]:
+    """Copies of weights, and then of the masks of those that may move."""
+    masks = [movable[weight].mask_in_place() for weight in weights if weight in movable]
+    return [x.detach().clone() for x in (*weights, *masks)]
+
+
+@torch.no_grad()
+def _write(weights: Masks, movable: Mapping[nn.Parameter, Movable], values: list[Tensor]) -> None:
+    """`_values` back into the model."""
+    masks = iter(values[len(weights) :])
+    for weight, value in zip(weights, values):
+        if weight in movable:
+            movable[weight].set_mask(next(masks))
+        weight.copy_(value)
+
+
+def _tuned_parts(
+    block: BlockTask,
+    tuned: list[TunedModule],
+    weights: Masks,
+    movable: Mapping[nn.Parameter, Movable],
+    inputs: AtBlock,
+    way: Way,
+) -> Iterator[BlockReport]:
+    run, outputs = inputs.run, outputs_of(block.layer_plans)
+    assert run.config.reconstruct is not None
+    rate, rest = run.config.reconstruct.learning_rate, dict(weights)
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
-        rest = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-        try:
-            for part in tuned:
-                inside = set(part.module.parameters())
-                chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
-                if chosen:
-                    weights = TunedWeights(chosen, outputs, options.learning_rate, movable, processes=run.processes)
-                    with only_these_require_grad(inputs.block, chosen, masked=not movable):
-                        tuned_part = _tuned(part, inputs, token_masks, batches, weights)
-                    run.report.reconstructed(tuned_part, {plan.name for plan in block.layer_plans})
-        except BaseException:
-            run.report.notes.append(
-                f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
-            )
-            raise
+        for part in tuned:
+            part = part if way.fisher else replace(part, metric=None)
+            inside = set(part.module.parameters())
+            chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
+            if chosen:
+                values = TunedWeights(chosen, outputs, rate, movable, processes=run.processes)
+                with only_these_require_grad(inputs.block, chosen, masked=not movable):
+                    yield _tuned(part, inputs, token_masks, batches, values)
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
@@ -163,85 +252,83 @@ def _tuned(
 # distillation ---------------------------------------------------------------------------------------------------------
 
 
-FULL_RATE = 1.0  # the KL divergence in nats, before it, from which on the whole learning rate is taken
+# the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
+FULL_RATE, FULL_OF_SQUARED = 1.0, 0.1
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the dense model predicts on the calibration data.
+    """What the dense model puts out on the calibration data.
 
-    head: the model's output head, and answers: what it was called with in each call, on the host. Of a model without
-    one ``answers`` are its logits.
+    head: the model's output head, and answers: what it was called with in each call, by its number, on the host. Of
+    what is no logits of a head ``answers`` are what counts of the output.
     """
 
     data: CalibrationData
     head: nn.Module | None
-    answers: list[Tensor]
+    answers: dict[int, Tensor]
 
     @classmethod
-    def of(cls, data: CalibrationData) -> "Teacher":
-        """Recorded while the model is dense: one run over the data.
+    def of(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "Teacher":
+        """Recorded while the model is dense: one run over the data, or over the calls of these ``numbers``.
 
-        Raises ValueError for a model without logits, and for one that does more with what its head puts out than
-        sample by sample.
+        Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
+        head puts out than sample by sample.
         """
-        model, answers = data.run.model, []
-        predicted: list[Tensor | None] = []
+        model, answers, of_head = data.run.model, list[Tensor](), list[Tensor]()
+        first: list[Output] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
         def before_head(module: nn.Module, args: tuple) -> None:
-            answers.append(args[0].detach().to("cpu", copy=True))
+            of_head[:] = [args[0]]
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = logits_of(output)
-            if head is None and logits is not None:
-                answers.append(logits.detach().to("cpu", copy=True))
-            if not predicted:
-                predicted.append(None if logits is None else logits.detach())
+            counts = data.counted(output)
+            first[:] = first or [counts]
+            answer = of_head[0] if of_head and counts.is_logits else counts.values
+            answers.append(answer.detach().to("cpu", copy=True))
 
         with ExitStack() as hooks:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
-            data.run_model()
-        if predicted[0] is None:
-            raise ValueError(f"distill: the output of this {type(model).__name__} has no logits: leave distill out")
-        teacher = cls(data, head, answers)
-        teacher._check_itself(predicted[0])
+            data.run_model(numbers=numbers)
+        numbers = range(len(answers)) if numbers is None else sorted(numbers)
+        teacher = cls(data, head if first[0].is_logits else None, dict(zip(numbers, answers, strict=True)))
+        teacher._check_itself(numbers[0], first[0].values.detach())
         return teacher
 
-    def predictions(self, index: int) -> tuple[Tensor, Tensor]:
-        """(dense, sparse) logits of call ``index`` ``[T, V]``, of real tokens alone."""
-        dense, sparse, token_mask = self._side_by_side(index, self.answers[index])
-        return of_real_tokens(dense, token_mask), of_real_tokens(sparse, token_mask)
+    def outputs(self, index: int) -> tuple[Output, Output]:
+        """(dense, sparse) output of call ``index``."""
+        return self._side_by_side(index, self.answers[index])
 
-    def divergence(self, index: int) -> tuple[float, float]:
-        """(the sum of the KL divergences of the tokens of call ``index``, how many they are)."""
-        rows = kl_divergence(*self.predictions(index))
-        return float(rows.sum()), len(rows)
+    def divergence(self, index: int) -> list[float]:
+        """The sums of how far the sparse output of call ``index`` is from the dense one, see `Output.sums`."""
+        dense, sparse = self.outputs(index)
+        return dense.sums(sparse)
 
-    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(logits of an ``answer``, of call ``index``, which tokens are real); logits as the model has them."""
+    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Output, Output]:
+        """(what an ``answer`` stands for, the output of call ``index``)."""
 
         def beside(module: nn.Module, args: tuple) -> tuple:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
 
         with nullcontext() if self.head is None else self.head.register_forward_pre_hook(beside):
-            output, token_mask = self.data.output_of(index)
-        logits = logits_of(output)
-        assert logits is not None
+            both = self.data.counted(*self.data.output_of(index))
         if self.head is None:
-            return answer.to(logits.device), logits, token_mask
-        return logits.detach()[: len(answer)], logits[len(answer) :], token_mask
+            return replace(both, values=answer), both
+        dense, sparse = both.values.detach()[: len(answer)], both.values[len(answer) :]
+        return replace(both, values=dense), replace(both, values=sparse)
 
-    def _check_itself(self, predicted: Tensor) -> None:
-        """The first call has to be ``predicted`` as before, beside another answer than its own if there is a head."""
+    def _check_itself(self, number: int, predicted: Tensor) -> None:
+        """The call of this number has to be ``predicted`` as before, beside another answer than its own if there is a
+        head."""
         try:
-            _, again, _ = self._side_by_side(0, self.answers[0] / 2)
-            if not _close(again.detach(), predicted):
+            _, again = self._side_by_side(number, self.answers[number] / 2)
+            if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:
             why = f"the output head puts out something else beside other samples ({error})"
@@ -249,24 +336,25 @@ class Teacher:
 
 
 def distill(teacher: Teacher, run: Run) -> None:
-    """Tune the kept weights, norms and biases of the whole model by Adam on the mean KL divergence from the dense
-    model's predictions, and report it. Never worse on the batches held back, see `tune`."""
+    """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
+    output, and report it. Never worse on the batches held back, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
     layers = [plan.layer for plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
-    batches = BatchNumbers.of_calls(teacher.data)
+    batches, by = BatchNumbers.of_calls(teacher.data), run.report.settings.get("divergence")
     began = time.perf_counter()
 
     def loss(place: int) -> Tensor:
         # the sum: means of many small gradients would leave float16's range
-        return kl_divergence(*teacher.predictions(place)).sum()
+        dense, sparse = teacher.outputs(place)
+        return dense.apart(sparse).sum()
 
     def judge() -> float:
         divergence = batches.judged(teacher.divergence)
-        bar.say(f"KL {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        bar.say(f"{in_words(by)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
         return divergence
 
     with (
@@ -277,27 +365,13 @@ def distill(teacher: Teacher, run: Run) -> None:
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, run.processes)
         before = batches.judged(teacher.divergence)
-        weights.slow_down(before, FULL_RATE)
+        weights.slow_down(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:
             run.report.notes.append("distillation was broken off; the model has the best values up to then")
             raise
     run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
-
-
-def logits_of(output: Any) -> Tensor | None:
-    """The logits of an output, of a choice among classes or tokens."""
-    logits = getattr(output, "logits", None)
-    usable = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
-    return logits if usable else None
-
-
-def of_real_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
-    """``[T, V]``, without padding where the mask is one of these logits."""
-    if token_mask is None or token_mask.shape != logits.shape[:-1]:
-        return logits.flatten(0, -2)
-    return logits[token_mask.to(logits.device, torch.bool)]
 
 
 def _without_loss(model: nn.Module, call: Call) -> Call:

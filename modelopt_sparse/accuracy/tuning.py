@@ -17,6 +17,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, write_zeros
+from modelopt_sparse.model.output import relative
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.text import Progress
 
@@ -72,12 +73,11 @@ class BatchNumbers:
         """How many numbers, the first ones, are tuned on."""
         return self.held_back.start
 
-    def judged(self, measure: Callable[[int], tuple[float, float]]) -> float:
-        """What is measured on the batches held back, as a sum relative to another. ``measure``: place -> its shares."""
+    def judged(self, measure: Callable[[int], Sequence[float]]) -> float:
+        """What is measured on the batches held back, as a sum relative to others. ``measure``: place -> its shares."""
         own = {number: measure(self.own[number]) for number in self.held_back if number in self.own}
         shares = self.processes.gather_numbered("the batches held back", own)
-        total, size = (sum(shares[number][i] for number in self.held_back) for i in (0, 1))
-        return total / max(size, torch.finfo(torch.float32).tiny)
+        return relative([sum(column) for column in zip(*(shares[number] for number in self.held_back))])
 
     def of_steps(self, own: Sequence[float]) -> list[float]:
         """A value for each place of this process -> the sum over the units of its step, in all processes."""
@@ -232,6 +232,10 @@ class Movable:
         """The mask of values, shaped like the parameter: by the pattern, with scores ``|w| * norm``."""
         scores = self.layer.matrix(values) * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores.abs_()))
+
+    def mask_in_place(self) -> Tensor:
+        """The mask that the layer carries."""
+        return self.layer.owner.get_buffer(self.layer.param + SUFFIX)
 
     def set_mask(self, mask: Tensor) -> None:
         """On every module that holds the weight and carries a mask."""

@@ -35,6 +35,7 @@ from modelopt_sparse.model.devices import (
 )
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.plan import LayerPlan
 
 # which tokens of a call are padding -----------------------------------------------------------------------------------
@@ -463,6 +464,13 @@ class CalibrationData:
             self.run_model(seen.append, numbers=[number])
         return outputs[0], seen[0].masks.at(self.sides[self.run.model])
 
+    def counted(self, output: Any, token_mask: Tensor | None = None) -> Output:
+        """What counts of an output of the model; the report says what it is compared by, unless that is KL."""
+        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask)
+        if counts.by != "kl":
+            self.run.report.settings["divergence"] = name_of(counts.by)
+        return counts
+
 
 @contextmanager
 def onloaded_blocks(run: Run) -> Iterator[None]:
@@ -489,7 +497,7 @@ def _batch_of(run: Run, call: Call, number: int) -> int:
     return number * run.processes.size + run.processes.rank if call.step is None else call.step
 
 
-NOT_OF_THE_BATCH = (PaddingError, Unreadable, OSError, SafetensorError)  # what no batch is to blame for
+NOT_OF_THE_BATCH = (PaddingError, OutputError, Unreadable, OSError, SafetensorError)  # what no batch is to blame for
 
 
 @contextmanager

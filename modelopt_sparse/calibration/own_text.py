@@ -22,6 +22,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import cache_name, default_seq_len, writes_text
 from modelopt_sparse.model.layers import model_inside
+from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 
 # token by token -------------------------------------------------------------------------------------------------------
@@ -134,15 +135,6 @@ def _make_room(cache: Any, length: int) -> None:
     for place, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             cache.layers[place] = _Roomy(layer.keys, layer.values, length)
-
-
-def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """One token for each row of logits [n, vocabulary], by inverting the cumulative distribution at uniforms [n]."""
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    if not torch.isfinite(cumulative).all():
-        raise ValueError("the dense model's logits are not finite, so that it cannot write text: repair the checkpoint")
-    chosen = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-    return chosen.clamp(max=logits.shape[-1] - 1)
 
 
 def _in_batches(texts: list[Tensor], size: int) -> list[Call]:

@@ -98,6 +98,8 @@ Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")
 Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
 SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
 BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
+Output = Annotated[str | None, Option(help="What counts of the model's output, by name or number. Default: logits.")]
+Divergence = Annotated[str | None, Option(help="kl, squared or bernoulli. Default: kl of logits, else squared.")]
 Device = Annotated[str | None, Option(help="Where to run, for example cuda. Default: the CPU.")]
 Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
 Dequantize = Annotated[
@@ -137,6 +139,8 @@ def _flags(
     ),
     choices: str | None = Option(None, metavar="A,B", help="With a budget: what a layer may become. dense,2:4 or so."),
     losses: Path | None = Option(None, help="JSON file that keeps what choices lose, for other budgets."),
+    output: Output = None,
+    divergence: Divergence = None,
     data: str | None = Option(
         None,
         metavar="FILE",
@@ -410,6 +414,8 @@ def shrink(
     num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
+    output: Output = None,
+    divergence: Divergence = None,
     options: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="Any option of the API; VALUE is YAML."
     ),
@@ -437,6 +443,7 @@ def shrink(
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
+    flags |= {"output": output, "divergence": divergence}
     settings = settings_of(source, options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
     sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
@@ -487,6 +494,8 @@ def eval_(
     chat_template: bool = Option(False, "--chat-template", help="Ask in the tokenizer's chat template."),
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
+    output: Output = None,
+    divergence: Divergence = None,
     device: Device = None,
     progress: Progress = None,
     as_json: Json = False,
@@ -496,7 +505,8 @@ def eval_(
 
     if data is None and tasks is None:
         raise ValueError("nothing to measure: give --data FILE, for perplexity, or --tasks A,B")
-    settings = settings_of(source, seq_len=seq_len, batch_size=batch_size, device=device, progress=progress)
+    flags = {"output": output, "divergence": divergence, "seq_len": seq_len, "batch_size": batch_size}
+    settings = settings_of(source, device=device, progress=progress, **flags)
     beside = None if reference is None else NamedModel(reference, source.dtype, None, **source.remote)
     tokens = None if data is None else tokens_in(data, source.tokenizer, special_tokens=special_tokens)
     place = "cpu" if device is None else device
@@ -517,12 +527,8 @@ def _evaluate(
     network: "Module", dense: "Module | None", tokens: "Tensor", settings: dict[str, Any]
 ) -> "mts.Evaluation":
     """Evaluate a model, and the dense one if there is one, with the settings of the command line."""
-    from modelopt_sparse.model.hf import default_seq_len
-
-    options = {key: settings[key] for key in ("batch_size", "progress") if key in settings}
-    seq_len = settings.get("seq_len")
-    seq_len = default_seq_len(network) if seq_len is None else seq_len
-    return mts.evaluate(network, tokens, seq_len=seq_len, reference=dense, **options)
+    names = ("seq_len", "batch_size", "output", "divergence", "progress")
+    return mts.evaluate(network, tokens, reference=dense, **{key: settings[key] for key in names if key in settings})
 
 
 @command

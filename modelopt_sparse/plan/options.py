@@ -18,6 +18,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pa
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
+from modelopt_sparse.model.output import Divergence, Which, check_output, name_of
 from modelopt_sparse.plan.budget import (
     AUTO,
     DENSE,
@@ -216,11 +217,14 @@ class Reconstruct:
       attention) against its own output, then the rest (the MLP and the norms) against the block's.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
-      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": move, but for weights in
-      float16, which is too coarse for it.
+      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
+      block of each stack, and what brings the model's output closest to the dense model's, on the batches held back,
+      is taken for all of it; a block that is worse so than as it was solved is left as it was. Weights in float16,
+      which is too coarse for it, stay frozen.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
-      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": fisher
-      where the model has logits and can be called, else plain, as the report says.
+      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": both
+      are tried, as those of masks; where the model's output is not known, or its calls are not, it is plain, as the
+      report says.
     """
 
     epochs: int = 4
@@ -238,11 +242,12 @@ class Reconstruct:
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
-    """How the whole sparse model is tuned to predict what the dense one did, as the last step.
+    """How the whole sparse model is tuned to put out what the dense one did, as the last step.
 
     epochs: passes over the calibration batches.
-    learning_rate: as in `Reconstruct`, but ``sqrt(d)`` of it where the KL divergence d before it is below 1 nat; it is
-      smaller by an order of magnitude, for all blocks move together.
+    learning_rate: as in `Reconstruct`, but ``sqrt(d)`` of it where the KL divergence d before it is below 1 nat, and
+      ``sqrt(e / 0.1)`` where a squared error e is below 0.1; it is smaller by an order of magnitude, for all blocks
+      move together.
     moments: the dtype that the optimizer holds its two moments in between steps, "bfloat16" or "float32", with which a
       weight that stays takes 12 bytes instead of 8. Steps are computed in float32.
     """
@@ -310,6 +315,7 @@ REPORTED = (
     *("budget", "choices", "runtime", "autocast", "float32_products", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
+OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,8 +374,8 @@ class SparsifyConfig:
         iterations at most; True is 30.
       reconstruct: after its layers, tune each block's kept weights, norms and biases against the dense block; True,
         the number of epochs, or a mapping of `Reconstruct`'s options.
-      distill: after the last block, tune the kept weights, norms and biases of the whole model to predict what the
-        dense model did (KL divergence); True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
+      distill: after the last block, tune the kept weights, norms and biases of the whole model to put out what the
+        dense model did; True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
         ``quality`` sets: True, or None where the model cannot be distilled; the report says why.
       allocation: "uniform" or "owl": how the zeros of an unstructured pattern are shared out over the layers.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
@@ -384,6 +390,13 @@ class SparsifyConfig:
       timings: what a budget of ms counts, summed up over layers and token counts: a SpeedReport, or the path of what
         ``modelopt-sparse speed --json`` printed.
       losses: path of a JSON file with the losses of all choices: written, or if it is there used for another budget.
+      output: what counts of the model's output, for a budget, the Fisher metric and distill: a name, an index, or a
+        function from the output to a tensor. None: its ``logits``, else the tensor that it is, or the only tensor of
+        numbers in it.
+      divergence: how far the sparse model's output is from the dense one's: "kl", of logits over the last axis;
+        "squared", the squared error in parts of the dense output's variance; "bernoulli", the KL divergence of each
+        number, a probability; or a function of (dense, sparse), without padding, to a tensor whose mean counts. None:
+        "kl" of ``logits``, "squared" of others.
       device: where blocks are calibrated and solved. None: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. None: the model's own precision.
@@ -434,6 +447,8 @@ class SparsifyConfig:
     runtime: Literal["cusparselt", "cutlass", None] = None
     timings: Mapping[str, tuple[float, float]] | None = None
     losses: Path | None = None
+    output: Which | None = None
+    divergence: Divergence | None = None
     quality: str | None = None
     device: torch.device | None = None
     autocast: Literal["bfloat16", "float16", None] = None
@@ -497,7 +512,11 @@ class SparsifyConfig:
         for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
             raise ValueError(f"option {name!r} is not known: give {ELSEWHERE[name]}")
         refuse_unknown(options, [*known, *method.options])
-        return cls(**options, options=of_method)
+        made = cls(**options, options=of_method)
+        used = made.budget or made.distill or (made.reconstruct and made.reconstruct.metric != "plain")
+        if not used and (extra := [name for name in OF_OUTPUT if getattr(made, name) is not None]):
+            raise ValueError(f"{' and '.join(extra)} go with budget=, distill= or reconstruct's metric: give one")
+        return made
 
     @classmethod
     def names(cls) -> list[str]:
@@ -527,6 +546,7 @@ class SparsifyConfig:
         values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
         values |= {"budget": None if self.budget is None else str(self.budget)}
         values |= {"choices": None if self.choices is None else [str(choice or DENSE) for choice in self.choices]}
+        values |= {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
         return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
 
     def widens(self, model: torch.nn.Module) -> bool:
@@ -619,6 +639,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "choices": lambda value: None if value is None else parse_choices(value),
     "timings": parse_timings,
     "losses": lambda value: None if value is None else Path(value),
+    "output": lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value,  # --output 0
     "memory_limit": _bytes,
     "masks": _masks,
     "data": lambda value: Stream(value) if isinstance(value, Iterator) else value,  # it may be read twice
@@ -634,6 +655,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 def _check_types(config: SparsifyConfig) -> None:
     check_options(config, least=LEAST)
+    check_output(config.output, config.divergence)
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):

@@ -1,13 +1,6 @@
-"""Measures a sparse language model beside the dense one: `evaluate` on text, `evaluate_tasks` on tasks. And the KL
-divergence between what the two predict, `kl_divergence`, by which models are tuned as well.
-
-Perplexity follows the protocol of the pruning literature. The text is tokenized as a whole, without special tokens, and
-cut into windows that do not overlap. The model sees one window at a time; tokens that do not fill the last window are
-dropped. Perplexity is exp of the mean negative log-likelihood of the windows' predictions.
+"""What `evaluate` says of a sparse model beside the dense one, and `evaluate_tasks`, which measures it on tasks.
 
 Tasks, their prompts and their metrics are those of lm-evaluation-harness.
-
-Shapes: T rows (predictions), V their vocabulary or classes.
 """
 
 import math
@@ -17,13 +10,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 
 from modelopt_sparse.model.devices import in_eval_mode, input_device
-from modelopt_sparse.model.hf import default_batch_size, refuse_longer_windows, refuse_unknown_tokens
-from modelopt_sparse.reports.text import Progress, first_few, only_errors, table
+from modelopt_sparse.model.output import in_words
+from modelopt_sparse.reports.text import first_few, only_errors, table
 from modelopt_sparse.values import check_whole, grouped
 
 MISSING = 'tasks are run by lm-evaluation-harness, which is not installed: pip install "modelopt-sparse[tasks]"'
@@ -31,105 +22,47 @@ BATCH_SIZE = 8  # prompts per forward
 HEADS = ("task", "metric", "dense", "sparse", "recovery", "asked")  # of the printed table of scores
 
 
-# the divergence -------------------------------------------------------------------------------------------------------
-
-
-# numbers of a piece: on the CPU so few that they stay in its cache, elsewhere so many that launching is no cost
-ON_THE_CPU, ELSEWHERE = 2**18, 2**24
-
-
-def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL(softmax(p / temperature) || softmax(q / temperature)) of each row ``[T]``, in nats and in float64.
-
-    In float32 it holds a few copies of one piece of the rows, however many there are. The backward pass keeps the
-    logits as they came, and computes the softmax again.
-
-    Computed in float32, or in float64 if either of the two is; the terms of a row, which cancel each other to a large
-    part, are summed up in float64. Where p is zero a term is zero. The gradient is that of q,
-    (softmax(q / temperature) - softmax(p / temperature)) / temperature, in q's dtype; p counts as a constant. A row
-    whose divergence is not used has a gradient of zero, whatever it holds.
-    """
-    assert logits_p_TV.shape == logits_q_TV.shape, (logits_p_TV.shape, logits_q_TV.shape)
-    return _Divergence.apply(logits_p_TV, logits_q_TV, temperature)  # type: ignore[return-value]  # torch types it as Any or None
-
-
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, p_TV: Tensor, q_TV: Tensor, temperature: float) -> Tensor:
-        ctx.save_for_backward(p_TV, q_TV)
-        ctx.temperature = temperature
-        return torch.cat([_rows(p, q, temperature) for p, q in zip(_pieces(p_TV), _pieces(q_TV))])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_T: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]  # torch leaves it open
-        p_TV, q_TV = ctx.saved_tensors
-        result_TV = torch.empty_like(q_TV)
-        size = _rows_of_a_piece(q_TV)
-        for p, q, gradient, result in zip(_pieces(p_TV), _pieces(q_TV), gradient_T.split(size), _pieces(result_TV)):
-            log_p, log_q = _log_probabilities(p, q, ctx.temperature)
-            scale = (gradient / ctx.temperature).to(log_q.dtype).unsqueeze(-1)
-            slope = log_q.exp_().sub_(log_p.exp_()).mul_(scale)
-            result.copy_(slope.masked_fill_(scale == 0, 0))
-        return None, result_TV, None
-
-
-def _rows(p: Tensor, q: Tensor, temperature: float) -> Tensor:
-    log_p, log_q = _log_probabilities(p, q, temperature)
-    probabilities = log_p.exp()
-    terms = log_p.sub_(log_q).mul_(probabilities).masked_fill_(probabilities == 0, 0)
-    return terms.sum(-1, dtype=torch.float64)
-
-
-def _log_probabilities(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    work = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
-    p, q = (x.to(work) if temperature == 1 else x.to(work) / temperature for x in (p, q))
-    return p.log_softmax(-1), q.log_softmax(-1)
-
-
-def _rows_of_a_piece(logits_TV: Tensor) -> int:
-    size = ON_THE_CPU if logits_TV.device.type == "cpu" else ELSEWHERE
-    return max(1, size // logits_TV.shape[-1])
-
-
-def _pieces(logits_TV: Tensor) -> tuple[Tensor, ...]:
-    return logits_TV.split(_rows_of_a_piece(logits_TV))
-
-
-# text -----------------------------------------------------------------------------------------------------------------
+# figures --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What `evaluate` returns. ``print`` shows it; ``as_dict`` is for machines.
 
-    perplexity: of the model.
+    perplexity: of the model; None of batches.
     reference_perplexity: of the reference; None without one.
-    kl: the mean of KL(reference || model) over all predictions, in nats; None without a reference.
-    windows, seq_len: how many windows were evaluated, and how many tokens each has.
+    kl: the mean of KL(reference || model) over all predictions, in nats, unless ``divergence`` names another; None
+      without a reference.
+    windows, seq_len: how many windows were evaluated, and how many tokens each has; of batches samples, and None.
     """
 
-    perplexity: float
+    perplexity: float | None
     reference_perplexity: float | None
     kl: float | None
     windows: int
-    seq_len: int
+    seq_len: int | None
+    divergence: str = "kl"
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as values of JSON: None in the place of infinity."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        """The fields by name, as values of JSON: None in the place of infinity; ``divergence`` unless it is KL."""
+        values = {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        return {name: value for name, value in values.items() if (name, value) != ("divergence", "kl")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Evaluation":
         """The evaluation that ``as_dict`` gave. Raises TypeError for other keys."""
         figures = ["perplexity", "reference_perplexity", "kl"]
-        if data.get("reference_perplexity") is data.get("kl"):  # both None: there was no reference
+        if data.get("seq_len", 0) is None:  # of batches
+            figures = figures[2:]
+        elif data.get("reference_perplexity") is data.get("kl"):  # both None: there was no reference
             figures = figures[:1]
         return cls(**{**data, **{name: math.inf for name in figures if name in data and data[name] is None}})
 
     def beside_dense(self) -> str:
         """One line for the report of a sparse model, whose reference is the dense one."""
         how = f"{self.windows} windows of {self.seq_len} tokens"
+        if self.perplexity is None:
+            return f"held-out batches: {self}"
         if self.reference_perplexity is None:
             return f"held-out perplexity: sparse {self.perplexity:.3f}; {how}"
         return (
@@ -138,6 +71,9 @@ class Evaluation:
         )
 
     def __str__(self) -> str:
+        if self.perplexity is None:
+            what, unit = in_words(self.divergence)
+            return f"{what} from the reference {self.kl:.4f} {unit}, {self.windows} samples"
         head = f"perplexity {self.perplexity:.3f}"
         if self.reference_perplexity is None:
             beside = " (of the dense model: not known, give it as reference)"
@@ -145,83 +81,6 @@ class Evaluation:
             beside = f" (reference {self.reference_perplexity:.3f}, KL from it {self.kl:.4f} nats per token)"
         plural = "" if self.windows == 1 else "s"
         return f"{head}{beside}, {self.windows} window{plural} of {self.seq_len} tokens"
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    seq_len: int,
-    reference: nn.Module | None = None,
-    batch_size: int | None = None,
-    progress: bool | None = None,
-) -> Evaluation:
-    """Evaluate a causal language model on a 1-D tensor of token ids. Logits are converted to float32.
-
-    seq_len: tokens of a window.
-    reference: the dense model: its perplexity is measured as well, and the KL divergence from it.
-    batch_size: windows per forward; None: on the CPU as many as have about 2,048 tokens, on other devices 8.
-    progress: True and False show and hide a progress bar; None shows it on a terminal or in a notebook, and elsewhere
-      writes a line every minute.
-
-    Raises ValueError for tokens that are not 1-D, for less than one window of text, for a seq_len below 2 or above what
-    the model takes, for batch_size < 1, for a reference with another vocabulary, and for logits that hold NaN. A model
-    that rules a token out which comes next, or has collapsed, has an infinite perplexity.
-    """
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens are a {type(tokens).__name__}: give torch.tensor(tokenizer(text)['input_ids'])")
-    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.dim() != 1:
-        raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}: give one row of token ids, whole numbers")
-    tokens = tokens.long()
-    if seq_len < 2 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: at least 2 tokens predict one, in batches of 1")
-    if len(tokens) < seq_len:
-        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {seq_len}: give more text")
-    refuse_longer_windows(model, seq_len)
-    refuse_unknown_tokens(model, tokens)
-    size = default_batch_size(seq_len, input_device(model)) if batch_size is None else batch_size
-    windows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
-    loss = reference_loss = kl = 0.0
-    with in_eval_mode(model, *([] if reference is None else [reference])):
-        batches = windows.split(size)
-        with Progress("evaluate", "batch", len(batches), show=progress) as bar:
-            for batch in batches:
-                logits = _logits(model, batch)
-                loss += _loss(logits, batch)
-                if reference is not None:
-                    beside = _logits(reference, batch).to(logits.device)
-                    if beside.shape != logits.shape:
-                        sizes = f"a vocabulary of {beside.shape[-1]}, not {logits.shape[-1]}"
-                        raise ValueError(f"the reference has {sizes}: give the dense model that it was made from")
-                    reference_loss += _loss(beside, batch)
-                    kl += float(kl_divergence(beside, logits).sum())
-                bar.update()
-    for name, total in (("model", loss), ("reference", reference_loss)):
-        if math.isnan(total):
-            raise ValueError(f"the {name}'s logits hold NaN or inf on this text: run it in bfloat16 or float32")
-    count = windows.shape[0] * (seq_len - 1)
-    figures = (None, None) if reference is None else (_exp(reference_loss / count), kl / count)
-    return Evaluation(_exp(loss / count), *figures, windows.shape[0], seq_len)
-
-
-def _logits(model: nn.Module, batch: Tensor) -> Tensor:
-    """The logits of the next token, a row for each prediction, for token ids ``[B, S]``. -inf rules a token out."""
-    logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits
-    if logits.dim() != 3:
-        raise ValueError(f"evaluate is for causal language models, and this one gives logits {list(logits.shape)}")
-    return logits[:, :-1].float().flatten(0, 1)
-
-
-def _loss(logits: Tensor, batch: Tensor) -> float:
-    """The sum of the negative log-probabilities of the tokens that really come next."""
-    log_p = logits.log_softmax(-1).gather(-1, batch[:, 1:].reshape(-1, 1).to(logits.device))
-    return -float(log_p.sum(dtype=torch.float64))
-
-
-def _exp(mean_loss: float) -> float:
-    """Infinity where a model has collapsed, and Python's would raise OverflowError."""
-    return float(torch.tensor(mean_loss, dtype=torch.float64).exp())
 
 
 # tasks ----------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
 
@@ -204,6 +205,7 @@ def _said(value: object) -> str:
 def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
+    what, nats = in_words(report.settings.get("divergence"))
     pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
     cost = {}
@@ -216,11 +218,13 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         if shrunk.kl:
             steps = [*shrunk.kl.items()]
             (first, before), (last, after) = steps[0], steps[-1]
-            words = f"nats, {first} {ARROW} {last}, on calibration batches held back"
-            cost["KL from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
+            words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
+            cost[f"{what} from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
-    if measured is not None:
+    if measured is not None and measured.perplexity is None:
+        cost["held-out batches"] = (f"{measured.kl:.4f}", str(measured))
+    elif measured is not None:
         windows = f"{measured.windows:,} windows of {measured.seq_len:,} tokens"
         value, words = f"{measured.perplexity:.3f}", f"sparse, {windows}"
         if measured.reference_perplexity is not None:
@@ -240,8 +244,8 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
         cost["error of a block"] = (f"{before:.4f} {ARROW} {after:.4f}", "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
-        words = "nats, on calibration batches that it was not tuned on"
-        cost["KL by distillation"] = (f"{tuned.kl_before:.4f} {ARROW} {tuned.kl_after:.4f}", words)
+        words = f"{nats}, on calibration batches that it was not tuned on"
+        cost[f"{what} by distillation"] = (f"{tuned.kl_before:.4f} {ARROW} {tuned.kl_after:.4f}", words)
     if spent := report.time_by_part():
         parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
         cost["time"] = (_duration(sum(spent.values())), parts)
@@ -400,15 +404,15 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
         _curve(budget),
         _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
         _experts(layers),
-        *([] if report.shrunk is None else _shrunk(report.shrunk)),
+        *([] if report.shrunk is None else _shrunk(report.shrunk, report.settings.get("divergence"))),
         _mask_maps(masks, report),
     ]
 
 
-def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
+def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
     """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": _axis("KL from the model before, in nats", rangemode="tozero")}
+    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(by)), rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
         (what, place_of(name)[0], error)
@@ -470,9 +474,10 @@ def _curve(budget: Mapping[str, Any]) -> Figure | None:
     shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
     lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
     traces = [_points(name, [*shares], [*y]) for name, y in lines.items()]
-    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis("KL from dense, in nats")}
+    what, nats = in_words(budget.get("divergence"))
+    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis(f"{what} from dense, in {nats}")}
     caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
-    return Figure("curve", "KL by budget", caption, traces, layout)
+    return Figure("curve", f"{what} by budget", caption, traces, layout)
 
 
 def _tried(budget: Mapping[str, Any]) -> Figure | None:
@@ -491,7 +496,8 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
     caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
-    layout = {"xaxis": _axis("KL from dense, in nats", range=room), "yaxis": {"autorange": "reversed"}}
+    what = "{} from dense, in {}".format(*in_words(budget.get("divergence")))
+    layout = {"xaxis": _axis(what, range=room), "yaxis": {"autorange": "reversed"}}
     return Figure("tried", "Plans tried", caption, [bars], layout)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelopt_sparse import __version__
+from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of
 from modelopt_sparse.reports.values import (
@@ -85,7 +86,7 @@ class Report(Printed):
         """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
         self.settings["budget"] = dict(said)
         tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in said["tried"].items())
-        kl = f"KL from dense on the batches held back, before any repair: {tried}"
+        kl = f"{in_words(said.get('divergence'))[0]} from dense on the batches held back, before any repair: {tried}"
         self.notes.append(f"budget {said['asked']}: {said['taken']}; {kl}")
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
@@ -217,8 +218,9 @@ class Report(Printed):
             blocks = [block.name for block in self.blocks]
             parts.append(rows_of("reconstructed", blocks, columns, all_rows=all_rows))
         if (tuned := self.distillation) is not None:
-            divergences = f"{tuned.kl_before:.4f} -> {tuned.kl_after:.4f} nats"
-            said = f"distilled: KL from the dense model {divergences}, on calibration batches that it was not tuned on"
+            what, unit = in_words(self.settings.get("divergence"))
+            divergences = f"{what} from the dense model {tuned.kl_before:.4f} -> {tuned.kl_after:.4f} {unit}"
+            said = f"distilled: {divergences}, on calibration batches that it was not tuned on"
             said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
             parts.append(say("; ".join([said, *tuned.notes])))
         if reasons:
@@ -238,7 +240,7 @@ class Report(Printed):
     def summaries(self) -> list[str]:
         """What the page and ``text`` begin with: what was pruned, and what a model was shrunk by."""
         pruned = [self.summary()] if self.layers or self.shrunk is None else []
-        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary()}."]
+        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary(self.settings.get('divergence'))}."]
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from modelopt_sparse.model.output import in_words
+
 PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
 REPLACED, UNMASKED = "its mask was replaced since", "it carries no mask any more"  # notes of a layer
 # what the error of a layer was measured with -> what its row says, and how exact that is
@@ -86,6 +88,7 @@ class BlockReport:
 
     error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
     epoch: the epoch whose values were chosen; 0: those from before.
+    way: whether masks moved, and in which metric errors were measured.
     """
 
     name: str
@@ -94,14 +97,15 @@ class BlockReport:
     epoch: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    way: str = ""
 
 
 @dataclass(frozen=True)
 class Distilled:
     """The distillation of the whole model.
 
-    kl_before, kl_after: the mean KL divergence from the dense model's predictions, in nats, on the calibration batches
-      that were held back.
+    kl_before, kl_after: the divergence from the dense model's output, on the calibration batches that were held back:
+      KL in nats, unless the settings name another.
     epoch: the epoch whose values were chosen; 0: those from before.
     """
 
@@ -126,9 +130,9 @@ class Shrunk:
       that go.
     shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
       the means over mixtures.
-    tried: of each block that went, in turn: name of a block -> the KL divergence without it; by influence once: -> its
+    tried: of each block that went, in turn: name of a block -> the divergence without it; by influence once: -> its
       influence.
-    kl: step -> the mean KL divergence from the predictions of the model before, on the batches held back.
+    kl: step -> the divergence from the output of the model before, as `Distilled` has it, on the batches held back.
     costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after]; "seconds of 1 x 128 tokens,
       predicted": by parts of the model before.
     """
@@ -144,14 +148,15 @@ class Shrunk:
     kl: dict[str, float] = field(default_factory=dict)
     costs: dict[str, list[float]] = field(default_factory=dict)
 
-    def summary(self) -> str:
-        """What went, what it cost, and how far the predictions have moved."""
+    def summary(self, divergence: str | None = None) -> str:
+        """What went, what it cost, and how far the output has moved by the ``divergence`` of this name."""
         sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
         said = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
         said += [f"{what} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for what, (old, new) in self.costs.items()]
         if self.kl:
             steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
-            said.append(f"KL from the model before, on calibration batches held back, in nats: {steps}")
+            what, unit = in_words(divergence)
+            said.append(f"{what} from the model before, on calibration batches held back, in {unit}: {steps}")
         if self.shares:
             errors = ", ".join(f"{share} {own:.4f} ({random:.4f})" for share, (own, random) in self.shares.items())
             said.append(f"error of the mixtures' outputs without a share of the experts (at random): {errors}")

@@ -2,9 +2,9 @@
 of layers, and checked once against a plain one.
 
 A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
-by the output, labels y drawn from the predictions (accuracy/fisher.py). Outputs taken as uncorrelated, a layer loses
-half the sum over its outputs of E[g_r^2] times the mean squared error of output r in SparseGPT's solution, on inputs of
-the dense model. Losses of layers are added up.
+by the output, labels y drawn from the predictions; squared errors likewise (accuracy/fisher.py). Outputs taken as
+uncorrelated, a layer loses half the sum over its outputs of E[g_r^2] times the mean squared error of output r in
+SparseGPT's solution, on inputs of the dense model. Losses of layers are added up.
 
 Shape letters: N groups of layers that choose together (the experts of a mixture), K choices, B units of a budget.
 """
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
-from modelopt_sparse.accuracy.repair import logits_of, of_real_tokens
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
@@ -40,10 +39,10 @@ from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
+from modelopt_sparse.model.output import OutputError, in_words
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.evaluate import kl_divergence
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Column, Printed, Progress, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
@@ -178,7 +177,7 @@ SOLVER = METHODS["sparsegpt"]
 SOLVED = 3  # levels of a layer
 BYTES = 2  # of a weight: runtimes pack those in 16 bits, to which others are converted before
 Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
-Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> nats per token
+Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> divergence, such as nats per token
 
 
 def solutions(
@@ -264,8 +263,8 @@ def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> f
 
 
 def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
-    """The mean KL(dense || plan) per token of each plan on the batches held back, of all processes, before any repair,
-    with solutions of dense inputs."""
+    """How far the output of each plan is from the dense one on the batches held back, of all processes, before any
+    repair, with solutions of dense inputs."""
     run, weights = data.run, {}
     wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
     for layer_plan, _, weight in solutions(data, wanted):
@@ -275,25 +274,16 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
     batches = BatchNumbers.of_calls(data)
 
     @cache
-    def measured(place: int) -> list[tuple[float, float]]:
+    def measured(place: int) -> list[list[float]]:
         """Of each plan."""
-        dense, sums = _predictions(data, place), []
+        dense, sums = data.counted(*data.output_of(place)), []
         for plan in plans:
             pruned = [each for each in run.plan.layers if plan[each.name]]
             with called_with({x.layer: partial(weights.__getitem__, (x.name, plan[x.name])) for x in pruned}):
-                rows = kl_divergence(dense, _predictions(data, place))
-            sums.append((float(rows.sum()), len(rows)))
+                sums.append(dense.sums(data.counted(*data.output_of(place))))
         return sums
 
     return [batches.judged(lambda place, i=i: measured(place)[i]) for i in range(len(plans))]
-
-
-def _predictions(data: CalibrationData, place: int) -> Tensor:
-    """The logits of a call, ``[T, V]``, of real tokens alone."""
-    output, token_mask = data.output_of(place)
-    logits = logits_of(output)
-    assert logits is not None  # there were gradients, or losses of an earlier run
-    return of_real_tokens(logits, token_mask)
 
 
 # what layers may become -----------------------------------------------------------------------------------------------
@@ -478,7 +468,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     if said is None:
         try:
             data, said = decided(data)
-        except NoLosses as why:
+        except (NoLosses, OutputError) as why:
             if run.config.budget is None or not run.config.budget.optional:
                 raise
             run.report.settings.update(budget=None, choices=None)
@@ -539,6 +529,7 @@ def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> 
     return {
         "asked": asked,
         "taken": taken,
+        **{name: by for name, by in data.run.report.settings.items() if name == "divergence"},
         "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
         "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
         "factor": sum(map(_unbent, measured)) / max(sum(sums), 1e-30),
@@ -568,7 +559,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
-            raise NoLosses(f"the output of a {type(run.model).__name__} has no logits: give allocation='owl', or rules")
+            raise NoLosses("no gradient of the output reaches the layers: give allocation='owl', or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
@@ -616,13 +607,14 @@ class BudgetCurve(Printed):
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded. ``all_rows``: a line for each layer."""
-        heads = (self.unit, "KL", "of plain", f"one more point of {self.unit} costs")
+        what, _ = in_words(self.budget.get("divergence"))
+        heads = (self.unit, what, "of plain", f"one more point of {self.unit} costs")
         rows = [
             (f"{share}%", f"{kl:.4f}", f"{kl / plain:.0%}" if plain else "", f"{more:.4f}" if more else "")
             for share, kl, plain, more in self.points
         ]
         measured = ", ".join(f"{name} {kl:.4f}" for name, (_, kl) in self.budget["tried"].items())
-        said = paragraph(f"At {self.budget['asked']}, KL as measured: {measured}.", all_rows=all_rows)
+        said = paragraph(f"At {self.budget['asked']}, {what} as measured: {measured}.", all_rows=all_rows)
         choices = rows_of("layer", [*self.layers], [Column("choice", [*self.layers.values()])], all_rows=all_rows)
         return "\n\n".join((table(heads, rows), said, choices))
 

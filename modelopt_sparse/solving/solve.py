@@ -407,8 +407,8 @@ def from_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
 # one block, from top to bottom ---------------------------------------------------------------------------------------
 
 
-def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
-    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance.
+def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None = None) -> list[Callable[[], object]]:
+    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance. ``judge``: see `reconstruct`.
 
     Returns what must be written only when the inputs of all blocks have been collected (``sequential="none"``, where
     they come through the whole model); otherwise nothing. A block that fails before its first layer is written is left
@@ -443,7 +443,7 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
                 del solved, write  # not held while the next layer is solved
         undo.pop_all()
         if masks and tuned:
-            reconstruct(block, tuned, masks, movable, inputs, run)
+            reconstruct(block, tuned, masks, movable, inputs, run, judge)
         if not dense_goes_on:
             inputs.advance()
     return later

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaModel, ViTConfig, ViTForImageClassification
+from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import fisher as recompute
@@ -29,7 +29,7 @@ from tests.helpers import (
     tiny_llama,
     token_batches,
 )
-from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_t5
+from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
 BATCHES = 9  # eight to tune on, one held back
@@ -251,7 +251,7 @@ def test_the_teacher_predicts_what_the_dense_model_did(name):
             layer_plan.layer.parameter.mul_(0.7)
         changed = copy.deepcopy(model)
         for index, batch in enumerate(batches):
-            taught, sparse = teacher.predictions(index)
+            taught, sparse = (each.values.flatten(0, -2) for each in teacher.outputs(index))
             torch.testing.assert_close(taught, logits_of(dense, **batch))
             torch.testing.assert_close(sparse, logits_of(changed, **batch))
 
@@ -372,10 +372,6 @@ def test_a_folder_keeps_the_report(tmp_path):
     assert mts.report(tmp_path / "sparse").distillation == mts.report(model).distillation
 
 
-class OwnHead(LlamaModel):
-    """Its output has no logits."""
-
-
 class Centred(type(tiny_llama())):
     """What its head puts out is centred over the whole batch."""
 
@@ -393,7 +389,9 @@ def test_what_is_refused(tmp_path):
     refused(sparsified, tiny_llama(), distill={"learning_rate": 0}, parts=["distill: learning_rate=0: must be"])
     allowed = "distill: moments='float16': allowed are 'bfloat16', 'float32'"
     refused(sparsified, tiny_llama(), distill={"moments": "float16"}, parts=[allowed])
-    message = refused(sparsified, OwnHead(tiny_llama().config).eval(), parts=["output of this OwnHead has no logits"])
+    message = refused(
+        sparsified, TwoOutputs(tiny_llama().config).eval(), parts=["no logits but 'last_hidden_state'", "'pooled'"]
+    )
     assert "batch 0" not in message
     centred = tiny_llama()
     centred.__class__ = Centred
@@ -487,10 +485,10 @@ def test_units_are_rows_of_a_batch_and_know_their_step():
     assert torch.equal(torch.cat([each.args[0] for each in found[:5]]), first.args[0])
 
 
-@pytest.mark.parametrize("why", ["has no logits", "enforce=False", "a forward_loop"])
+@pytest.mark.parametrize("why", ["no logits but", "enforce=False", "a forward_loop"])
 def test_quality_max_leaves_out_what_the_model_cannot_have(why):
     """The report says so; asked for by name, it is an error after one call of the model."""
-    model, batches = LlamaModel(tiny_llama().config), token_batches(4)
+    model, batches = TwoOutputs(tiny_llama().config), token_batches(4)
     options = {"data_loader": batches, "quality": "max", "pattern": "2:4", "reconstruct": 1, "progress": False}
     if why == "enforce=False":
         options["enforce"] = False
@@ -505,8 +503,8 @@ def test_quality_max_leaves_out_what_the_model_cannot_have(why):
 
 
 def test_distill_by_name_is_refused_after_one_call():
-    model, calls = LlamaModel(tiny_llama().config), []
+    model, calls = TwoOutputs(tiny_llama().config), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match="has no logits: leave distill out"):
+    with pytest.raises(ValueError, match=r"no logits but .*: give output=, a name"):
         mts.sparsify(model, "wanda", data_loader=token_batches(4), distill=True, progress=False)
     assert len(calls) == 1

@@ -139,11 +139,20 @@ def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
+class Twice(nn.Sequential):
+    """Puts out two tensors."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return super().forward(x), x
+
+
 def test_what_is_refused():
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = [torch.randn(4, 8) for _ in range(3)]
-    with pytest.raises(ValueError, match="the output of a Sequential has no logits: leave it out"):
-        sparsified(plain, data_loader=x, include="*")
+    with pytest.raises(ValueError, match=r"metric='fisher': the output is a tuple with no logits but 0 \[4, 8\], 1 "):
+        sparsified(Twice(), data_loader=x, include="*")
     refused(sparsified, tiny_llama(), reconstruct={"metric": "fish"}, parts=["metric='fish': allowed are 'plain'"])
     with pytest.raises(ValueError, match="forward_loop does so in its own way"):
         mts.SparsifyConfig(forward_loop=print, reconstruct=FISHER)
@@ -154,8 +163,7 @@ def test_auto_says_where_errors_are_plain():
     def errors(report):
         return [(block.error_before, block.error_after) for block in report.blocks]
 
-    fisher, plain, auto = ({"epochs": 2, "metric": metric} for metric in ("fisher", "plain", "auto"))
-    assert_same_state(sparsified(reconstruct=auto), state_of(sparsified(reconstruct=fisher)))
+    plain, auto = ({"epochs": 2, "metric": metric} for metric in ("plain", "auto"))
     note = "reconstruct's metric is the plain squared error: "
 
     def loop(model):
@@ -167,9 +175,9 @@ def test_auto_says_where_errors_are_plain():
     assert errors(mts.report(looped)) == errors(mts.report(sparsified(reconstruct=plain)))
     x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = Twice()
     sparsified(model, data_loader=x, include="*", reconstruct=auto)
-    assert note + "the output of a Sequential has no logits" in mts.report(model).notes
+    assert any(each.startswith(note + "the output is a tuple with no logits but") for each in mts.report(model).notes)
 
 
 def test_the_backward_pass_holds_one_block(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaModel,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3Config,
@@ -17,6 +18,15 @@ from transformers import (
 )
 
 VOCAB = 97
+
+
+class TwoOutputs(LlamaModel):
+    """Which of them counts is not known."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output["pooled"] = output.last_hidden_state.mean(1)  # type: ignore[index]  # a model's output takes any name
+        return output
 
 
 def tiny_gpt2(**changes: Any) -> GPT2LMHeadModel:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from torch import nn
-from transformers import LlamaModel, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import modelopt_sparse as mts
@@ -18,6 +18,7 @@ from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures
 
 DATA = {"data_loader": token_batches(4), "progress": False}
@@ -226,7 +227,7 @@ def test_a_model_that_accelerate_offloads_is_refused():
 
 WHY = {
     "a forward_loop calls": (tiny_llama, {"forward_loop": lambda model: [model(b) for b in DATA["data_loader"]]}),
-    "the output of a LlamaModel has no logits": (lambda: LlamaModel(tiny_llama().config), {}),
+    "the output is a BaseModelOutputWithPast with no logits but": (lambda: TwoOutputs(tiny_llama().config), {}),
     "layers carry masks, whose zeros stay": (lambda: mts.sparsify(tiny_llama(), "magnitude", pattern=0.1), {}),
     "accelerate offloads weights": (lambda: cpu_offload(tiny_llama(), torch.device("cpu")), {}),
 }
@@ -270,8 +271,8 @@ def test_errors_say_what_to_give():
     both = {"zeros": "50%", "flops": "10%"}
     with pytest.raises(ValueError, match=r"at least 50.0% of the weights, 50.0% of flops \(each alone\)"):
         mts.sparsify(tiny_llama(), "sparsegpt", budget=both, choices=["dense", "2:4"], **DATA)
-    with pytest.raises(ValueError, match=r"output of a LlamaModel has no logits.*give allocation='owl', or rules"):
-        mts.sparsify(LlamaModel(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
+    with pytest.raises(ValueError, match=r"with no logits but 'last_hidden_state' .* 'pooled' .*give output="):
+        mts.sparsify(TwoOutputs(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
 
 
 def test_a_curve_is_of_a_model_that_stays(tmp_path):

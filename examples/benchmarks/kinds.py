@@ -1,0 +1,230 @@
+"""Methods and qualities at 2:4 on kinds of model that nobody tuned them on: mean KL divergence from the dense model.
+
+    python examples/benchmarks/kinds.py encoder encoder-decoder causal --out kinds.json
+
+encoder: AntiBERTy (a BERT of 8 blocks, 512 wide, 26 million parameters, trained by its authors on antibody sequences)
+from the package antiberty 0.1.3, with sequences put together from the germline genes of the package anarci
+2026.2.13.2; both are downloaded into --work. The sequences that are held out come from other genes.
+encoder-decoder: a T5 of 128 channels and 2 + 2 blocks, trained here for --minutes to restore corrupted text.
+causal: the embedded Llama of the testbed.
+
+Each row that is done is kept in --out, and not run again.
+"""
+
+import argparse
+import ast
+import copy
+import json
+import random
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import modelopt_sparse as mts
+
+TESTBED = Path(__file__).parents[1] / "testbed"
+PACKAGES = {"antiberty": "0.1.3", "anarci": "2026.2.13.2"}
+FROZEN, MOVE = ({"epochs": 4, "masks": masks} for masks in ("frozen", "move"))
+RUNS: dict[str, dict] = {
+    "sparsegpt": {"method": "sparsegpt"},
+    "fast": {"quality": "fast"},
+    "alps": {"method": "alps"},
+    "frozen": {"method": "alps", "reconstruct": FROZEN},
+    "moving": {"method": "alps", "reconstruct": MOVE},
+    "frozen+permuted": {"method": "alps", "reconstruct": FROZEN, "permute": True},
+    "moving+permuted": {"method": "alps", "reconstruct": MOVE, "permute": True},
+    "fisher+permuted": {"method": "alps", "reconstruct": {**FROZEN, "metric": "fisher"}, "permute": True},
+    "balanced": {"quality": "balanced"},
+    "best": {"quality": "best"},
+    "max": {"quality": "max"},
+}
+Rows = dict[str, Tensor]  # what a model is called with, by name
+
+
+# encoder --------------------------------------------------------------------------------------------------------------
+
+
+def package(name: str, work: Path) -> Path:
+    """The folder of a package, downloaded and unpacked."""
+    folder = work / name
+    if not folder.is_dir():
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(work)]
+        subprocess.run([*pip, f"{name}=={PACKAGES[name]}"], check=True)
+        (wheel,) = work.glob(f"{name}-*.whl")
+        zipfile.ZipFile(wheel).extractall(work)
+    return folder
+
+
+def encoder(work: Path) -> nn.Module:
+    folder = package("antiberty", work) / "trained_models/AntiBERTy_md_smooth"
+    settings = json.loads((folder / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    model = BertForMaskedLM(BertConfig(**{name: settings[name] for name in names}))
+    weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    other = ("bert.pooler", "cls.species", "cls.chain", "cls.graft", "bert.embeddings.position_ids")
+    model.load_state_dict({name: x for name, x in weights.items() if not name.startswith(other)}, strict=True)
+    return model.eval()
+
+
+def sequences(work: Path, count: int, seed: int, *, held_out: bool) -> Rows:
+    """V and J genes with a random loop between them, 5 % of the residues changed and 15 % masked."""
+    source = (package("anarci", work) / "germlines.py").read_text()
+    genes = next(ast.literal_eval(node.value) for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    lines = (package("antiberty", work) / "trained_models/vocab.txt").read_text().split()
+    tokens, residues, length = {line: number for number, line in enumerate(lines)}, "ACDEFGHIKLMNPQRSTVWY", 120
+    draw, pools = random.Random(seed), []
+    for chain, species in ((chain, species) for chain in "HKL" for species in ("human", "mouse")):
+        families = genes["V"].get(chain, {}).get(species, {})
+        # alleles of a gene stay together
+        v = [
+            x for name, x in sorted(families.items()) if (zlib.crc32(name.split("*")[0].encode()) % 3 == 0) == held_out
+        ]
+        if v and (j := sorted(genes["J"].get(chain, {}).get(species, {}).values())):
+            pools.append((v, j, (3, 12) if chain == "H" else (0, 3)))
+    ids = torch.zeros(count, length, dtype=torch.long)
+    for row in range(count):
+        v, j, loop = draw.choice(pools)
+        middle = "".join(draw.choices(residues, k=draw.randint(*loop)))
+        text = draw.choice(v).replace("-", "") + middle + draw.choice(j).replace("-", "")
+        text = [draw.choice(residues) if draw.random() < 0.05 else residue for residue in text][: length - 2]
+        inside = [tokens["[MASK]"] if draw.random() < 0.15 else tokens[residue] for residue in text]
+        ids[row, : len(inside) + 2] = torch.tensor([tokens["[CLS]"], *inside, tokens["[SEP]"]])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+# encoder-decoder ------------------------------------------------------------------------------------------------------
+
+
+def corrupted(count: int, seed: int, file: str) -> Rows:
+    """Characters of a text, of which 30 % are hidden from the encoder; the decoder is fed with all of them."""
+    text, draw, length = (TESTBED / file).read_text(encoding="utf8"), random.Random(seed), 48
+    source, target = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length, dtype=torch.long)
+    for row in range(count):
+        begin, size = draw.randrange(len(text) - length), draw.randint(length // 2, length - 2)
+        codes = [min(max(ord(character), 32), 126) - 30 for character in text[begin : begin + size]]
+        source[row, :size] = torch.tensor([1 if draw.random() < 0.3 else code for code in codes])
+        target[row, : size + 1] = torch.tensor([1, *codes])
+    masks = {"attention_mask": (source != 0).long(), "decoder_attention_mask": (target != 0).long()}
+    return {"input_ids": source, "decoder_input_ids": target, **masks}
+
+
+def encoder_decoder(work: Path, minutes: float) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
+    tokens = {"decoder_start_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
+    model = T5ForConditionalGeneration(T5Config(**sizes, **tokens, num_decoder_layers=2, dropout_rate=0.0))
+    if (file := work / f"encoder-decoder-{minutes:g}.pt").is_file():
+        model.load_state_dict(torch.load(file, weights_only=True))
+        return model.eval()
+    optimizer, began, step = torch.optim.AdamW(model.parameters()), time.time(), 0
+    while (share := (time.time() - began) / (60 * minutes)) < 1:
+        batch = corrupted(64, 1000 + step, "calibration.txt")
+        following = batch["decoder_input_ids"].roll(-1, 1)
+        following[:, -1] = 0
+        loss = model(**batch, labels=following.masked_fill(following == 0, -100)).loss
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, step / 100) * max(0.05, 1 - share)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+    torch.save(model.state_dict(), file)
+    return model.eval()
+
+
+# causal ---------------------------------------------------------------------------------------------------------------
+
+
+def windows(count: int, seed: int, file: str) -> Rows:
+    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    text = (TESTBED / file).read_text(encoding="utf8")
+    every = torch.tensor(tokenizer(text, verbose=False)["input_ids"]).unfold(0, 512, 512)
+    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
+    return {"input_ids": every[drawn]}
+
+
+# the table ------------------------------------------------------------------------------------------------------------
+
+
+def in_batches(rows: Rows, size: int) -> list[Rows]:
+    count = len(rows["input_ids"])
+    return [{name: x[at : at + size] for name, x in rows.items()} for at in range(0, count, size)]
+
+
+def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
+    """Log probabilities of all real tokens, in float64."""
+    with torch.no_grad():
+        return [model(**batch).logits[_real(batch)].double().log_softmax(-1) for batch in batches]
+
+
+def _real(batch: Rows) -> Tensor:
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", choices=["encoder", "encoder-decoder", "causal"])
+    parser.add_argument("--runs", default=",".join(name for name in RUNS if "+" not in name), help="names of runs")
+    parser.add_argument("--draws", type=int, default=1, help="draws of calibration rows")
+    parser.add_argument("--rows", type=int, help="calibration rows (512, 256 and 128 windows)")
+    parser.add_argument("--batch", type=int, help="rows in a batch (32, 32 and 2)")
+    parser.add_argument("--minutes", type=float, default=4, help="that the encoder-decoder is trained for")
+    parser.add_argument("--work", type=Path, default=Path("models/kinds"))
+    parser.add_argument("--out", type=Path, default=Path("kinds.json"))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    done = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    for kind in options.kinds:
+        count, size = {"encoder": (512, 32), "encoder-decoder": (256, 32), "causal": (128, 2)}[kind]
+        count, size = options.rows or count, options.batch or size
+        if kind == "encoder":
+            model, held_out = encoder(options.work), sequences(options.work, 192, 99, held_out=True)
+        elif kind == "encoder-decoder":
+            model, held_out = encoder_decoder(options.work, options.minutes), corrupted(384, 7, "heldout.txt")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32)
+            held_out = windows(40, 5, "heldout.txt")
+        held_out_batches = in_batches(held_out, 8 if kind == "causal" else 64)
+        dense = predictions(model, held_out_batches)
+        for draw in range(options.draws):
+            if kind == "encoder":
+                rows = sequences(options.work, count, draw, held_out=False)
+            else:
+                made = corrupted if kind == "encoder-decoder" else windows
+                rows = made(count, draw, "calibration.txt")
+            for name in options.runs.split(","):
+                key = f"{kind}, {count} rows in batches of {size}, draw {draw}: {name}"
+                if key not in done:
+                    sparse, began = copy.deepcopy(model), time.process_time()
+                    batches = in_batches(rows, size)
+                    mts.sparsify(sparse, pattern="2:4", data_loader=batches, progress=False, **RUNS[name])
+                    seconds = time.process_time() - began
+                    pairs = [*zip(dense, predictions(sparse, held_out_batches))]
+                    total = sum(float((p.exp() * (p - q)).sum()) for p, q in pairs)
+                    done[key] = {"kl": total / sum(len(p) for p, _ in pairs), "cpu seconds": round(seconds)}
+                    done[key]["ways"] = sorted({block.way for block in mts.report(sparse).blocks})
+                    options.out.write_text(json.dumps(done, indent=2) + "\n")
+                print(
+                    f"{key}: KL {done[key]['kl']:.4f}, {done[key]['cpu seconds']} CPU s", *done[key]["ways"], flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

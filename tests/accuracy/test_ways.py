@@ -1,0 +1,94 @@
+"""How a block is tuned is proved on the calls held back: by the model's output, on the first block of a stack."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import modelopt_sparse as mts
+from modelopt_sparse import oneshot
+from modelopt_sparse.accuracy.repair import Way
+from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+
+BATCHES = 9
+OPEN = {"epochs": 2, "masks": "auto", "metric": "auto"}
+WAYS = [Way(*way) for way in itertools.product((False, True), (False, True))]
+
+
+def sparsified(blocks=1, **options):
+    model = tiny_llama(num_hidden_layers=blocks)
+    options = {"reconstruct": OPEN, "progress": False, "data_loader": token_batches(BATCHES), **options}
+    return mts.sparsify(model, "wanda", **options)
+
+
+def options_of(way: Way) -> dict:
+    masks, metric = ("move" if way.moves else "frozen"), ("fisher" if way.fisher else "plain")
+    return {"epochs": 2, "masks": masks, "metric": metric}
+
+
+def divergence(model) -> float:
+    """Of the outputs for the batch held back, written out."""
+    batch = token_batches(BATCHES)[-1]
+    with torch.no_grad():
+        p, q = (x(batch).logits.double().log_softmax(-1) for x in (tiny_llama(num_hidden_layers=1), model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_the_way_with_the_nearest_output_is_taken():
+    """A model of one block, beside one that is made in each way by itself."""
+    single = {way: sparsified(reconstruct=options_of(way)) for way in WAYS}
+    wanted = {str(way): divergence(model) for way, model in single.items()}
+    model = sparsified()
+    (block,) = mts.report(model).blocks
+    tried = dict(
+        re.fullmatch(r"(masks .* metric): (\S+)", note).groups() for note in block.notes if " metric: " in note
+    )
+    assert {way: float(figure) for way, figure in tried.items()} == pytest.approx(wanted, rel=1e-3)
+    best = min(WAYS, key=lambda way: wanted[str(way)])
+    assert block.way == str(best)
+    alone = sparsified(reconstruct=None)
+    assert_same_state(model, state_of(single[best] if wanted[str(best)] < divergence(alone) else alone))
+
+
+def test_the_other_blocks_go_the_same_way():
+    first, *others = mts.report(sparsified(blocks=3)).blocks
+    assert sum(" metric: " in note for note in first.notes) == len(WAYS)
+    for block in others:
+        assert block.way == first.way
+        assert not any(" metric: " in note for note in block.notes)
+
+
+@pytest.mark.parametrize("masks", ["frozen", "move", "auto"])
+def test_a_block_that_is_worse_by_the_output_is_left_as_solved(monkeypatch, masks):
+    figures = itertools.cycle([1.0, *[2.0] * (2 if masks == "auto" else 1)])  # as solved, then tuned
+    monkeypatch.setattr(oneshot, "_judge", lambda data: lambda: next(figures))
+    model = sparsified(blocks=2, reconstruct={**OPEN, "masks": masks, "metric": "plain"})
+    assert_same_state(model, state_of(sparsified(blocks=2, reconstruct=None)))
+    for block in mts.report(model).blocks:
+        assert block.error_after == block.error_before
+        assert block.epoch == 0
+        assert block.notes[0] == "left as solved: the output of the model is off by 1, and by 2 if tuned"
+
+
+def test_where_the_output_cannot_be_asked_blocks_have_the_say():
+    def loop(model):
+        for batch in token_batches(BATCHES):
+            model(batch)
+
+    options = {"epochs": 2, "masks": "auto"}
+    model = sparsified(reconstruct=options, data_loader=None, forward_loop=loop)
+    why = "how blocks are tuned is chosen by their own errors, not by the model's output: a forward_loop calls it"
+    assert any(note.startswith(why) for note in mts.report(model).notes)
+    (block,) = mts.report(model).blocks
+    errors = {str(way): mts.report(sparsified(reconstruct=options_of(way))).blocks[0].error_after for way in WAYS[::2]}
+    assert block.way == min(errors, key=lambda way: errors[way])
+    assert block.error_after == pytest.approx(min(errors.values()), rel=1e-5)
+
+
+def test_what_leaves_nothing_open_is_not_asked():
+    """A method with options of its own is what it was."""
+    for way in WAYS:
+        report = mts.report(sparsified(reconstruct=options_of(way)))
+        assert report.blocks[0].way == str(way)
+        assert not any(note.startswith("left as solved") for note in report.blocks[0].notes)
