@@ -407,7 +407,8 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 
 # help, and processes ------------------------------------------------------------------------------------------------
 
-PLANNED = "--method --quality --pattern --budget --choices --losses --output --divergence --data --num-samples --seq-len --batch-size "
+PLANNED = "--output --divergence "
+PLANNED += "--method --quality --pattern --budget --choices --losses --data --num-samples --seq-len --batch-size "
 PLANNED += "--include --exclude --sequential --seed --deterministic --config --set --device --dtype "
 PLANNED += "--dequantize --revision --trust-remote-code --json"
 FLAGS = {
@@ -415,10 +416,12 @@ FLAGS = {
     "plan": f"model {PLANNED} --training --processes --nodes --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "shrink": "model --out --mlp --blocks --experts --to --budget --criterion --quality --data --num-samples "
-    "--seq-len --batch-size --output --divergence --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
+    "--output --divergence "
+    "--seq-len --batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
     "--progress --no-progress --json",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
-    "--batch-size --output --divergence --device --dtype --revision --trust-remote-code --progress --no-progress --json",
+    "--batch-size --output --divergence --device --dtype --revision --trust-remote-code --progress --no-progress "
+    "--json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",
     "report": "folder --html --compare --evaluation --overwrite --all --json",
     "speed": "folder --tokens --timing --quantize --cache --device --dtype --trust-remote-code --json",
