@@ -344,6 +344,16 @@ def test_sparsify_with_json_prints_json_alone(run, work, tmp_path):
     assert json.loads(run(*command, "--overwrite").out)["evaluation"] is None
 
 
+def test_eval_measures_what_is_asked_for(run, work, sparse):
+    """Flags are strings, and a number of them is an index."""
+    command = ("eval", sparse, "--reference", work / "llama", "--data", work / "held.txt", "--seq-len", 32, "--json")
+    by_name, by_index = (run(*command, "--output", output, "--divergence", "squared").out for output in ("logits", "0"))
+    assert by_name == by_index
+    found = json.loads(by_name)
+    assert (found["divergence"], found["perplexity"], found["seq_len"]) == ("squared", None, None)
+    assert found["kl"] > 0
+
+
 def test_verify_accepts_its_own_output_on_a_plain_folder(run, work, sparse, tmp_path):
     """A folder that only transformers wrote has no report; its weights are looked at all the same."""
     mts.export(mts.load(sparse)).save_pretrained(tmp_path / "plain")
@@ -397,7 +407,8 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 
 # help, and processes ------------------------------------------------------------------------------------------------
 
-PLANNED = "--method --quality --pattern --budget --choices --losses --data --num-samples --seq-len --batch-size "
+PLANNED = "--output --divergence "
+PLANNED += "--method --quality --pattern --budget --choices --losses --data --num-samples --seq-len --batch-size "
 PLANNED += "--include --exclude --sequential --seed --deterministic --config --set --device --dtype "
 PLANNED += "--dequantize --revision --trust-remote-code --json"
 FLAGS = {
@@ -405,10 +416,12 @@ FLAGS = {
     "plan": f"model {PLANNED} --training --processes --nodes --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "shrink": "model --out --mlp --blocks --experts --to --budget --criterion --quality --data --num-samples "
+    "--output --divergence "
     "--seq-len --batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
     "--progress --no-progress --json",
     "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
-    "--batch-size --device --dtype --revision --trust-remote-code --progress --no-progress --json",
+    "--batch-size --output --divergence --device --dtype --revision --trust-remote-code --progress --no-progress "
+    "--json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",
     "report": "folder --html --compare --evaluation --overwrite --all --json",
     "speed": "folder --tokens --device --dtype --trust-remote-code --json",
