@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelopt_sparse.calibration.answers import random_states, shared_states
-from modelopt_sparse.calibration.calls import Calls, Inputs, Walk, WalkedCall, Way, WholeModel
+from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, Order, WalkedCall, WholeModel
 from modelopt_sparse.calibration.data import Call, digest_of, rows_of
 from modelopt_sparse.calibration.forward import (
     CalibrationData,
@@ -106,13 +106,13 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
     named = {b for stack in home.values() for name, b in zip(stack.names, stack.blocks) if by_block.get(name)}
     blocks = [block for block in dense.order.blocks if block in home]
     blocks += [block for block in home if block in named and block not in blocks]
-    walk, whole_model = dense.walk(data, home, blocks), WholeModel(data)
+    walk, whole_model = dense.walk(data, blocks), WholeModel(data)
     tasks: list[BlockTask] = []
     for blockwise, group in groupby(in_order, lambda start: isinstance(start, Stack) and start not in dense.whole):
         starts = list(group)
         if blockwise:
             here = [block for block in blocks if home[block] in starts]
-            tasks += [task(home[block], block, partial(walk.at, home[block], block)) for block in here]
+            tasks += [task(home[block], block, partial(walk.at, block)) for block in here]
             continue
         for start in starts:
             if isinstance(start, Stack):
@@ -231,14 +231,6 @@ class _InputsOfCall:
     keys: dict[str, list[tuple]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Order:
-    """blocks: in the order in which calls come to them. repeated: those to which some call comes more than once."""
-
-    blocks: list[nn.Module]
-    repeated: set[nn.Module]
-
-
 @dataclass
 class Rows:
     """of: layer name -> how many rows each of its matrices was multiplied with, on average, padding included, in calls
@@ -252,8 +244,7 @@ class Rows:
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
-    again: all calls of the model in this process, with their ways.
-    tried: the calls that running calls again is tried with.
+    again: what runs the calls. calls: all of this process, with their ways.
     order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
     rows: under a budget, with how many rows layers were multiplied.
     """
@@ -261,37 +252,27 @@ class DenseRun:
     data: CalibrationData
     inputs: SeenInputs
     again: Calls
-    tried: list[Tried] = field(default_factory=list)
-    order: Order = field(default_factory=lambda: Order([], set()))
+    calls: list[WalkedCall] = field(default_factory=list)
+    order: Order = field(default_factory=lambda: Order((), ()))
     whole: set[Stack] = field(default_factory=set)
     rows: Rows = field(default_factory=Rows)
 
-    @property
-    def calls(self) -> list[WalkedCall]:
-        return self.again.calls
-
     def only(self, numbers: Sequence[int]) -> "DenseRun":
         """The same with the calls of these numbers alone."""
-        return replace(self, again=self.again.only(numbers))
+        return replace(self, calls=[self.calls[number] for number in numbers])
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
         self.rows.units += _units_of(numbered.call)
 
     def walk(
-        self,
-        data: CalibrationData,
-        home: Mapping[nn.Module, Stack],
-        blocks: Sequence[nn.Module],
-        calls: Sequence[WalkedCall] | None = None,
-    ) -> Walk:
-        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning. ``home``: block -> its stack; the
-        blocks of other stacks always run."""
-        fresh = [WalkedCall(call.numbered, call.way) for call in (self.calls if calls is None else calls)]
-        again = Calls(data, home, fresh, set(data.run.plan.blocks) - home.keys(), self.again.shapes)
+        self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[WalkedCall] | None = None
+    ) -> AtBlock:
+        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning; other blocks always run."""
+        fresh = [WalkedCall(call.numbered, call.way, call.needed) for call in (self.calls if calls is None else calls)]
         if data.run.config.sequential == "none":
-            again.keep_what_may_be_needed()
-        return Walk(again, blocks, self.order.repeated)
+            fresh = [call.going_on() for call in fresh]
+        return AtBlock(Calls(data, self.again.shapes), fresh, replace(self.order, blocks=blocks))
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
@@ -310,19 +291,15 @@ def run_dense(data: CalibrationData) -> CalibrationData:
     Raises ValueError for layers that no data reaches, or none that is finite.
     """
     run = data.run
-    home = {block: stack for stack in run.plan.stacks for block in stack.blocks}
-    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data, home))
+    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data))
     with _compared(run.plan) as others:
-        if data.calls is None:
-            _run_loop(dense)
-        else:
-            _run_calls(dense, data.calls)
+        tried = _run_loop(dense) if data.calls is None else _run_calls(dense, data.calls)
     _agree(dense)
     run = _without_others(run, others, _read_by_parents(dense))
     dense.data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = _in_call_order(run.plan, dense)
-    dense.whole = _whole_stacks(dense, [start for start in in_order if isinstance(start, Stack)], by_block)
+    dense.whole = _whole_stacks(dense, tried, [start for start in in_order if isinstance(start, Stack)], by_block)
     return replace(dense.data, dense=dense)
 
 
@@ -410,10 +387,11 @@ def _all_real(numbered: NumberedCall) -> list[bool]:
 KINDS = 4  # of calls that are tried at most
 
 
-def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
+def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
+    """Run a call of each kind, and all if that is not enough -> those that running calls again is tried with."""
     data, run = dense.data, dense.data.run
     numbered = (NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls))
-    dense.again.calls = [WalkedCall(each) for each in numbered]
+    dense.calls = [WalkedCall(each) for each in numbered]
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
@@ -424,9 +402,9 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> None:
         _run_some(dense, [call for call in dense.calls if all(call is not each for each in chosen)])
     beside = [call for call in dense.calls if all(call is not each for each in chosen)][:1]
     if run.storage.resident:
-        dense.tried = [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
-    else:  # each run of the model reads all weights
-        dense.tried = [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+        return [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
+    # each run of the model reads all weights
+    return [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -457,8 +435,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
     with (
         Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
         nullcontext() if run.storage.resident else watch.watching(again),
-        again.moved_by_hooks(),
-        again.watching(),
+        again.watching(moved_by_hooks=True),
         hooks as padding,
         forward_context(run),
     ):
@@ -472,22 +449,23 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
     return made
 
 
-def _run_loop(dense: DenseRun) -> None:
-    """A forward_loop runs once, to its end. What it calls the model with is kept."""
+def _run_loop(dense: DenseRun) -> list[Tried]:
+    """A forward_loop runs once, to its end. What it calls the model with is kept -> calls that are tried."""
     data, run, again = dense.data, dense.data.run, dense.again
     watch, kinds = Watch(run), list[Any]()
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
-        random, earlier = random_states(), again.calls[-1].numbered.random if again.calls else None
+        random, earlier = random_states(), dense.calls[-1].numbered.random if dense.calls else None
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
         random = random if earlier is None else shared_states(random, earlier)
         recorded = NumberedCall(numbered.number, call, numbered.masks, random)
         kind = kind_of(recorded)
-        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(again.calls) == 1)
+        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
         kinds.extend([kind] * watch.on)
-        again.follow(recorded)
+        dense.calls.append(WalkedCall(recorded))
+        again.follow(dense.calls[-1])
         dense.begin(recorded)
 
     with (
@@ -497,13 +475,13 @@ def _run_loop(dense: DenseRun) -> None:
     ):
         data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
     dense.inputs.begin(-1)  # the last call is over
-    dense.tried = [Tried(now.call, visits) for now, visits in watch.take()]
     sha256 = digest_of(call.numbered.call for call in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.inputs.order:
         raise ValueError(
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
+    return [Tried(now.call, visits) for now, visits in watch.take()]
 
 
 def _agree(dense: DenseRun) -> None:
@@ -578,40 +556,37 @@ def _check(seen: SeenInputs, run: Run) -> None:
 
 
 def _whole_stacks(
-    dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
 ) -> set[Stack]:
     """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
     run, whole, repeatable = dense.data.run, set[Stack](), True
 
-    def agreed(problem: Problem | None) -> tuple[str, str] | None:
-        own = None if problem is None else (problem[0].name, problem[1])
-        of_ranks = run.processes.all_gather("whether calls can be run again", own)
-        return next((problem for problem in of_ranks if problem is not None), None)
-
-    if run.storage.resident:
-        repeatable = all(run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, dense.tried)))
-    if repeatable:
-        _learn_ways(dense)
-    while waiting := [stack for stack in stacks if stack not in whole]:
-        problem = agreed(_why_whole(dense, waiting, by_block) if repeatable else (waiting[0], CHANGES))
-        if problem is None:
-            break
-        name, why = problem
-        (stack,) = [stack for stack in waiting if stack.name == name]
+    def takes_whole_runs(stack: Stack, why: str) -> None:
         whole.add(stack)
         warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
+
+    if run.storage.resident:
+        repeatable = all(run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried)))
+    if repeatable:
+        _learn_ways(dense, tried)
+    while waiting := [stack for stack in stacks if stack not in whole]:
+        problem = _why_whole(dense, tried, waiting, by_block) if repeatable else (waiting[0], CHANGES)
+        own = None if problem is None else (stacks.index(problem[0]), problem[1])
+        of_ranks = run.processes.all_gather("whether calls can be run again", own)
+        first = next((problem for problem in of_ranks if problem is not None), None)
+        if first is None:
+            break
+        takes_whole_runs(stacks[first[0]], first[1])
     if whole and run.config.sequential == "none":  # what runs in each call is not to become sparse under way
-        for stack in [stack for stack in stacks if stack not in whole]:
-            whole.add(stack)
-            why = "sequential='none' takes all of the model dense, and another stack is"
-            warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
+        for stack in waiting:
+            takes_whole_runs(stack, "sequential='none' takes all of the model dense, and another stack is")
     if whole and repeatable and run.storage.resident:
-        still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, dense.tried))
+        still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried))
         if not all(still):
             problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
             raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
     for stack in waiting:
-        if not dense.order.repeated.isdisjoint(stack.blocks):
+        if any(block in dense.order.repeated for block in stack.blocks):
             warn_of_repeated(run, stack)
     if waiting and run.config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
@@ -620,37 +595,36 @@ def _whole_stacks(
     return whole
 
 
-def _learn_ways(dense: DenseRun) -> None:
+def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
     """See to which blocks each call comes, and in which order all calls of all processes come to them."""
     run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
     with dense.again.watching(), forward_context(run):
-        for call in (*dense.calls, *(tried.call for tried in dense.tried)):
+        for call in (*dense.calls, *(each.call for each in tried)):
             dense.again.learn_way(call)
-    own = list(dict.fromkeys(tuple(map(blocks.index, call.way.blocks)) for call in dense.calls if call.way is not None))
+    own = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
     ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]
     repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
     dense.order = Order([blocks[index] for index in _merged(ways)], repeated)
 
 
 def _why_whole(
-    dense: DenseRun, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
 ) -> Problem | None:
     """(a stack, why its blocks take whole runs); None if none does."""
-    home = {block: stack for stack in stacks for block in stack.blocks}
+    home, order = {block: stack for stack in stacks for block in stack.blocks}, dense.order.blocks
     for stack in stacks:
         for name, block in zip(stack.names, stack.blocks):
             if block in dense.again.outside:
                 return stack, "its blocks are called outside of a call of the model"
             reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
-            if reached and block not in dense.order.blocks:
+            if reached and block not in order:
                 return stack, "not its blocks are called, but what is inside of them"
-    places = {block: place for place, block in enumerate(dense.order.blocks)}
     for call in dense.calls if dense.data.run.config.sequential == "none" else ():
-        for before, after in pairwise(block for block in (call.way or Way(())).blocks if block in home):
-            if places[after] <= places[before]:  # a block that is sparse by then would change what others get
+        for before, after in pairwise(block for block in call.way if block in home):
+            if order.index(after) <= order.index(before):  # sparse by then, it would change what others get
                 return home[after], "calls come to its blocks more than once, or in another order in some of them"
-    blocks = [block for block in dense.order.blocks if block in home]
+    blocks = [block for block in order if block in home]
     if not blocks:
         return None
-    watch = Watch(dense.again.run)
-    return rehearse(lambda calls: dense.walk(dense.data, home, blocks, calls), dense.tried, home, watch)
+    walk = dense.walk(dense.data, blocks, [each.call for each in tried])
+    return rehearse(walk, tried, Watch(dense.again.run))
