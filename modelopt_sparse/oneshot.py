@@ -11,8 +11,9 @@ from torch import nn
 
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, distill
-from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_non_finite
 from modelopt_sparse.distributed import Processes, is_sharded

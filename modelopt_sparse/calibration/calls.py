@@ -17,8 +17,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import is_
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -36,7 +34,6 @@ from modelopt_sparse.calibration.answers import (
     shared_states,
     signature,
 )
-from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import (
     NOT_OF_THE_BATCH,
     Begin,
@@ -50,17 +47,15 @@ from modelopt_sparse.calibration.forward import (
     watched_outputs,
 )
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.state import ModelState, objects_of, own_arguments
 from modelopt_sparse.model.devices import (
-    WRAPPED_BY,
     flat_tensors,
     forward_replaced,
     has_hook,
     input_device,
-    leaves_of,
     map_tensors,
     offload_again,
     onloaded,
-    version,
 )
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.plan import LayerPlan
@@ -375,88 +370,6 @@ def copied(x: Tensor, run: Run) -> Tensor:
     """A copy of ``x`` where activations are held."""
     held = run.storage.hold_activations(x)
     return held.clone() if held.data_ptr() == x.data_ptr() else held
-
-
-def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
-    """The call with the same tensors, and with copies of whatever else it could write to, such as caches; and what
-    undoes writes to the tensors."""
-    tensors = flat_tensors((call.args, call.kwargs))
-    before = [(x, version(x), x.detach().clone()) for x in tensors]
-    held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]
-    try:
-        args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), {id(x): x for x in held})
-    except (TypeError, RuntimeError, AttributeError):  # what cannot be copied, such as a lock, is handed on
-        args, kwargs = map_tensors(lambda x: x, (call.args, dict(call.kwargs)))
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for x, was, values in before:
-            if version(x) != was:
-                x.copy_(values)
-
-    return replace(call, args=args, kwargs=kwargs), put_back
-
-
-# what a call that was stopped leaves behind ---------------------------------------------------------------------------
-
-CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
-FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
-    (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
-    (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
-    (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
-    *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
-    *((partial(torch.get_autocast_dtype, x), partial(torch.set_autocast_dtype, x)) for x in ("cpu", "cuda")),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    *((partial(getattr, CUDNN, x), partial(setattr, CUDNN, x)) for x in ("enabled", "benchmark", "deterministic")),
-]
-OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never put back
-
-
-class ModelState:
-    """Attributes of modules, what lists, sets and dicts among them hold, attributes of objects among them such as
-    configs, buffers (not what these hold), and torch's flags for the process."""
-
-    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
-        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, (*modules, *objects))]
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-        self._flags = [get() for get, _ in FLAGS]
-
-    def put_back(self) -> None:
-        for own, before, contents in self._attributes:
-            same = len(own) == len(before) and all(map(is_, own.values(), before.values()))
-            for key in () if same else (own.keys() | before.keys()) - OF_A_MODULE:
-                if key in before:
-                    own[key] = before[key]
-                else:
-                    del own[key]
-            for value, was in contents:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(was)
-        for buffers, before in self._buffers:
-            buffers.update(before)
-        for (get, put), before in zip(FLAGS, self._flags):
-            if get() != before:
-                put(before)
-
-
-def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
-    values = {id(value): value for own in map(vars, modules) for key, value in own.items() if key not in OF_A_MODULE}
-    others = (nn.Module, Tensor, type, FunctionType, MethodType, partial, ModuleType)
-    return [x for x in values.values() if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, others)]
-
-
-def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Lists, sets and dicts among a module's attributes, each with a copy."""
-    containers = [(key, value) for key, value in own.items() if type(value) in (list, set, dict)]
-    return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
 
 
 # the inputs of one block after the other ------------------------------------------------------------------------------
