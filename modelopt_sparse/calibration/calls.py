@@ -499,7 +499,7 @@ class AtBlock:
     def _run_to(self, call: WalkedCall, block: nn.Module | None, done: Set[nn.Module], *, go_on: bool = False) -> None:
         """A call that has come to its end may have gone another way than before, but not back to a finished block."""
         before = call.way
-        self.again.run_to(call, block, {*done, block} if go_on else done)
+        self.again.run_to(call, block, done | {self.block} if go_on else done)
         if late := [block for block in Counter(call.way) - Counter(before) if block in done]:
             name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
             problem = f"calibration batch {call.numbered.number} comes back to block {name!r}, which is sparse by now"
